@@ -1,0 +1,1 @@
+"""Cache-aware routing: knows tokens, hashes, replicas and load; knows no torch and no HTTP."""

@@ -1,0 +1,87 @@
+"""What replicas tell routers: blocks stored and removed, load, counters; and the codec of the feed.
+
+Owns the message types that cross the feed. Knows nothing of sockets or of how either side keeps its state.
+Hashes travel packed (see ``block_hash``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
+    """Blocks that a replica can now serve. ``hashes`` is packed; parents come before children."""
+
+    hashes: bytes
+    tier: str = "pool"
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", array_like=True):
+    """Blocks that a replica can serve no longer; children come before parents."""
+
+    hashes: bytes
+    tier: str = "pool"
+
+
+class CacheCleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):
+    """Every block of the replica is gone."""
+
+
+class RouterShare(msgspec.Struct, frozen=True, array_like=True):
+    """What a replica still owes to one router.
+
+    ``last_reservation`` is the highest reservation number of that router that the replica has admitted;
+    ``queued_prefill_tokens`` the uncached prompt tokens of that router's requests still to be computed.
+    """
+
+    router_id: str
+    last_reservation: int
+    queued_prefill_tokens: int
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown."""
+
+    queued_prefill_tokens: int
+    running_sequences: int
+    waiting_sequences: int
+    max_running_sequences: int
+    max_waiting_sequences: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    shares: tuple[RouterShare, ...] = ()
+
+
+class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
+    """A replica's counters and gauges for /metrics and /v1/cache/state: (name, labels, value).
+
+    ``labels`` is a tuple of (label, value) pairs. Never read by a policy.
+    """
+
+    samples: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...]
+
+
+Event = BlocksStored | BlocksRemoved | CacheCleared | LoadReport | StatsReport
+
+
+class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
+    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
+
+    replica_id: str
+    epoch: str
+    seq: int
+    events: tuple[Event, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FeedMessage)
+
+
+def encode(message: FeedMessage) -> bytes:
+    """Serialize a feed message (msgpack)."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> FeedMessage:
+    """Parse a feed message. Raises ``msgspec.MsgspecError`` on anything malformed."""
+    return _decoder.decode(data)

@@ -1,0 +1,41 @@
+"""What a router needs to know of one request, and what it decided: the only types that cross the Serve handle here.
+
+Owns RoutedRequest (in) and Decision (out). Knows nothing of policies, text or sampling.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RoutedRequest(msgspec.Struct, frozen=True):
+    """The routing view of one request; travels as the keyword argument ``route`` of the handle call.
+
+    ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
+    cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
+    ``avoid``: replicas that already failed this request.
+    """
+
+    request_id: str
+    block_hashes: bytes
+    prompt_tokens: int
+    placement_key: bytes
+    max_new_tokens: int = 0
+    avoid: tuple[str, ...] = ()
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where a request was sent and why. Token counts are predictions made from the directory.
+
+    ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one
+    held; ``reason``: a short stable word for the counters (see ``policies``); ``estimated_ttft_s``: 0.0 when the
+    policy makes no estimate; ``reservation``: this router's number for it, reported back in ``RouterShare``.
+    """
+
+    replica_id: str
+    router_id: str
+    reservation: int
+    best_cached_tokens: int
+    selected_cached_tokens: int
+    reason: str
+    estimated_ttft_s: float = 0.0

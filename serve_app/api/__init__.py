@@ -1,0 +1,1 @@
+"""Wire formats: OpenAI (and later Anthropic) bodies <-> one internal GenerateRequest."""

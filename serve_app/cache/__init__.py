@@ -1,0 +1,1 @@
+"""The replica's block pool and prefix cache: runs without Ray."""

@@ -1,0 +1,136 @@
+"""The engine's contract: what goes in, what streams out, what it reports.
+
+Owns the data types on both sides of an engine. Knows nothing of Ray, HTTP, text or routing policy. Any engine
+that satisfies ``Engine`` can stand in a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from router.block_hash import PrefixScope, TokenArray
+from router.events import Event, LoadReport, StatsReport
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off.
+
+    The random number for the token at absolute position p depends only on (``seed``, p), so that a request sent
+    again elsewhere with the tokens it already has continues identically.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One generation. ``token_ids``: the prompt, int32, at least one id.
+
+    ``root`` is the scope's keyed root hash; ``block_hashes`` the packed chain of the prompt's full blocks under
+    it (empty: the engine computes it). ``router_id`` and ``reservation`` come back in the load report.
+    """
+
+    request_id: str
+    token_ids: TokenArray
+    scope: PrefixScope
+    root: bytes
+    sampling: SamplingParams
+    block_hashes: bytes = b""
+    tenant: str = "default"
+    router_id: str = ""
+    reservation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """Tokens of one request that became ready in one step.
+
+    ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with
+    ``queue_s`` (arrival to first scheduling). The last output carries ``finish_reason``; with "error",
+    ``error`` says why. A stop token is not among ``token_ids``.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    cached_tokens: int | None = None
+    queue_s: float = 0.0
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+OutputSink = Callable[[Sequence[EngineOutput]], None]
+"""Called from the engine's thread once a step with everything of that step that belongs to one submitter."""
+
+EventSink = Callable[[Sequence[Event]], None]
+"""Called from the engine's thread with cache events in the order in which they happened."""
+
+
+class EngineError(Exception):
+    """A request the engine cannot take."""
+
+
+class RequestTooLong(EngineError):
+    """The prompt, or prompt plus max_tokens, can never fit this engine."""
+
+
+class QueueFull(EngineError):
+    """The waiting queue is at its bound; ``retry_after_s`` says when to come back."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Engine(Protocol):
+    """A continuous-batching engine with a prefix cache."""
+
+    def start(self) -> None:
+        """Start the loop thread."""
+
+    def stop(self) -> None:
+        """Stop the loop thread; unfinished requests get an "error" output."""
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Queue a request (any thread). Raises RequestTooLong, QueueFull, or ValueError on malformed input."""
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
+
+    def load(self) -> LoadReport:
+        """Current load (any thread)."""
+
+    def stats(self) -> StatsReport:
+        """Counters and gauges (any thread)."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached block not in use; False when blocks in use were kept."""
+
+    def healthy(self) -> bool:
+        """False once the loop has died or stalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them."""
+
+    block_size: int = 16
+    num_blocks: int = 4096
+    max_model_len: int = 32768
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_waiting_requests: int = 256
+    enable_prefix_caching: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int = 0
+    labels: tuple[tuple[str, str], ...] = field(default=())
