@@ -56,7 +56,7 @@ def hash_blocks(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
     block i = xxh3_128(parent hash || int32-LE ids of the block).
     """
     ids = np.ascontiguousarray(token_ids, dtype="<i4")
-    raw = memoryview(ids).cast("B")
+    raw = ids.data.cast("B")
     step = 4 * block_size
     digest = xxhash.xxh3_128_digest
     chain = bytearray()

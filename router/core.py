@@ -1,0 +1,306 @@
+"""The Ray-free heart of a router: directory + load + policy behind one lock, asked by Serve, simulation, benchmarks.
+
+Owns the step "match, rank, reserve", which is synchronous, so that no two decisions see the same idle replica.
+Knows nothing of Ray, sockets or HTTP. In: replica sets, feed events, requests; out: decisions, counters, state.
+Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from threading import Lock
+from typing import Any
+from uuid import uuid4
+
+from router.block_hash import HASH_BYTES
+from router.counters import RouterCounters
+from router.directory import Directory
+from router.events import Event, LoadReport, StatsReport
+from router.in_flight import InFlightPrefixes
+from router.load import LoadSettings, LoadTable
+from router.policies import POLICIES, least_loaded
+from router.ranking import Candidate, Match, PolicyContext, PolicySettings
+from router.request import Decision, RoutedRequest
+
+_REMEMBERED_DECISIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Settings of one router. ``follow_in_flight``: estimated_ttft counts prefixes that are being computed."""
+
+    policy: str = "estimated_ttft"
+    block_size: int = 16
+    max_blocks: int = 4_000_000
+    follow_in_flight: bool = True
+    load: LoadSettings = field(default_factory=LoadSettings)
+    scoring: PolicySettings = field(default_factory=PolicySettings)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICIES))}")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RouterSettings:
+        """Build settings from a JSON object; ``load`` and ``scoring`` are objects. Raises ValueError or TypeError."""
+        values = dict(values)
+        load = LoadSettings(**values.pop("load", {}))
+        scoring = PolicySettings(**values.pop("scoring", {}))
+        return cls(load=load, scoring=scoring, **values)
+
+
+class RoutingCore:
+    """Decides where requests go. ``router_id`` names this router in the replicas' load reports."""
+
+    def __init__(
+        self,
+        router_id: str,
+        settings: RouterSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+    ) -> None:
+        self.router_id = router_id
+        self.settings = settings or RouterSettings()
+        self.counters = RouterCounters()
+        self._clock = clock
+        self._rng = rng or Random(router_id)  # noqa: S311 (spreads load, guards nothing)
+        self._lock = Lock()
+        self._turn = 0
+        self._stats: dict[str, StatsReport] = {}
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._key_of_sent: dict[int, bytes] = {}
+        self._loads = LoadTable(router_id, self.settings.load)
+        self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
+        self._in_flight = InFlightPrefixes(self.settings.block_size)
+
+    @property
+    def directory(self) -> Directory:
+        """The directory; read it only where no other thread uses this core."""
+        return self._directory
+
+    @property
+    def loads(self) -> LoadTable:
+        """The load table; read it only where no other thread uses this core."""
+        return self._loads
+
+    @property
+    def replica_ids(self) -> tuple[str, ...]:
+        """The replicas known now."""
+        return tuple(self._loads.replica_ids)
+
+    def configure(self, settings: RouterSettings) -> None:
+        """Use other settings from the next decision on; another block size or bound empties the directory."""
+        with self._lock:
+            before, self.settings = self.settings, settings
+            self._loads.settings = settings.load
+            if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
+                self._directory = Directory(settings.block_size, settings.max_blocks)
+                self._in_flight = InFlightPrefixes(settings.block_size)
+                for replica_id in self._loads.replica_ids:
+                    self._directory.add_replica(replica_id)
+
+    def update_replicas(self, replica_ids: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Make the replica set equal to ``replica_ids`` and return who was added and who was removed."""
+        wanted = dict.fromkeys(replica_ids)
+        with self._lock:
+            known = set(self._loads.replica_ids)
+            added = tuple(replica_id for replica_id in wanted if replica_id not in known)
+            removed = tuple(replica_id for replica_id in known if replica_id not in wanted)
+            for replica_id in added:
+                self._loads.add_replica(replica_id)
+                self._directory.add_replica(replica_id)
+            for replica_id in removed:
+                self._drop(replica_id)
+        return added, removed
+
+    def drop_replica(self, replica_id: str) -> None:
+        """Forget a replica that died."""
+        with self._lock:
+            self._drop(replica_id)
+
+    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
+        """Take one feed message's events; events of unknown replicas are ignored."""
+        with self._lock:
+            cache_events = []
+            for event in events:
+                if isinstance(event, LoadReport):
+                    self._loads.report(replica_id, event, self._clock())
+                elif isinstance(event, StatsReport):
+                    if self._loads.row_of(replica_id) is not None:
+                        self._stats[replica_id] = event
+                else:
+                    cache_events.append(event)
+            if cache_events:
+                self._directory.apply(replica_id, epoch, cache_events)
+
+    def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
+        """Choose a replica and reserve its work in one step; None while every replica is full.
+
+        ``blocked``: replicas that Serve says are full. ``take_decision(request.request_id)`` finds the decision again.
+        """
+        started_s = self._clock()
+        with self._lock:
+            decision = self._decide(request, blocked, started_s)
+            self.counters.decision_s.add(self._clock() - started_s)
+        return decision
+
+    def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
+        """Return the policy's whole ranking without reserving anything."""
+        with self._lock:
+            match, in_flight = self._match(request)
+            context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
+            return POLICIES[self.settings.policy](request, match, self._loads, context, None)
+
+    def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
+        """Return the least loaded replica for a call without a prompt, None while every replica is full."""
+        with self._lock:
+            request = RoutedRequest("", b"", 0, b"")
+            context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked)
+            ranked = least_loaded(request, {}, self._loads, context, 1)
+        return ranked[0].replica_id if ranked else None
+
+    def release(self, decision: Decision) -> None:
+        """End a decision's reservation, at the first token or on error; again is harmless."""
+        with self._lock:
+            self._loads.release(decision.reservation)
+            self._forget_sent(decision.reservation)
+
+    def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float) -> None:
+        """Count what the replica really reused and how long the first token took."""
+        with self._lock:
+            tokens = self.counters.of_reason(decision.reason)
+            tokens.delivered_cached_tokens += cached_tokens
+            tokens.delivered_requests += 1
+            self.counters.ttft_s.add(ttft_s)
+
+    def take_decision(self, request_id: str) -> Decision | None:
+        """Return the last decision made for a request, once; only the newest few thousand are remembered."""
+        with self._lock:
+            return self._decisions.pop(request_id, None)
+
+    def expire(self) -> int:
+        """End reservations past their TTL and return how many; every decision does this too."""
+        with self._lock:
+            return self._expire(self._clock())
+
+    def stats(self) -> dict[str, StatsReport]:
+        """Return the latest StatsReport of each replica that sent one."""
+        with self._lock:
+            return dict(self._stats)
+
+    def state(self) -> dict[str, Any]:
+        """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
+        with self._lock:
+            now_s = self._clock()
+            return {
+                "router_id": self.router_id,
+                "policy": self.settings.policy,
+                "block_size": self.settings.block_size,
+                "directory": {
+                    "blocks": self._directory.num_blocks,
+                    "max_blocks": self._directory.max_blocks,
+                    "bytes": self._directory.size_bytes,
+                    "refused_blocks": self._directory.refused_blocks,
+                },
+                "open_reservations": self._loads.open_reservations,
+                "replicas": [self._replica_state(replica_id, now_s) for replica_id in self._loads.replica_ids],
+            }
+
+    def _replica_state(self, replica_id: str, now_s: float) -> dict[str, Any]:
+        replica = self._loads.replica(replica_id)
+        assert replica is not None
+        report = replica.report
+        return {
+            "replica_id": replica_id,
+            "blocks": dict(self._directory.blocks_held(replica_id)),
+            "queued_prefill_tokens": self._loads.queue_ahead(replica_id),
+            "full": self._loads.is_full(replica_id),
+            "running_sequences": report.running_sequences if report else 0,
+            "waiting_sequences": report.waiting_sequences if report else 0,
+            "prefill_tokens_per_s": report.prefill_tokens_per_s if report else 0.0,
+            "report_age_s": round(now_s - replica.reported_at_s, 3) if report else None,
+        }
+
+    def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
+        loads = self._loads
+        self._expire(now_s)
+        match, in_flight = self._match(request)
+        self._turn += 1
+        context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
+        ranked = POLICIES[self.settings.policy](request, match, loads, context, 1)
+        if not ranked:
+            self.counters.all_full += 1
+            return None
+        replica_id, _, reason, estimated_ttft_s = ranked[0]
+        selected = match.get(replica_id, 0)
+        best = max(match.values(), default=0)
+        uncached = max(request.prompt_tokens - max(selected, in_flight.get(replica_id, 0)), 1)
+        number = loads.reserve(replica_id, uncached, now_s)
+        if self.settings.follow_in_flight and request.block_hashes:
+            self._key_of_sent[number] = request.placement_key
+            self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
+        decision = Decision(replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s)
+        tokens = self.counters.of_reason(reason)
+        tokens.decisions += 1
+        tokens.prompt_tokens += request.prompt_tokens
+        tokens.best_cached_tokens += best
+        tokens.selected_cached_tokens += selected
+        by_replica = self.counters.decisions_by_replica
+        by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
+        self._decisions[request.request_id] = decision
+        if len(self._decisions) > _REMEMBERED_DECISIONS:
+            self._decisions.popitem(last=False)
+        return decision
+
+    def _match(self, request: RoutedRequest) -> tuple[Match, Match]:
+        """Return cached tokens by replica, and those of prefills under way. The last prompt token never counts."""
+        usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
+        chain = request.block_hashes
+        if len(chain) > usable:
+            chain = chain[:usable]
+        match = self._directory.match(chain)
+        if not self.settings.follow_in_flight:
+            return match, {}
+        return match, self._in_flight.match(request.placement_key, chain)
+
+    def _expire(self, now_s: float) -> int:
+        ended = self._loads.expire(now_s)
+        for number in ended:
+            self._forget_sent(number)
+        return len(ended)
+
+    def _forget_sent(self, reservation: int) -> None:
+        placement_key = self._key_of_sent.pop(reservation, None)
+        if placement_key is not None:
+            self._in_flight.discard(placement_key, reservation)
+
+    def _drop(self, replica_id: str) -> None:
+        for number in self._loads.remove_replica(replica_id):
+            self._forget_sent(number)
+        self._directory.remove_replica(replica_id)
+        self._stats.pop(replica_id, None)
+        self.counters.decisions_by_replica.pop(replica_id, None)
+
+
+_cores: dict[str, RoutingCore] = {}
+_cores_lock = Lock()
+
+
+def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
+    """Return this process's core for a deployment, made on first use; given ``settings`` are put into force.
+
+    The ingress reaches through it the core that its process's Serve router uses. ``router_id`` is unique to the
+    process.
+    """
+    with _cores_lock:
+        core = _cores.get(deployment_key)
+        if core is None:
+            core = _cores[deployment_key] = RoutingCore(uuid4().hex, settings)
+        elif settings is not None and settings != core.settings:
+            core.configure(settings)
+        return core

@@ -1,0 +1,295 @@
+"""Which replica holds which block: hints from the feeds, asked on every routing decision.
+
+Owns the map block -> holders over all replicas, tiers and epochs. Knows nothing of sockets, load or policy; only
+the replica's own cache decides. In: ``apply(replica_id, epoch, events)``; out: ``match(chain)`` -> cached tokens
+per replica, found by bisection because what a replica holds is closed under taking prefixes. A hole (a lost or
+refused hint) can only make a prediction wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from router.block_hash import HASH_BYTES
+from router.block_table import _SHARD_SHIFT, KEY_BIT, BlockTable, block_keys
+from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.holder_sets import HolderSets
+
+_MEMO_ENTRIES = 4096
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
+
+    epoch: str = ""
+    slot_of_tier: dict[str, int] = field(default_factory=dict)
+    blocks_of_tier: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def home(self) -> int:
+        return next(iter(self.slot_of_tier.values()))
+
+
+class Directory:
+    """Block holders by replica. Not thread-safe; every call does bounded work besides the blocks it was given."""
+
+    def __init__(self, block_size: int, max_blocks: int = 4_000_000) -> None:
+        if block_size < 1 or max_blocks < 1:
+            raise ValueError("block_size and max_blocks must be at least 1")
+        self.block_size = block_size
+        self.ignored_events = 0
+        self._table = BlockTable(max_blocks)
+        self._sets = HolderSets()
+        self._replicas: dict[str, _Replica] = {}
+        self._owner: list[str] = []
+        self._free_slots: list[int] = []
+        self._dead: int = 0
+        self._live: int = 0
+        self._extra: int = 0
+        self._sweep_at = -1
+        self._sweep_dead = 0
+        self._folded: dict[int, int] = {}
+        self._members: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def replica_ids(self) -> frozenset[str]:
+        """The replicas whose hints are taken."""
+        return frozenset(self._replicas)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks remembered, those of gone epochs included until they are swept."""
+        return self._table.num_entries
+
+    @property
+    def max_blocks(self) -> int:
+        """The bound on ``num_blocks``; hints beyond it are refused."""
+        return self._table.max_entries
+
+    @property
+    def refused_blocks(self) -> int:
+        """Hints refused at the bound since the start."""
+        return self._table.num_refused
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held, from the sizes of the arrays and tables."""
+        return self._table.size_bytes + self._sets.size_bytes
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether entries of gone epochs are left to be swept."""
+        return bool(self._dead) or self._sweep_at >= 0
+
+    def blocks_held(self, replica_id: str) -> Mapping[str, int]:
+        """Return the number of blocks a replica holds by tier; empty for an unknown replica."""
+        replica = self._replicas.get(replica_id)
+        return dict(replica.blocks_of_tier) if replica else {}
+
+    def add_replica(self, replica_id: str) -> None:
+        """Start taking hints of a replica; adding it again changes nothing."""
+        self._replicas.setdefault(replica_id, _Replica())
+
+    def remove_replica(self, replica_id: str) -> None:
+        """Forget a replica at once; unknown ids are ignored."""
+        replica = self._replicas.pop(replica_id, None)
+        if replica is not None:
+            self._retire_slots(replica)
+
+    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
+        """Take one replica's events in order. Another epoch than the last one forgets what was known before.
+
+        Events of a replica that was not added are counted and ignored; load and stats events are not for here.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            self.ignored_events += 1
+            return
+        if epoch != replica.epoch:
+            self._retire_slots(replica)
+            replica.epoch = epoch
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self._store(replica_id, replica, event)
+            elif isinstance(event, BlocksRemoved):
+                self._remove(replica, event)
+            elif isinstance(event, CacheCleared):
+                self._retire_slots(replica)
+        if self._dead or self._sweep_at >= 0:
+            self.sweep(1 + self._dead.bit_count() // 64)
+
+    def sweep(self, shards: int = 1) -> None:
+        """Drop entries of gone epochs from the next ``shards`` shards; ``apply`` does this as it goes."""
+        for _ in range(shards):
+            if self._sweep_at < 0:
+                if not self._dead:
+                    return
+                self._sweep_dead, self._sweep_at = self._dead, 0
+            keep = ~self._dead
+            asked: list[int] = []
+
+            def clean(set_id: int, keep: int = keep, asked: list[int] = asked) -> int:
+                mask = self._sets.masks[set_id]
+                kept = mask & keep
+                if kept == mask:
+                    return set_id
+                asked.append(self._sets.id_of(kept))
+                return asked[-1]
+
+            self._sets.count(self._table.rebuild(self._sweep_at, clean), asked)
+            self._sweep_at += 1
+            if self._sweep_at == self._table.num_shards:
+                self._free_slots.extend(_bits(self._sweep_dead))
+                self._dead &= ~self._sweep_dead
+                self._sweep_at, self._sweep_dead = -1, 0
+
+    def match(self, chain: bytes) -> dict[str, int]:
+        """Return the tokens of ``chain``'s longest held prefix by replica; replicas that hold nothing are absent.
+
+        ``chain``: packed hashes of the prompt's full blocks. About log2(blocks) look-ups for each distinct depth.
+        """
+        blocks = len(chain) // HASH_BYTES
+        if not blocks or not self._live:
+            return {}
+        words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")
+        first = self._holders(words[0])
+        if not first:
+            return {}
+        tokens: dict[str, int] = {}
+        pending = [(0, first, blocks, 0)]
+        holders = self._holders
+        while pending:
+            low, at_low, high, at_high = pending.pop()
+            while high - low > 1 and at_low != at_high:
+                middle = (low + high) >> 1
+                at_middle = holders(words[2 * middle]) & at_low | at_high
+                if at_middle != at_high and at_middle != at_low:
+                    pending.append((middle, at_middle, high, at_high))
+                    high, at_high = middle, at_middle
+                elif at_middle == at_high:
+                    high = middle
+                else:
+                    low = middle
+            if at_low != at_high:
+                depth = (low + 1) * self.block_size
+                for replica_id in self._names(at_low & ~at_high):
+                    tokens[replica_id] = depth
+        return tokens
+
+    def _holders(self, word: int) -> int:
+        """Return the folded mask of the live holders of one block."""
+        key = word | KEY_BIT
+        table = self._table
+        keys, values, mask, _ = table._shards[(key >> _SHARD_SHIFT) & table._shard_mask]
+        slot = key & mask
+        while (found := keys[slot]) != key:
+            if not found:
+                return 0
+            slot = (slot + 1) & mask
+        held = self._sets.masks[values[slot]] & self._live
+        return self._fold(held) if held & self._extra else held
+
+    def _fold(self, held: int) -> int:
+        """Turn bits of further tiers into the bit that stands for their replica."""
+        folded = self._folded.get(held)
+        if folded is None:
+            folded = held & ~self._extra
+            for slot in _bits(held & self._extra):
+                folded |= 1 << self._replicas[self._owner[slot]].home
+            if len(self._folded) >= _MEMO_ENTRIES:
+                self._folded.clear()
+            self._folded[held] = folded
+        return folded
+
+    def _names(self, folded: int) -> tuple[str, ...]:
+        names = self._members.get(folded)
+        if names is None:
+            names = tuple(self._owner[slot] for slot in _bits(folded))
+            if len(self._members) >= _MEMO_ENTRIES:
+                self._members.clear()
+            self._members[folded] = names
+        return names
+
+    def _store(self, replica_id: str, replica: _Replica, event: BlocksStored) -> None:
+        slot = replica.slot_of_tier.get(event.tier)
+        if slot is None:
+            slot = self._new_slot(replica_id, replica, event.tier)
+        bit = 1 << slot
+        sets = self._sets
+        asked: list[int] = []
+
+        def add(set_id: int) -> int:
+            mask = sets.masks[set_id]
+            if mask & bit:
+                return set_id
+            asked.append(sets.id_of(mask | bit))
+            return asked[-1]
+
+        changes = self._table.update(block_keys(event.hashes), add)
+        sets.count(changes, asked)
+        replica.blocks_of_tier[event.tier] += sum(count for _, _, count in changes)
+
+    def _remove(self, replica: _Replica, event: BlocksRemoved) -> None:
+        slot = replica.slot_of_tier.get(event.tier)
+        if slot is None:
+            return
+        bit = 1 << slot
+        sets = self._sets
+        asked: list[int] = []
+
+        def discard(set_id: int) -> int:
+            mask = sets.masks[set_id]
+            if not mask & bit:
+                return set_id
+            asked.append(sets.id_of(mask & ~bit))
+            return asked[-1]
+
+        changes = self._table.update(block_keys(event.hashes), discard)
+        sets.count(changes, asked)
+        replica.blocks_of_tier[event.tier] -= sum(count for _, _, count in changes)
+
+    def _new_slot(self, replica_id: str, replica: _Replica, tier: str) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._owner[slot] = replica_id
+        else:
+            slot = len(self._owner)
+            self._owner.append(replica_id)
+        if replica.slot_of_tier:
+            self._extra |= 1 << slot
+        replica.slot_of_tier[tier] = slot
+        replica.blocks_of_tier[tier] = 0
+        self._live |= 1 << slot
+        self._forget_memos()
+        return slot
+
+    def _retire_slots(self, replica: _Replica) -> None:
+        """Make everything a replica held vanish now; its entries are swept later."""
+        for tier, slot in replica.slot_of_tier.items():
+            bit = 1 << slot
+            self._live &= ~bit
+            self._extra &= ~bit
+            if replica.blocks_of_tier[tier]:
+                self._dead |= bit
+            else:
+                self._free_slots.append(slot)
+        if replica.slot_of_tier:
+            self._forget_memos()
+        replica.slot_of_tier.clear()
+        replica.blocks_of_tier.clear()
+
+    def _forget_memos(self) -> None:
+        self._folded.clear()
+        self._members.clear()
+
+
+def _bits(mask: int) -> list[int]:
+    """Return the positions of the set bits, lowest first."""
+    positions = []
+    while mask:
+        low = mask & -mask
+        positions.append(low.bit_length() - 1)
+        mask ^= low
+    return positions

@@ -1,0 +1,67 @@
+"""Prefixes that a replica is computing right now, before its cache can say so.
+
+Owns a short memory of this router's unreleased decisions by placement key, so that a second request for a cold
+prompt follows the first instead of computing it elsewhere. Knows nothing of load; entries are hints. Hash chains
+make the common prefix of two prompts a bisection over equality of single hashes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from router.block_hash import HASH_BYTES
+
+_CHAINS_A_KEY = 4
+
+
+class InFlightPrefixes:
+    """Placement key -> the last few (reservation, replica, chain). Bounded by ``max_keys``, oldest out first."""
+
+    def __init__(self, block_size: int, max_keys: int = 4096) -> None:
+        self.block_size = block_size
+        self._max_keys = max_keys
+        self._chains: OrderedDict[bytes, dict[int, tuple[str, bytes]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def add(self, placement_key: bytes, reservation: int, replica_id: str, chain: bytes) -> None:
+        """Remember that a replica was sent ``chain`` (packed hashes)."""
+        chains = self._chains.setdefault(placement_key, {})
+        chains[reservation] = (replica_id, chain)
+        if len(chains) > _CHAINS_A_KEY:
+            del chains[next(iter(chains))]
+        if len(self._chains) > self._max_keys:
+            self._chains.popitem(last=False)
+
+    def discard(self, placement_key: bytes, reservation: int) -> None:
+        """Forget one decision; unknown ones are ignored."""
+        chains = self._chains.get(placement_key)
+        if chains is not None:
+            chains.pop(reservation, None)
+            if not chains:
+                del self._chains[placement_key]
+
+    def match(self, placement_key: bytes, chain: bytes) -> dict[str, int]:
+        """Return, by replica, the tokens of ``chain`` that a prompt already under way there has in common with it."""
+        chains = self._chains.get(placement_key)
+        if not chains:
+            return {}
+        tokens: dict[str, int] = {}
+        for replica_id, other in chains.values():
+            common = _common_blocks(chain, other) * self.block_size
+            if common > tokens.get(replica_id, 0):
+                tokens[replica_id] = common
+        return tokens
+
+
+def _common_blocks(one: bytes, other: bytes) -> int:
+    low, high = 0, min(len(one), len(other)) // HASH_BYTES
+    while low < high:  # equal hashes at block i mean equal blocks up to i
+        middle = (low + high) // 2
+        at = middle * HASH_BYTES
+        if one[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -1,0 +1,256 @@
+"""How busy each replica is: its latest report plus what this router sent there since.
+
+Owns reservations and the numbers policies read, as flat arrays with one row a replica. Knows nothing of caches or
+of how reports arrive. Nothing is counted twice: a report contains this router's requests up to
+``RouterShare.last_reservation``; only unreleased reservations with higher numbers are added. Time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from router.events import LoadReport
+
+MAX_TOKENS = 1 << 40
+MAX_SEQUENCES = 1 << 20
+MAX_RATE = 1e9
+_EXPIRED_A_CALL = 64
+
+Floats = npt.NDArray[np.float64]
+T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """``default_prefill_tokens_per_s`` holds until a replica has measured its own rate."""
+
+    default_prefill_tokens_per_s: float = 5000.0
+    reservation_ttl_s: float = 120.0
+
+
+@dataclass(slots=True)
+class _Reservation:
+    replica_id: str
+    uncached_tokens: int
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """One replica: the clamped report and this router's unreleased reservations."""
+
+    row: int
+    report: LoadReport | None = None
+    reported_at_s: float = 0.0
+    last_admitted: int = 0
+    unreported: dict[int, int] = field(default_factory=dict)
+    unreported_tokens: int = 0
+
+
+class LoadTable:
+    """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
+
+    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``waiting``: the sequences they
+    belong to; ``running``: decoding sequences; ``seconds_per_token``: of prefill; ``full``: takes no more;
+    ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
+    """
+
+    def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
+        self.router_id = router_id
+        self.settings = settings or LoadSettings()
+        self.clamped_reports = 0
+        self.expired_reservations = 0
+        self.replica_ids: list[str] = []
+        self._replicas: dict[str, ReplicaLoad] = {}
+        self._reservations: dict[int, _Reservation] = {}
+        self._deadlines: deque[int] = deque()
+        self._last_number = 0
+        self._grow(8)
+
+    def add_replica(self, replica_id: str) -> None:
+        """Start tracking a replica as idle; adding it again changes nothing."""
+        if replica_id in self._replicas:
+            return
+        row = len(self.replica_ids)
+        if row == len(self._queued):
+            self._grow(2 * row)
+        self.replica_ids.append(replica_id)
+        replica = self._replicas[replica_id] = ReplicaLoad(row)
+        self._seeds[row] = xxhash.xxh3_64_intdigest(replica_id.encode())
+        self._cut_views()
+        self._write(replica)
+
+    def remove_replica(self, replica_id: str) -> list[int]:
+        """Forget a replica and its reservations, and return their numbers; unknown ids are ignored."""
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return []
+        last_id = self.replica_ids.pop()
+        if last_id != replica_id:  # the last row moves into the hole
+            moved = self._replicas[last_id]
+            moved.row = replica.row
+            self.replica_ids[moved.row] = last_id
+            self._seeds[moved.row] = xxhash.xxh3_64_intdigest(last_id.encode())
+            self._write(moved)
+        self._cut_views()
+        ended = [number for number, r in self._reservations.items() if r.replica_id == replica_id]
+        for number in ended:
+            del self._reservations[number]
+        return ended
+
+    def row_of(self, replica_id: str) -> int | None:
+        """Return a replica's row, None when unknown. Rows move when a replica is removed."""
+        replica = self._replicas.get(replica_id)
+        return None if replica is None else replica.row
+
+    def replica(self, replica_id: str) -> ReplicaLoad | None:
+        """Return what is known of a replica, for display."""
+        return self._replicas.get(replica_id)
+
+    def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
+        """Take a replica's report; unknown ids are ignored.
+
+        Nonsense (negative, not finite, huge) is clamped and counted in ``clamped_reports``.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return
+        clean = _clamped(report)
+        if clean != report:
+            self.clamped_reports += 1
+        replica.report = clean
+        replica.reported_at_s = now_s
+        share = next((share for share in clean.shares if share.router_id == self.router_id), None)
+        if share is not None and share.last_reservation > replica.last_admitted:
+            # Never beyond what was handed out: a nonsense number would hide every later reservation.
+            replica.last_admitted = min(share.last_reservation, self._last_number)
+            for number in [n for n in replica.unreported if n <= replica.last_admitted]:
+                replica.unreported_tokens -= replica.unreported.pop(number)
+        self._write(replica)
+
+    def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
+        """Count work as queued at a replica from now on and return the reservation's number, which only rises.
+
+        Raises KeyError for an unknown replica.
+        """
+        replica = self._replicas[replica_id]
+        self._last_number += 1
+        number = self._last_number
+        self._reservations[number] = _Reservation(replica_id, uncached_tokens, now_s + self.settings.reservation_ttl_s)
+        self._deadlines.append(number)
+        replica.unreported[number] = uncached_tokens
+        replica.unreported_tokens += uncached_tokens
+        self._write(replica)
+        return number
+
+    def release(self, number: int) -> bool:
+        """End a reservation (first token, error or time-out); False when it had ended already."""
+        reservation = self._reservations.pop(number, None)
+        if reservation is None:
+            return False
+        replica = self._replicas[reservation.replica_id]
+        tokens = replica.unreported.pop(number, None)
+        if tokens is not None:
+            replica.unreported_tokens -= tokens
+            self._write(replica)
+        return True
+
+    def expire(self, now_s: float) -> list[int]:
+        """End reservations older than the TTL, count them and return their numbers; the backstop for lost releases.
+
+        Looks at a bounded number of reservations a call, oldest first.
+        """
+        ended: list[int] = []
+        for _ in range(min(len(self._deadlines), _EXPIRED_A_CALL)):
+            number = self._deadlines[0]
+            reservation = self._reservations.get(number)
+            if reservation is not None:
+                if reservation.deadline_s > now_s:
+                    break
+                self.release(number)
+                ended.append(number)
+            self._deadlines.popleft()
+        self.expired_reservations += len(ended)
+        return ended
+
+    @property
+    def open_reservations(self) -> int:
+        """Reservations neither released nor expired."""
+        return len(self._reservations)
+
+    def is_full(self, replica_id: str) -> bool:
+        """Whether a replica's waiting queue is at its bound (unknown replicas are full)."""
+        row = self.row_of(replica_id)
+        return row is None or bool(self.full[row])
+
+    def queue_ahead(self, replica_id: str) -> int:
+        """Return the uncached prompt tokens queued at a replica, each counted once (0 when unknown)."""
+        row = self.row_of(replica_id)
+        return 0 if row is None else int(self.queued_tokens[row])
+
+    def _write(self, replica: ReplicaLoad) -> None:
+        row, report, sent = replica.row, replica.report, len(replica.unreported)
+        if report is None:
+            self._queued[row] = replica.unreported_tokens
+            self._waiting[row] = sent
+            self._running[row] = 0.0
+            self._pace[row] = 1.0 / self.settings.default_prefill_tokens_per_s
+            self._full[row] = False
+            return
+        waiting = report.waiting_sequences + sent
+        self._queued[row] = report.queued_prefill_tokens + replica.unreported_tokens
+        self._waiting[row] = waiting
+        self._running[row] = report.running_sequences
+        self._pace[row] = 1.0 / (report.prefill_tokens_per_s or self.settings.default_prefill_tokens_per_s)
+        room = report.max_running_sequences + report.max_waiting_sequences
+        self._full[row] = (0 < report.max_waiting_sequences <= report.waiting_sequences) or (
+            0 < room <= report.running_sequences + waiting
+        )
+
+    def _grow(self, rows: int) -> None:
+        old = len(self.replica_ids)
+        self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
+        self._waiting = _longer(self.waiting if old else None, rows, np.float64)
+        self._running = _longer(self.running if old else None, rows, np.float64)
+        self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
+        self._full = _longer(self.full if old else None, rows, np.bool_)
+        self._seeds = _longer(self.seeds if old else None, rows, np.uint64)
+        self._cut_views()
+
+    def _cut_views(self) -> None:
+        rows = len(self.replica_ids)
+        self.queued_tokens: Floats = self._queued[:rows]
+        self.waiting: Floats = self._waiting[:rows]
+        self.running: Floats = self._running[:rows]
+        self.seconds_per_token: Floats = self._pace[:rows]
+        self.full: npt.NDArray[np.bool_] = self._full[:rows]
+        self.seeds: npt.NDArray[np.uint64] = self._seeds[:rows]
+
+
+def _longer(column: npt.NDArray[T] | None, rows: int, dtype: type[T]) -> npt.NDArray[T]:
+    """Return a column of ``rows`` zeros that begins with ``column``."""
+    fresh = np.zeros(rows, dtype=dtype)
+    if column is not None:
+        fresh[: len(column)] = column
+    return fresh
+
+
+def _clamped(report: LoadReport) -> LoadReport:
+    rate, step = report.prefill_tokens_per_s, report.decode_step_s
+    return LoadReport(
+        queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
+        running_sequences=min(max(report.running_sequences, 0), MAX_SEQUENCES),
+        waiting_sequences=min(max(report.waiting_sequences, 0), MAX_SEQUENCES),
+        max_running_sequences=min(max(report.max_running_sequences, 0), MAX_SEQUENCES),
+        max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
+        prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
+        decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
+        shares=report.shares,
+    )

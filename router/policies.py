@@ -1,0 +1,171 @@
+"""Pure functions (request, match, loads, context) -> ranked candidates: estimated time to first token, and baselines.
+
+Owns every scoring rule. Knows no clock, no sockets and keeps no state: turn and randomness come in the context. A
+policy returns replicas that may take the request, best first, at most ``limit`` of them; an empty list means
+"wait".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+import numpy as np
+
+from router.load import LoadTable
+from router.ranking import (
+    Candidate,
+    Match,
+    PolicyContext,
+    best_rows,
+    cached_tokens,
+    closed_rows,
+    listed,
+    open_rows,
+    reason_of,
+    rendezvous,
+    scored,
+)
+from router.request import RoutedRequest
+
+Policy = Callable[[RoutedRequest, Match, LoadTable, PolicyContext, int | None], list[Candidate]]
+
+
+def estimated_ttft(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
+
+    score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token x (1 + decode_weight x running).
+    Of a queue only totals are known, so its jobs are taken as exponential with mean m = queued / waiting. Then a
+    request of ``own`` tokens, x = own / m, runs behind queued x (1 - (1 + x) e^-x) tokens and pushes back
+    waiting x e^-x sequences. First come first served: everything is ahead, nobody is behind. Ties go to the most
+    cached tokens, then to rendezvous order, which places cold prompts stably while replicas are idle.
+    """
+    settings = context.settings
+    cached = cached_tokens(match, loads)
+    known = cached_tokens(context.in_flight, loads, cached) if context.in_flight else cached
+    own = np.maximum(request.prompt_tokens - known, 1.0)
+    queued = loads.queued_tokens
+    pace = loads.seconds_per_token * (1.0 + settings.decode_weight * loads.running)
+    if settings.shortest_first:
+        jobs = np.maximum(loads.waiting, 1.0)
+        jobs *= queued > 0
+        ratio = own * jobs / np.maximum(queued, 1.0)
+        longer = np.exp(-ratio)
+        wait = queued * (1.0 - (1.0 + ratio) * longer) + own
+        scores = (wait + own * (settings.pushback_weight * jobs * longer)) * pace
+    else:
+        wait = queued + own
+        scores = wait * pace
+    closed, routable = closed_rows(request, loads, context)
+    if not routable:
+        return []
+    if closed is not None:
+        scores[closed] = np.inf
+    order = best_rows(scores, known, request, loads, settings.tie_tolerance, min(limit or routable, routable))
+    best = float(cached.max())
+    return [
+        Candidate(
+            loads.replica_ids[row],
+            float(scores[row]),
+            reason_of(row, cached, known, best, routable),
+            float(wait[row] * pace[row]),
+        )
+        for row in order
+    ]
+
+
+def lmetric(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
+    cached = cached_tokens(match, loads)
+    own = np.maximum(request.prompt_tokens - cached, 1.0)
+    scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
+    return scored(scores, cached, request, loads, context, limit)
+
+
+def round_robin(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank in turn, whatever the caches and loads."""
+    rows = open_rows(request, loads, context)
+    start = context.turn % len(rows) if rows else 0
+    return listed(rows[start:] + rows[:start], "round_robin", loads, limit)
+
+
+def power_of_two(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Draw two replicas, the one with fewer requests first; the rest follow in random order."""
+    rows = open_rows(request, loads, context)
+    context.rng.shuffle(rows)
+    requests = loads.running + loads.waiting
+    return listed(sorted(rows[:2], key=lambda row: float(requests[row])) + rows[2:], "power_of_two", loads, limit)
+
+
+def least_loaded(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by queued tokens per rate, then by requests; for calls that carry no prompt and for faults."""
+    rows = open_rows(request, loads, context)
+    wait = loads.queued_tokens * loads.seconds_per_token
+    requests = loads.running + loads.waiting
+    context.rng.shuffle(rows)
+    rows.sort(key=lambda row: (float(wait[row]), float(requests[row])))
+    return listed(rows, "fallback", loads, limit)
+
+
+def bounded_hash(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by rendezvous order of the placement key; replicas over ``bounded_load`` x the mean come last, by load.
+
+    Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam).
+    """
+    rows = open_rows(request, loads, context)
+    if not rows:
+        return []
+    requests = loads.running + loads.waiting
+    bound = ceil(context.settings.bounded_load * (float(requests[rows].sum()) + 1.0) / len(rows))
+    weights = rendezvous(request.placement_key, loads).tolist()
+    rows.sort(key=lambda row: -weights[row])
+    home = rows[0]
+    within = [row for row in rows if requests[row] < bound]
+    beyond = sorted((row for row in rows if requests[row] >= bound), key=lambda row: float(requests[row]))
+    ranked = listed(within + beyond, "placement", loads, limit)
+    if len(rows) > 1 and ranked[0].replica_id != loads.replica_ids[home]:
+        ranked[0] = ranked[0]._replace(reason="load_spill")
+    return ranked
+
+
+def sglang(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by shortest queue when load is uneven, else by match when it is long enough, else by shortest queue.
+
+    Uneven: the largest load is over ``sglang_relative`` x the mean and over mean + ``sglang_absolute``.
+    Source: the cache-threshold rule of sglang-router.
+    """
+    requests = loads.running + loads.waiting
+    cached = cached_tokens(match, loads)
+    settings = context.settings
+    if len(requests):
+        mean, largest = float(requests.mean()), float(requests.max())
+        uneven = largest > settings.sglang_relative * mean and largest > mean + settings.sglang_absolute
+        long_enough = float(cached.max()) > settings.sglang_match_ratio * request.prompt_tokens
+        if not uneven and long_enough:
+            return scored(-cached, cached, request, loads, context, limit)
+    return scored(requests, cached, request, loads, context, limit)
+
+
+POLICIES: dict[str, Policy] = {
+    "estimated_ttft": estimated_ttft,
+    "lmetric": lmetric,
+    "bounded_hash": bounded_hash,
+    "sglang": sglang,
+    "power_of_two": power_of_two,
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+}

@@ -1,0 +1,197 @@
+"""What every policy is made of: candidates, settings, context, and the order of rows.
+
+Owns ties, rendezvous order and the rule who may be chosen: full and blocked replicas never, those to avoid only
+when no other is open. Knows no scoring rule. Reasons are stable words that counters use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from router.load import Floats, LoadTable
+from router.request import RoutedRequest
+
+Match = Mapping[str, int]
+"""Cached tokens by replica."""
+
+REASONS = (
+    "cached",
+    "in_flight",
+    "cold",
+    "load_spill",
+    "only_replica",
+    "round_robin",
+    "power_of_two",
+    "placement",
+    "fallback",
+)
+
+
+class Candidate(NamedTuple):
+    """One replica in a ranking; a lower ``score`` is better, within one policy only."""
+
+    replica_id: str
+    score: float
+    reason: str
+    estimated_ttft_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """Weights and thresholds. Only the field's own policy reads it.
+
+    ``shortest_first``: replicas run the least uncached work first, so a short request overtakes queued long ones;
+    False scores a first-come-first-served queue. ``pushback_weight``: seconds of others' delay that weigh as one
+    second of one's own. ``decode_weight``: how much each running sequence slows prefill. ``tie_tolerance``: scores
+    within this share of the best are equal, so that noise in measured rates does not scatter cold prompts.
+    ``bounded_load``: bounded hashing's factor over the mean. ``sglang_*``: that router's three thresholds.
+    """
+
+    shortest_first: bool = True
+    pushback_weight: float = 1.0
+    decode_weight: float = 0.01
+    tie_tolerance: float = 0.05
+    bounded_load: float = 1.25
+    sglang_relative: float = 1.1
+    sglang_absolute: float = 32.0
+    sglang_match_ratio: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
+
+    ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
+    an unfinished prefill of the same prefix will have cached, by replica.
+    """
+
+    turn: int
+    rng: Random
+    settings: PolicySettings = field(default_factory=PolicySettings)
+    blocked: Collection[str] = ()
+    in_flight: Mapping[str, int] = field(default_factory=dict)
+
+
+Match = Mapping[str, int]
+
+
+def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
+    """Return each row's weight for a key; the order of weights is the same in every router.
+
+    A replica that joins or leaves moves only the keys it wins or won.
+    """
+    mixed = loads.seeds ^ np.uint64(xxhash.xxh3_64_intdigest(placement_key))
+    mixed ^= mixed >> np.uint64(33)
+    mixed *= np.uint64(0xFF51AFD7ED558CCD)
+    mixed ^= mixed >> np.uint64(33)
+    mixed *= np.uint64(0xC4CEB9FE1A85EC53)
+    mixed ^= mixed >> np.uint64(33)
+    return mixed
+
+
+def cached_tokens(match: Match, loads: LoadTable, floor: Floats | None = None) -> Floats:
+    """Return tokens by row, at least ``floor``; replicas without a row are skipped."""
+    tokens = np.zeros(len(loads.replica_ids)) if floor is None else floor.copy()
+    for replica_id, held in match.items():
+        row = loads.row_of(replica_id)
+        if row is not None and held > tokens[row]:
+            tokens[row] = held
+    return tokens
+
+
+def closed_rows(
+    request: RoutedRequest, loads: LoadTable, context: PolicyContext
+) -> tuple[npt.NDArray[np.bool_] | None, int]:
+    """Return the rows that may not be chosen (None: every row may) and how many may.
+
+    Replicas to avoid are closed only while another one is open.
+    """
+    rows = len(loads.replica_ids)
+    full = int(np.count_nonzero(loads.full))
+    if not full and not context.blocked and not request.avoid:
+        return None, rows
+    closed = loads.full.copy()
+    for replica_id in context.blocked:
+        row = loads.row_of(replica_id)
+        if row is not None:
+            closed[row] = True
+    preferred = closed.copy()
+    for replica_id in request.avoid:
+        row = loads.row_of(replica_id)
+        if row is not None:
+            preferred[row] = True
+    if not preferred.all():
+        closed = preferred
+    return closed, rows - int(np.count_nonzero(closed))
+
+
+def open_rows(request: RoutedRequest, loads: LoadTable, context: PolicyContext) -> list[int]:
+    """Return the rows that may be chosen."""
+    closed, _ = closed_rows(request, loads, context)
+    if closed is None:
+        return list(range(len(loads.replica_ids)))
+    rows: list[int] = np.flatnonzero(~closed).tolist()
+    return rows
+
+
+def best_rows(
+    scores: Floats, cached: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
+) -> list[int]:
+    """Return the best ``limit`` rows: near-best scores by cached tokens and rendezvous, the others by score."""
+    best = float(scores.min())
+    near = np.flatnonzero(scores <= best + abs(best) * tolerance)
+    if limit == 1 and len(near) == 1:
+        return [int(near[0])]
+    weights = rendezvous(request.placement_key, loads)
+    if limit == 1:
+        held = cached[near]
+        near = near[held == held.max()]
+        return [int(near[weights[near].argmax()])]
+    first = near[np.lexsort((~weights[near], -cached[near]))]
+    rest = np.flatnonzero(scores > best + abs(best) * tolerance)
+    rest = rest[np.lexsort((~weights[rest], scores[rest]))]
+    ranked: list[int] = np.concatenate((first, rest))[:limit].tolist()
+    return ranked
+
+
+def scored(
+    scores: Floats, cached: Floats, request: RoutedRequest, loads: LoadTable, context: PolicyContext, limit: int | None
+) -> list[Candidate]:
+    """Rank open rows by exact score."""
+    closed, routable = closed_rows(request, loads, context)
+    if not routable:
+        return []
+    scores = scores.astype(np.float64)
+    if closed is not None:
+        scores[closed] = np.inf
+    best = float(cached.max())
+    order = best_rows(scores, cached, request, loads, 0.0, min(limit or routable, routable))
+    return [
+        Candidate(loads.replica_ids[row], float(scores[row]), reason_of(row, cached, cached, best, routable))
+        for row in order
+    ]
+
+
+def reason_of(row: int, cached: Floats, known: Floats, best: float, routable: int) -> str:
+    """Say why a row was chosen: by its cached tokens, those known to come, and the best of any row."""
+    if routable == 1:
+        return "only_replica"
+    if cached[row] > 0 and cached[row] >= best:
+        return "cached"
+    if known[row] > best:
+        return "in_flight"
+    return "load_spill" if best > 0 else "cold"
+
+
+def listed(rows: list[int], reason: str, loads: LoadTable, limit: int | None) -> list[Candidate]:
+    """Return candidates for rows already in order; their score is their rank."""
+    if len(rows) == 1:
+        reason = "only_replica"
+    return [Candidate(loads.replica_ids[row], float(rank), reason) for rank, row in enumerate(rows[:limit])]
