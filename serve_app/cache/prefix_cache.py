@@ -1,0 +1,235 @@
+"""Which computed KV blocks can be used again, and for whom.
+
+Owns the index block hash -> block, verified hits, leaf-first LRU eviction, and the events that tell routers of
+it. Knows nothing of tensors or of scheduling. Tokens and chains flow in; block ids and events flow out. Not
+thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from serve_app.cache.block_pool import BlockPool
+
+CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
+ChainHasher = Callable[[bytes, TokenArray, int], bytes]
+
+
+@dataclass(slots=True)
+class CachedBlock:
+    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line."""
+
+    block_hash: bytes
+    block: int
+    parent: int | None
+    token_bytes: bytes
+    scope: PrefixScope
+    children: int = 0
+    released_at: int = 0
+
+
+class PrefixCache:
+    """Block allocation with reuse of computed prefixes.
+
+    Invariants: a cached block's parent is cached; a block in use has its parents in use; the hashes announced in
+    events equal the hashes indexed. ``hash_chain`` is a parameter so that tests can force collisions.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enabled: bool = True,
+        hash_chain: ChainHasher = hash_blocks,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enabled = enabled
+        self.evicted_blocks = 0
+        self._hash_chain = hash_chain
+        self._by_hash: dict[bytes, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._leaves: list[tuple[int, int]] = []
+        self._ticks = 0
+        self._events: list[CacheEvent] = []
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that ``allocate`` can hand out: free ones and evictable ones."""
+        return self.pool.free_blocks + self.pool.idle_blocks
+
+    @property
+    def indexed_blocks(self) -> int:
+        """Blocks that a request can hit."""
+        return len(self._by_hash)
+
+    def hashes(self) -> frozenset[bytes]:
+        """Return the hashes of all indexed blocks."""
+        return frozenset(self._by_hash)
+
+    def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
+        """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
+        return self._hash_chain(parent, token_ids, self.block_size) if self.enabled else b""
+
+    def held(self, block_hash: bytes) -> bool:
+        """Return whether a block of that hash is indexed (unverified)."""
+        return block_hash in self._by_hash
+
+    def count_held(self, chain: bytes, blocks: int) -> int:
+        """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
+        low, high = 0, blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle] in self._by_hash:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def reusable_blocks(self, num_tokens: int) -> int:
+        """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
+        return max(num_tokens - 1, 0) // self.block_size if self.enabled else 0
+
+    def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes) -> list[int]:
+        """Return the cached blocks of the longest prefix of ``token_ids``, without its last token.
+
+        A block counts only if its tokens, its parent block and its scope are equal too. Nothing is acquired.
+        """
+        matched: list[int] = []
+        parent: int | None = None
+        raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+        step = 4 * self.block_size
+        known = scope
+        limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
+        for i in range(limit):
+            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+            if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
+                break
+            if entry.scope is not known:
+                if entry.scope != scope:
+                    break
+                known = entry.scope
+            parent = entry.block
+            matched.append(parent)
+        return matched
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Add a reference to each matched block, so that none can be evicted."""
+        for block in blocks:
+            self.pool.retain(block)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return ``count`` blocks with one reference each, evicting the least recently used leaves as needed.
+
+        Raises PoolExhausted, changing nothing, when fewer are available.
+        """
+        missing = count - self.pool.free_blocks
+        if 0 < missing <= self.pool.idle_blocks:
+            self._evict(missing)
+        return self.pool.take(count)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block, last first, so that the tail of a prefix is evicted before its head."""
+        for block in reversed(blocks):
+            entry = self._by_block.get(block)
+            if self.pool.release(block, keep=entry is not None) and entry is not None:
+                self._ticks += 1
+                entry.released_at = self._ticks
+                if entry.children == 0:
+                    self._queue_leaf(entry)
+
+    def publish(
+        self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, blocks: list[int], first: int, last: int
+    ) -> int:
+        """Index ``blocks[first:last]``, whose KV is complete, and return the new count of indexed leading blocks.
+
+        Blocks before ``first`` are indexed already. Where an equal block is indexed, ``blocks`` is changed to use
+        that one and the duplicate is freed. The count stays below ``last`` when a hash is taken by other content.
+        """
+        if not self.enabled or first >= last:
+            return first
+        size = self.block_size
+        raw = np.ascontiguousarray(token_ids[first * size : last * size], dtype="<i4").tobytes()
+        parent = self._by_block[blocks[first - 1]] if first else None
+        stored = bytearray()
+        done = first
+        for i in range(first, last):
+            block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
+            parent_block = parent.block if parent else None
+            entry = self._by_hash.get(block_hash)
+            if entry is None:
+                entry = CachedBlock(block_hash, blocks[i], parent_block, content, scope)
+                self._by_hash[block_hash] = self._by_block[entry.block] = entry
+                if parent:
+                    parent.children += 1
+                stored += block_hash
+            elif entry.parent != parent_block or entry.token_bytes != content or entry.scope != scope:
+                break
+            elif entry.block != blocks[i]:
+                self.pool.retain(entry.block)
+                self.pool.release(blocks[i], keep=False)
+                blocks[i] = entry.block
+            parent = entry
+            done = i + 1
+        if stored:
+            self._events.append(BlocksStored(bytes(stored)))
+        return done
+
+    def reset(self) -> bool:
+        """Forget every block not in use; return whether nothing was kept."""
+        if self.pool.used_blocks and self._by_hash:
+            self._evict(self.pool.idle_blocks, counted=False)
+            return not self._by_hash
+        for block in self._by_block:
+            self.pool.free_idle(block)
+        if self._by_hash:
+            self._events.append(CacheCleared())
+        self._by_hash.clear()
+        self._by_block.clear()
+        self._leaves.clear()
+        return True
+
+    def take_events(self) -> tuple[CacheEvent, ...]:
+        """Return the events since the last call, in the order in which they happened."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def _queue_leaf(self, entry: CachedBlock) -> None:
+        heapq.heappush(self._leaves, (entry.released_at, entry.block))
+        if len(self._leaves) > 2 * self.pool.total_blocks + 64:
+            self._leaves = [leaf for leaf in set(self._leaves) if self._evictable(*leaf)]
+            heapq.heapify(self._leaves)
+
+    def _evictable(self, released_at: int, block: int) -> bool:
+        entry = self._by_block.get(block)
+        return (
+            entry is not None and entry.released_at == released_at and entry.children == 0 and self.pool.is_idle(block)
+        )
+
+    def _evict(self, count: int, *, counted: bool = True) -> None:
+        removed = bytearray()
+        while len(removed) < HASH_BYTES * count:
+            released_at, block = heapq.heappop(self._leaves)
+            if not self._evictable(released_at, block):
+                continue
+            entry = self._by_block.pop(block)
+            del self._by_hash[entry.block_hash]
+            self.pool.free_idle(block)
+            removed += entry.block_hash
+            if entry.parent is not None:
+                parent = self._by_block[entry.parent]
+                parent.children -= 1
+                if parent.children == 0 and self.pool.is_idle(parent.block):
+                    self._queue_leaf(parent)
+        if removed:
+            self._events.append(BlocksRemoved(bytes(removed)))
+            self.evicted_blocks += count if counted else 0

@@ -1,0 +1,35 @@
+"""How many bytes KV takes: the sizing rules of the pool.
+
+Owns the formula 2 * layers * block_size * kv_heads * head_dim * bytes per element. Knows nothing of tensors, so
+that a planner can use it without torch. A transformers config flows in, bytes and counts flow out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return (layers, kv_heads, head_dim) of a decoder's config."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return int(config.num_hidden_layers), kv_heads, head_dim
+
+
+def kv_bytes_per_block(config: Any, dtype: str, block_size: int) -> int:
+    """Return the bytes of one block over all layers. Raises ValueError on an unknown ``dtype``."""
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
+    layers, kv_heads, head_dim = kv_shape(config)
+    return 2 * layers * block_size * kv_heads * head_dim * _DTYPE_BYTES[dtype]
+
+
+def blocks_in_budget(config: Any, dtype: str, block_size: int, budget_bytes: int) -> int:
+    """Return how many blocks fit ``budget_bytes``. Raises ValueError when not one does."""
+    per_block = kv_bytes_per_block(config, dtype, block_size)
+    if budget_bytes < per_block:
+        raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {per_block} bytes")
+    return budget_bytes // per_block

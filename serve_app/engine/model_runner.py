@@ -1,0 +1,108 @@
+"""Runs steps on an unmodified transformers causal language model over the paged KV pool.
+
+Owns the model's weights, its dtype and device, and the pool. Knows nothing of scheduling, prefixes or requests.
+Segments flow in; sampled tokens, or the reason a segment failed, flow out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
+from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
+from serve_app.engine.paging import KvPool, PagedStep, plan_step
+from serve_app.engine.protocol import EngineSettings
+from serve_app.engine.sampling import sample
+from serve_app.engine.step import Segment, SegmentResult
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the named device; "auto" is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the named dtype; "auto" is bfloat16 where the device multiplies it natively, else float32.
+
+    Raises ValueError on an unknown name.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, not {name!r}")
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    probes = (getattr(torch.cpu, probe, None) for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return torch.bfloat16 if any(probe() for probe in probes if probe is not None) else torch.float32
+
+
+class ModelRunner:
+    """A transformers model, its KV pool, and one packed forward a step."""
+
+    kind = "torch"
+
+    def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
+        """Load a local checkpoint. Raises UnsupportedModel, or OSError when there is no checkpoint at the path."""
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        self.device = choose_device(settings.device)
+        self.dtype = choose_dtype(settings.dtype, self.device)
+        self.config: Any = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+        refuse_unsupported(self.config)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_path), dtype=self.dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+        refuse_unsupported(self.config, model)
+        self.model = model.to(self.device).eval()
+        layers, kv_heads, head_dim = kv_shape(self.config)
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_positions = int(self.config.max_position_embeddings)
+        self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
+        self.pool = KvPool(
+            layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
+        )
+
+    @torch.inference_mode()
+    def forward(self, step: PagedStep, logit_rows: Sequence[int]) -> torch.Tensor:
+        """Compute a step, write its KV, and return float32 logits [len(logit_rows), vocab] of those packed rows."""
+        keep = torch.tensor(list(logit_rows), dtype=torch.long, device=self.device)
+        output = self.model(
+            input_ids=step.input_ids,
+            position_ids=step.position_ids,
+            use_cache=False,
+            logits_to_keep=keep,
+            paged=step,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        """Compute one step and sample; a segment whose logits are not numbers fails alone."""
+        step = plan_step(self.pool, segments)
+        results = [SegmentResult()] * len(segments)
+        wanted = [(row, i) for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
+        logits = self.forward(step, [row for row, _ in wanted])
+        if not wanted:
+            return results
+        broken = (torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))).tolist()
+        sound = [k for k, bad in enumerate(broken) if not bad]
+        for (_, i), bad in zip(wanted, broken, strict=True):
+            if bad:
+                results[i] = SegmentResult(error="the model's logits are not numbers")
+        if sound:
+            params = [p for _, i in wanted if (p := segments[i].sampling) is not None]
+            kept = logits if len(sound) == len(wanted) else logits[sound]
+            tokens = sample(kept, [params[k] for k in sound], [segments[wanted[k][1]].end for k in sound])
+            for k, token in zip(sound, tokens, strict=True):
+                results[wanted[k][1]] = SegmentResult(token=token)
+        return results

@@ -1,0 +1,228 @@
+"""Where each token's KV lies: the index tensors of one step, built once and used by every layer.
+
+Owns the KV pool tensor, the scratch memory, and the plan of a step's attention: prefill parts, and decode jobs
+that read long runs as views (once for all sequences that share them) and the rest by a padded gather. Knows
+nothing of the model. Segments flow in, a PagedStep flows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from serve_app.engine.step import Segment
+
+LONG_RUN_TOKENS = 256
+"""From this length on a decode reads a run in place; below, one gather for many sequences costs less."""
+
+SMALL_REST_BLOCKS = 16
+"""Rests up to this many blocks share one padded gather; longer ones are grouped by powers of two."""
+
+
+class KvPool:
+    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first."""
+
+    def __init__(
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        self.block_size = block_size
+        slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
+        self.keys = [slots[layer, 0] for layer in range(layers)]
+        self.values = [slots[layer, 1] for layer in range(layers)]
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def scratch(self, name: str, *shape: int) -> torch.Tensor:
+        """Return uninitialized memory of ``shape``, the same for every call with ``name`` (it only grows)."""
+        size = int(np.prod(shape))
+        flat = self._scratch.get(name)
+        if flat is None or flat.numel() < size:
+            flat = torch.empty(size, dtype=self.tensor.dtype, device=self.tensor.device)
+            self._scratch[name] = flat
+        return flat[:size].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Rows ``first`` to ``last`` of the packed step: new tokens of one sequence after ``past`` computed ones.
+
+    ``pieces``: (first slot, slots) of the sequence's KV in order, the new tokens included.
+    """
+
+    first: int
+    last: int
+    past: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ViewJob:
+    """Decode rows that attend to one contiguous run of slots. ``target``: their rows among the partial results."""
+
+    slot: int
+    slots: int
+    rows: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatherJob:
+    """Decode rows that attend to scattered blocks: ``blocks`` [rows * width], ``mask`` [rows, 1, 1, width * size]."""
+
+    blocks: torch.Tensor
+    mask: torch.Tensor
+    rows: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """Rows 0 to ``rows`` - 1 of the packed step, one token each; ``partials`` results a row are merged."""
+
+    rows: int
+    partials: int
+    views: tuple[ViewJob, ...]
+    gathers: tuple[GatherJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first."""
+
+    pool: KvPool
+    order: tuple[int, ...]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    slots: torch.Tensor
+    last_rows: tuple[int, ...]
+    decode: DecodePart | None
+    prefills: tuple[PrefillPart, ...]
+
+
+def plan_step(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
+    """Lay ``segments`` out as one packed row; zeroes the unused part of every block a segment begins.
+
+    (Stale numbers beyond a sequence's end are masked out, but a stale NaN would survive the mask.)
+    """
+    device, size = pool.tensor.device, pool.block_size
+    order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
+    singles = [segments[i] for i in order if len(segments[i].token_ids) == 1]
+    ids, positions, slots, last_rows, prefills = [], [], [], [], []
+    row = 0
+    for i in order:
+        segment = segments[i]
+        where = np.arange(segment.start, segment.end, dtype=np.int64)
+        first_block = segment.start // size
+        table = np.asarray(segment.blocks[first_block : (segment.end - 1) // size + 1], dtype=np.int64)
+        ids.append(segment.token_ids)
+        positions.append(where)
+        slots.append(table[where // size - first_block] * size + where % size)
+        offset = segment.end % size
+        if offset and segment.start <= segment.end - offset:
+            pool.tensor[:, :, segment.blocks[segment.end // size], offset:].zero_()
+        if len(where) > 1:
+            prefills.append(PrefillPart(row, row + len(where), segment.start, tuple(_pieces(segment, size))))
+        row += len(where)
+        last_rows.append(row - 1)
+    return PagedStep(
+        pool=pool,
+        order=tuple(order),
+        input_ids=torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(device)[None],
+        position_ids=torch.from_numpy(np.concatenate(positions)).to(device)[None],
+        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        last_rows=tuple(last_rows),
+        decode=_plan_decode(pool, singles) if singles else None,
+        prefills=tuple(prefills),
+    )
+
+
+def _pieces(segment: Segment, size: int) -> list[tuple[int, int]]:
+    """Return (first slot, slots) of positions 0 to the segment's end."""
+    pieces, left = [], segment.end
+    for block, count in segment.runs:
+        if left <= 0:
+            break
+        pieces.append((block * size, min(count * size, left)))
+        left -= count * size
+    return pieces
+
+
+def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
+    size = pool.block_size
+    rests: list[list[int]] = [[] for _ in segments]
+    rest_slots = [0] * len(segments)
+    heads: dict[int, list[tuple[int, int]]] = {}
+    # A row's last piece may end inside a block, and that block has to come last in the row's rest.
+    for row, segment in enumerate(segments):
+        for slot, slots in _pieces(segment, size):
+            if slots >= LONG_RUN_TOKENS:
+                heads.setdefault(slot, []).append((row, slots))
+    shared: list[tuple[int, int, list[int]]] = []
+    short: list[list[tuple[int, int]]] = [
+        [piece for piece in _pieces(segment, size) if piece[1] < LONG_RUN_TOKENS] for segment in segments
+    ]
+    while heads:
+        slot = min(heads)
+        members = heads.pop(slot)
+        cut = min(slots for _, slots in members)
+        if any(slots > cut for _, slots in members):
+            cut -= cut % size
+        shared.append((slot, cut, [row for row, _ in members]))
+        for row, slots in members:
+            if slots - cut >= LONG_RUN_TOKENS:
+                heads.setdefault(slot + cut, []).append((row, slots - cut))
+            elif slots > cut:
+                short[row].append((slot + cut, slots - cut))
+    for row, pieces in enumerate(short):
+        for slot, slots in sorted(pieces, key=lambda piece: piece[1] % size > 0):
+            rests[row].extend(range(slot // size, (slot + slots - 1) // size + 1))
+            rest_slots[row] += slots
+    return _decode_jobs(pool, len(segments), shared, rests, rest_slots)
+
+
+def _decode_jobs(
+    pool: KvPool,
+    rows: int,
+    shared: Sequence[tuple[int, int, list[int]]],
+    rests: Sequence[Sequence[int]],
+    rest_slots: Sequence[int],
+) -> DecodePart:
+    device, size = pool.tensor.device, pool.block_size
+    partials = [0] * rows
+
+    def targets(members: Sequence[int]) -> torch.Tensor:
+        target = [partials[row] * rows + row for row in members]
+        for row in members:
+            partials[row] += 1
+        return torch.tensor(target, device=device)
+
+    views = tuple(
+        ViewJob(slot, slots, torch.tensor(members, device=device), targets(members)) for slot, slots, members in shared
+    )
+    groups: dict[int, list[int]] = {}
+    for row, blocks in enumerate(rests):
+        if blocks:
+            bucket = max(len(blocks) - 1, SMALL_REST_BLOCKS - 1).bit_length()
+            groups.setdefault(bucket, []).append(row)
+    gathers = []
+    for _, members in sorted(groups.items()):
+        width = max(len(rests[row]) for row in members)
+        # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
+        table = np.array([[*rests[row], *[rests[row][0]] * (width - len(rests[row]))] for row in members])
+        lengths = np.array([rest_slots[row] for row in members])
+        hidden = torch.from_numpy(np.arange(width * size)[None, :] >= lengths[:, None]).to(device)
+        mask = torch.zeros(len(members), 1, 1, width * size, dtype=pool.tensor.dtype, device=device)
+        mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
+        blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
+        gathers.append(GatherJob(blocks_index, mask, torch.tensor(members, device=device), targets(members)))
+    return DecodePart(rows, max(partials), views, tuple(gathers))

@@ -1,0 +1,72 @@
+"""One forward's worth of work: which tokens of which sequences, over which blocks.
+
+Owns the data types between scheduler and runner. Knows nothing of tensors, queues or requests' origins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.block_hash import TokenArray
+from serve_app.engine.protocol import SamplingParams
+
+BlockRun = tuple[int, int]
+"""(first block id, number of blocks): neighbours in a sequence that are neighbours in the pool too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
+
+    ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
+    the token at position ``end`` is wanted.
+    """
+
+    token_ids: TokenArray
+    start: int
+    blocks: Sequence[int]
+    runs: Sequence[BlockRun]
+    sampling: SamplingParams | None
+
+    @property
+    def end(self) -> int:
+        """Position after the segment's last token."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentResult:
+    """What a forward made of one segment: the sampled token, if one was wanted, or why it failed."""
+
+    token: int | None = None
+    error: str = ""
+
+
+class Runner(Protocol):
+    """Runs steps: the model on a device, or a cost model of it."""
+
+    kind: str
+    """"torch" or "simulated"; a label of every sample in the stats."""
+    vocab_size: int
+    max_positions: int
+    block_bytes: int
+
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        """Compute one step and return one result a segment. What it raises concerns the step as a whole."""
+
+
+def block_runs(blocks: Sequence[int]) -> list[BlockRun]:
+    """Return ``blocks`` as maximal runs of ascending neighbours."""
+    runs: list[BlockRun] = []
+    first, count = blocks[0] if blocks else 0, 0
+    for block in blocks:
+        if block == first + count:
+            count += 1
+        else:
+            runs.append((first, count))
+            first, count = block, 1
+    if count:
+        runs.append((first, count))
+    return runs

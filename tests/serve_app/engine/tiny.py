@@ -1,0 +1,106 @@
+"""Tiny fp32 models built on the spot, and helpers to run requests through an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from router.block_hash import PrefixScope
+from serve_app.engine.engine import TorchEngine
+from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+
+SCOPE = PrefixScope("tiny")
+SECRET = b"test secret"
+VOCAB = 211
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+}
+
+
+def save_tiny(kind: str, path: Path) -> Path:
+    """Save a random model of ``kind`` ("qwen3" or "llama") whose greedy output is not constant."""
+    torch.manual_seed(7)
+    if kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **_SIZES))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    model.save_pretrained(path)
+    return path
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, length, dtype=np.int32)
+
+
+def request(
+    request_id: str,
+    ids: Sequence[int] | np.ndarray,
+    max_tokens: int = 8,
+    *,
+    scope: PrefixScope = SCOPE,
+    tenant: str = "default",
+    **sampling: object,
+) -> EngineRequest:
+    """A greedy request unless ``sampling`` says otherwise."""
+    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    ids = np.asarray(ids, dtype=np.int32)
+    return EngineRequest(request_id, ids, scope, scope.root(SECRET), params, tenant=tenant)
+
+
+class Collector:
+    """An output sink that gathers everything by request and can be waited for."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.cached: dict[str, int] = {}
+        self.finish: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self.batches: list[int] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: Sequence[EngineOutput]) -> None:
+        with self._changed:
+            self.batches.append(len(outputs))
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.cached_tokens is not None:
+                    assert output.request_id not in self.cached
+                    self.cached[output.request_id] = output.cached_tokens
+                if output.finish_reason:
+                    assert output.request_id not in self.finish
+                    self.finish[output.request_id] = output.finish_reason
+                    self.errors[output.request_id] = output.error
+            self._changed.notify_all()
+
+    def wait(self, request_ids: Iterable[str], timeout_s: float = 60.0) -> None:
+        """Wait until all have finished."""
+        wanted = set(request_ids)
+        with self._changed:
+            assert self._changed.wait_for(lambda: wanted <= set(self.finish), timeout_s), "requests did not finish"
+
+    def wait_tokens(self, request_id: str, count: int, timeout_s: float = 60.0) -> None:
+        """Wait until a request has produced ``count`` tokens."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.tokens.get(request_id, ())) >= count, timeout_s)
+
+
+def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> Collector:
+    """Submit everything, wait for the end."""
+    collector = Collector()
+    for item in requests:
+        engine.submit(item, collector)
+    collector.wait(item.request_id for item in requests)
+    return collector
