@@ -1,0 +1,194 @@
+"""Who is asking, and what keeps their cache apart: API keys -> tenant, deployment secret + tenant -> salt.
+
+Owns keys (only as SHA-256), salts and the secret's file. Knows nothing of tokens, caches or HTTP beyond the
+Authorization header. In: header text; out: a Tenant, and 32-byte salts that nobody without the secret can guess.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from serve_app.errors import AuthenticationFailed
+
+MIN_SECRET_CHARS = 16
+DEFAULT_TENANT = "default"
+
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
+Sha256Hex = Annotated[str, StringConstraints(pattern=rf"^{_SHA256_HEX.pattern}$")]
+
+
+class SecretError(ValueError):
+    """The deployment secret cannot be used; the message says what to do."""
+
+
+class TenantConfig(BaseModel):
+    """One customer as the settings file names it. ``key_sha256``: hex digests, as ``warmpath keys`` prints them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="shown in metrics")
+    key_sha256: list[Sha256Hex] = Field(min_length=1, description="SHA-256 of each of the tenant's API keys")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An authenticated customer."""
+
+    name: str
+
+
+class Tenants:
+    """All tenants of a deployment. Raises ValueError when a name or a key is given twice."""
+
+    def __init__(
+        self, configs: Iterable[TenantConfig], secret: bytes, *, operator_key_sha256: Iterable[str] = ()
+    ) -> None:
+        configs = list(configs)
+        names = [config.name for config in configs]
+        if len(set(names)) < len(names):
+            raise ValueError("two tenants have the same name; give each its own")
+        self._secret = secret
+        operators = list(operator_key_sha256)
+        if not all(_SHA256_HEX.fullmatch(key) for key in operators):
+            raise ValueError("an operator key must be a SHA-256, 64 hex digits; make one with `warmpath keys`")
+        self._keys = [(bytes.fromhex(key), Tenant(config.name)) for config in configs for key in config.key_sha256]
+        self._operator_keys = [bytes.fromhex(key) for key in operators]
+        every = [digest for digest, _ in self._keys] + self._operator_keys
+        if len(set(every)) < len(every):
+            raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
+
+    @property
+    def open(self) -> bool:
+        """True when no tenant is configured: everybody is the tenant ``default``, and all share one cache."""
+        return not self._keys
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Return the tenant whose key the Authorization header bears.
+
+        Compares with every configured key, in constant time each, so that timing tells nothing of any of them.
+        Raises AuthenticationFailed without a key or with an unknown one, unless the deployment is ``open``.
+        """
+        if self.open:
+            return Tenant(DEFAULT_TENANT)
+        digest = _bearer_digest(authorization)
+        found: Tenant | None = None
+        for known, tenant in self._keys:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise AuthenticationFailed(
+                "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`."
+                if authorization
+                else "An API key is needed; send it as `Authorization: Bearer KEY`."
+            )
+        return found
+
+    def is_operator(self, authorization: str | None) -> bool:
+        """Tell whether the header bears an operator key; False when none is configured."""
+        digest = _bearer_digest(authorization)
+        matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
+        return any(matches)
+
+    def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
+        """Return the 32-byte salt of a tenant's private scope, or of the part a client's ``cache_salt`` names.
+
+        HMAC-SHA256 keyed with the secret over length-prefixed fields: a client's salt divides its own tenant's
+        scope further and can never reach another's, and no salt is not the empty salt.
+        """
+        message = _length_prefixed(tenant.name.encode())
+        if cache_salt is not None:
+            message += b"\1" + _length_prefixed(cache_salt.encode())
+        else:
+            message += b"\0"
+        return hmac.digest(self._secret, message, "sha256")
+
+
+def make_api_key() -> tuple[str, str]:
+    """Return a new API key and its SHA-256 in hex; only the second belongs into a settings file."""
+    key = "wp-" + secrets.token_urlsafe(32)
+    return key, sha256(key.encode()).hexdigest()
+
+
+def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
+    """Return the deployment secret as 32 bytes: from the environment, else the file, else a file made once.
+
+    The made file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or
+    ``~/.local/state/warmpath``), mode 0600; of two processes that make it at once both get the same. Raises
+    SecretError when the secret is shorter than ``MIN_SECRET_CHARS`` or others may read its file.
+    """
+    given = os.environ.get(env)
+    if given is not None:
+        return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
+    if secret_file is not None:
+        if not secret_file.is_file():
+            raise SecretError(f"there is no secret file {secret_file}; make it, or leave secret_file out")
+        return _read_secret(secret_file)
+    path = (state_dir if state_dir is not None else _default_state_dir()) / "secret"
+    try:
+        if not path.is_file():
+            _create_secret(path)
+    except OSError as error:
+        raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
+    return _read_secret(path)
+
+
+def _bearer_digest(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _length_prefixed(field: bytes) -> bytes:
+    return len(field).to_bytes(8, "little") + field
+
+
+def _default_state_dir() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
+
+
+def _create_secret(path: Path) -> None:
+    """Write a random secret to ``path`` unless somebody else is first; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp makes it 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        path.hardlink_to(name)
+    except FileExistsError:
+        pass
+    finally:
+        Path(name).unlink()
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read()
+    except OSError as error:
+        raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
+    return _normalized(content, str(path))
+
+
+def _normalized(secret: bytes, source: str) -> bytes:
+    secret = secret.strip()
+    if len(secret) < MIN_SECRET_CHARS:
+        raise SecretError(
+            f"the secret in {source} has {len(secret)} characters and needs {MIN_SECRET_CHARS}; "
+            "make one with: openssl rand -hex 32"
+        )
+    return sha256(secret).digest()
