@@ -125,12 +125,12 @@ class PromptTokenizer:
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
-                "this model has no chat template; use /v1/completions, or set apply_chat_template to false",
+                "This model has no chat template; use /v1/completions, or set apply_chat_template to false.",
                 param="messages",
             )
         for name in template_kwargs:
             if name in self._reserved:
-                raise InvalidRequest(f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
+                raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         text = self._apply_template(messages, add_generation_prompt, template_kwargs)
         leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         if not leading:
@@ -174,7 +174,7 @@ class PromptTokenizer:
     def encode_ids(self, ids: Sequence[int], root: bytes) -> EncodedPrompt:
         """Hash a prompt given as token ids. Raises InvalidRequest for an id this tokenizer does not have."""
         if any(not 0 <= token_id < self.vocab_size for token_id in ids):
-            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
+            raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
         return EncodedPrompt(token_ids, hash_blocks(root, token_ids, self._block_size))
 
@@ -194,12 +194,12 @@ class PromptTokenizer:
         except TemplateError as error:
             said = str(error)[:200] or type(error).__name__
             raise InvalidRequest(
-                f"the model's chat template refuses these messages: {said}", param="messages"
+                f"The model's chat template refuses these messages: {said}", param="messages"
             ) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(
-                "the model's chat template cannot render these messages; check roles, contents and "
-                "chat_template_kwargs",
+                "The model's chat template cannot render these messages; check roles, contents and "
+                "chat_template_kwargs.",
                 param="messages",
             ) from error
 
@@ -217,7 +217,7 @@ class PromptTokenizer:
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest("the text holds a lone surrogate; send valid Unicode") from error
+            raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
         lookup = _Lookup(root, raw, self._segmenter.cut(raw))
         view = memoryview(raw)
         seed, ids_scope = self._seed, root + b"ids"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from router.block_hash import hash_blocks
@@ -67,13 +67,7 @@ def _space_first(tokenizer: Tokenizer) -> None:
 
 def _greedy_end(tokenizer: Tokenizer) -> None:
     """An added token that swallows the spaces after it."""
-    tokenizer.add_special_tokens([_added("<|greedy|>", rstrip=True)])
-
-
-def _added(content: str, **options: bool) -> Any:
-    from tokenizers import AddedToken
-
-    return AddedToken(content, special=True, normalized=False, **options)
+    tokenizer.add_special_tokens([AddedToken("<|greedy|>", special=True, normalized=False, rstrip=True)])
 
 
 VARIANTS = {"plain": None, "bos": _bos_around, "first": _space_first, "greedy": _greedy_end}
@@ -322,7 +316,7 @@ def test_prompts_given_as_ids(tokenizer: PromptTokenizer) -> None:
     assert encoded.token_ids.tolist() == ids.tolist()
     assert encoded.block_hashes == hash_blocks(ROOT, ids, 16)
     for wrong in (-1, tokenizer.vocab_size, 10**30):
-        with pytest.raises(InvalidRequest, match="token ids must be from 0 to 4095"):
+        with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)
 
 

@@ -1,0 +1,43 @@
+"""The one internal form of a generation request: every wire format is turned into it, and nothing else goes on.
+
+Owns the field names and their meaning. Knows no wire format and no tenant. Everything in it has been validated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Prompt = str | tuple[int, ...]
+"""Text to tokenize, or token ids (not yet compared with a vocabulary)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What to generate and how to answer.
+
+    A ``chat`` has ``messages`` (each with string ``role`` and ``content``), a ``completion`` has ``prompts``.
+    ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
+    the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache.
+    """
+
+    kind: Literal["chat", "completion"]
+    model: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    apply_chat_template: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
