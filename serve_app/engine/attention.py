@@ -19,6 +19,9 @@ IMPLEMENTATION = "paged_kv"
 TILE_SCORES = 4 * 1024 * 1024
 """Scores of one prefill tile, all heads: 8 MiB in bfloat16, about what stays in the last-level cache."""
 
+FOLDED_ROWS = 8
+"""From this many query rows over one run, packing it for matrix products costs less than the fused kernel."""
+
 _MANY_PIECES = 64
 
 
@@ -124,14 +127,40 @@ def _viewed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All rows of the job in one call: they attend to the same run, so the sequences fold into the query length."""
     count, kv_heads, group, head_dim = rows.shape
-    key = paged.pool.keys[layer][job.slot : job.slot + job.slots].transpose(0, 1)[None]
-    value = paged.pool.values[layer][job.slot : job.slot + job.slots].transpose(0, 1)[None]
+    keys = paged.pool.keys[layer][job.slot : job.slot + job.slots]
+    values = paged.pool.values[layer][job.slot : job.slot + job.slots]
     query = rows.transpose(0, 1).reshape(1, kv_heads, count * group, head_dim)
-    out, lse = partial_attention(query, key, value, None, scale)
+    if count * group >= FOLDED_ROWS:
+        out, lse = _folded(paged, query[0], keys, values, scale)
+    else:
+        out, lse = partial_attention(query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], None, scale)
     return (
         out.view(kv_heads, count, group, head_dim).transpose(0, 1),
         lse.view(kv_heads, count, group).transpose(0, 1),
     )
+
+
+def _folded(
+    paged: PagedStep, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Many rows over one run, as plain matrix products; [kv_heads, rows, head_dim] and its log-sum-exp.
+
+    The log-sum-exp follows from the largest score s and its probability p as s - log p.
+    """
+    kv_heads, count, head_dim = query.shape
+    total = keys.shape[0]
+    key = paged.pool.scratch("packed_k", kv_heads, total, head_dim).copy_(keys.transpose(0, 1))
+    value = paged.pool.scratch("packed_v", kv_heads, total, head_dim).copy_(values.transpose(0, 1))
+    out = torch.empty_like(query)
+    lse = torch.empty(kv_heads, count, device=query.device)
+    scores = paged.pool.scratch("scores", count, total)
+    for head in range(kv_heads):
+        torch.addmm(scores, query[head], key[head].t(), beta=0, alpha=scale, out=scores)
+        largest = scores.amax(dim=-1).float()
+        torch.softmax(scores, dim=-1, out=scores)
+        torch.mm(scores, value[head], out=out[head])
+        lse[head] = largest - scores.amax(dim=-1).float().log()
+    return out, lse
 
 
 def _gathered(
@@ -160,19 +189,21 @@ def _prefill(
     total = part.past + part.last - part.first
     key = _packed(paged, part, "packed_k", paged.pool.keys[layer], total)
     value = _packed(paged, part, "packed_v", paged.pool.values[layer], total)
-    tile = max(32, min(256, TILE_SCORES // (kv_heads * group * total) // 32 * 32))
+    tile = max(32, min(256, TILE_SCORES // (group * total) // 32 * 32))
+    future = torch.ones(tile, tile, dtype=torch.bool, device=rows.device).triu_(1)
     for first in range(part.first, part.last, tile):
         last = min(first + tile, part.last)
         count, seen = last - first, part.past + last - part.first
         query = rows[first:last].permute(1, 2, 0, 3).reshape(kv_heads, group * count, head_dim)
-        scores = paged.pool.scratch("scores", kv_heads, group * count, seen)
-        torch.baddbmm(scores, query, key[:, :seen].transpose(1, 2), beta=0, alpha=scale, out=scores)
-        diagonal = scores.view(kv_heads, group, count, seen)[..., seen - count :]
-        future = torch.ones(count, count, dtype=torch.bool, device=rows.device).triu_(1)
-        diagonal.masked_fill_(future, float("-inf"))
-        torch.softmax(scores, dim=-1, out=scores)
-        found = torch.bmm(scores, value[:, :seen])
-        output[first:last] = found.view(kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+        scores = paged.pool.scratch("scores", group * count, seen)
+        diagonal = scores.view(group, count, seen)[..., seen - count :]
+        # One key-value head at a time: two-dimensional slices are compact, and oneDNN copies what is not.
+        for head in range(kv_heads):
+            torch.addmm(scores, query[head], key[head, :seen].t(), beta=0, alpha=scale, out=scores)
+            diagonal.masked_fill_(future[:count, :count], float("-inf"))
+            torch.softmax(scores, dim=-1, out=scores)
+            found = torch.mm(scores, value[head, :seen])
+            output[first:last, head] = found.view(group, count, head_dim).transpose(0, 1)
 
 
 def _packed(paged: PagedStep, part: PrefillPart, name: str, slots: torch.Tensor, total: int) -> torch.Tensor:
