@@ -18,7 +18,7 @@ KEY_BIT = 1 << 63
 
 _EMPTY = 0
 _TOMBSTONE = 1
-_SHARD_SHIFT = 40
+SHARD_SHIFT = 40
 _FIRST_SLOTS = 8
 
 _Shard = list[Any]
@@ -45,23 +45,23 @@ class BlockTable:
         shards = 64
         while shards * 1536 < max_entries:
             shards *= 2
-        self._shard_mask = shards - 1
-        self._shards: list[_Shard] = [_new_shard(_FIRST_SLOTS) for _ in range(shards)]
+        self.shard_mask = shards - 1
+        self.shards: list[_Shard] = [_new_shard(_FIRST_SLOTS) for _ in range(shards)]
 
     @property
     def num_shards(self) -> int:
         """How many shards ``rebuild`` has to visit to have seen every entry."""
-        return self._shard_mask + 1
+        return self.shard_mask + 1
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the arrays and their headers."""
-        slots: int = sum(shard[2] + 1 for shard in self._shards)
+        slots: int = sum(shard[2] + 1 for shard in self.shards)
         return 12 * slots + 400 * self.num_shards
 
     def get(self, key: int) -> int:
         """Return the value of ``key``, 0 when it is absent."""
-        keys, values, mask, _ = self._shards[(key >> _SHARD_SHIFT) & self._shard_mask]
+        keys, values, mask, _ = self.shards[(key >> SHARD_SHIFT) & self.shard_mask]
         slot = key & mask
         while True:
             found = keys[slot]
@@ -77,12 +77,12 @@ class BlockTable:
         ``step`` is asked once for each distinct old value, so it must be a function. A new key beyond
         ``max_entries`` is refused and counted in ``num_refused``.
         """
-        shards, shard_mask = self._shards, self._shard_mask
+        shards, shard_mask = self.shards, self.shard_mask
         known: dict[int, int] = {}
         changes: list[Change] = []
         run_old = run_new = run = 0
         for key in keys:
-            shard = shards[(key >> _SHARD_SHIFT) & shard_mask]
+            shard = shards[(key >> SHARD_SHIFT) & shard_mask]
             slots, values, mask, used = shard
             slot = key & mask
             tombstone = -1
@@ -132,7 +132,7 @@ class BlockTable:
 
     def rebuild(self, shard_index: int, step: Callable[[int], int]) -> list[Change]:
         """Replace every value of one shard by ``step(value)``, drop those that become 0, and shrink to fit."""
-        shard = self._shards[shard_index]
+        shard = self.shards[shard_index]
         counts = _rehash(shard, step)
         self.num_entries -= sum(count for _, new, count in counts if new == 0)
         return counts

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.block_hash import HASH_BYTES
-from router.block_table import _SHARD_SHIFT, KEY_BIT, BlockTable, block_keys
+from router.block_table import KEY_BIT, SHARD_SHIFT, BlockTable, block_keys
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.holder_sets import HolderSets
 
@@ -154,42 +154,38 @@ class Directory:
         if not blocks or not self._live:
             return {}
         words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")
-        first = self._holders(words[0])
-        if not first:
-            return {}
+        shards, shard_mask = self._table.shards, self._table.shard_mask
+        masks, live, extra = self._sets.masks, self._live, self._extra
         tokens: dict[str, int] = {}
-        pending = [(0, first, blocks, 0)]
-        holders = self._holders
+        # (low, who holds it, high, who holds that): depths between are still to be told apart.
+        pending = [(-1, live & ~extra, blocks, 0)]
         while pending:
             low, at_low, high, at_high = pending.pop()
-            while high - low > 1 and at_low != at_high:
-                middle = (low + high) >> 1
-                at_middle = holders(words[2 * middle]) & at_low | at_high
-                if at_middle != at_high and at_middle != at_low:
-                    pending.append((middle, at_middle, high, at_high))
-                    high, at_high = middle, at_middle
-                elif at_middle == at_high:
+            while high - low > 1:
+                middle = (low + high) >> 1 if low >= 0 else 0
+                key = words[2 * middle] | KEY_BIT  # the look-up is BlockTable.get, in line: it is most of a decision
+                keys, values, mask, _ = shards[(key >> SHARD_SHIFT) & shard_mask]
+                slot = key & mask
+                while (found := keys[slot]) != key and found:
+                    slot = (slot + 1) & mask
+                held = masks[values[slot]] & live if found else 0
+                if held & extra:
+                    held = self._fold(held)
+                held = held & at_low | at_high
+                if held == at_high:
                     high = middle
-                else:
+                elif held == at_low:
                     low = middle
-            if at_low != at_high:
+                elif low < 0:
+                    low, at_low = middle, held
+                else:
+                    pending.append((middle, held, high, at_high))
+                    high, at_high = middle, held
+            if low >= 0:
                 depth = (low + 1) * self.block_size
                 for replica_id in self._names(at_low & ~at_high):
                     tokens[replica_id] = depth
         return tokens
-
-    def _holders(self, word: int) -> int:
-        """Return the folded mask of the live holders of one block."""
-        key = word | KEY_BIT
-        table = self._table
-        keys, values, mask, _ = table._shards[(key >> _SHARD_SHIFT) & table._shard_mask]
-        slot = key & mask
-        while (found := keys[slot]) != key:
-            if not found:
-                return 0
-            slot = (slot + 1) & mask
-        held = self._sets.masks[values[slot]] & self._live
-        return self._fold(held) if held & self._extra else held
 
     def _fold(self, held: int) -> int:
         """Turn bits of further tiers into the bit that stands for their replica."""

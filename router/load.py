@@ -29,9 +29,13 @@ T = TypeVar("T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """``default_prefill_tokens_per_s`` holds until a replica has measured its own rate."""
+    """``default_prefill_tokens_per_s`` holds until a replica has measured its own rate.
+
+    ``decode_weight``: how much each running sequence slows prefill, as a share of it.
+    """
 
     default_prefill_tokens_per_s: float = 5000.0
+    decode_weight: float = 0.01
     reservation_ttl_s: float = 120.0
 
 
@@ -52,14 +56,16 @@ class ReplicaLoad:
     last_admitted: int = 0
     unreported: dict[int, int] = field(default_factory=dict)
     unreported_tokens: int = 0
+    full: bool = False
 
 
 class LoadTable:
     """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
 
-    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``waiting``: the sequences they
-    belong to; ``running``: decoding sequences; ``seconds_per_token``: of prefill; ``full``: takes no more;
-    ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
+    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``waiting``: sequences that wait;
+    ``jobs``: the sequences that ``queued_tokens`` belong to, at least one where there are any; ``inverse_mean``:
+    jobs / queued tokens, 0 where idle; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding
+    considered; ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
     """
 
     def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
@@ -67,6 +73,7 @@ class LoadTable:
         self.settings = settings or LoadSettings()
         self.clamped_reports = 0
         self.expired_reservations = 0
+        self.num_full = 0
         self.replica_ids: list[str] = []
         self._replicas: dict[str, ReplicaLoad] = {}
         self._reservations: dict[int, _Reservation] = {}
@@ -92,6 +99,7 @@ class LoadTable:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return []
+        self.num_full -= replica.full
         last_id = self.replica_ids.pop()
         if last_id != replica_id:  # the last row moves into the hole
             moved = self._replicas[last_id]
@@ -197,27 +205,34 @@ class LoadTable:
 
     def _write(self, replica: ReplicaLoad) -> None:
         row, report, sent = replica.row, replica.report, len(replica.unreported)
-        if report is None:
-            self._queued[row] = replica.unreported_tokens
-            self._waiting[row] = sent
-            self._running[row] = 0.0
-            self._pace[row] = 1.0 / self.settings.default_prefill_tokens_per_s
-            self._full[row] = False
-            return
-        waiting = report.waiting_sequences + sent
-        self._queued[row] = report.queued_prefill_tokens + replica.unreported_tokens
+        queued, waiting = replica.unreported_tokens, sent
+        running, rate, full = 0, 0.0, False
+        if report is not None:
+            queued += report.queued_prefill_tokens
+            waiting += report.waiting_sequences
+            running, rate = report.running_sequences, report.prefill_tokens_per_s
+            room = report.max_running_sequences + report.max_waiting_sequences
+            full = 0 < report.max_waiting_sequences <= report.waiting_sequences or 0 < room <= running + waiting
+        jobs = max(waiting, 1) if queued else 0
+        self._queued[row] = queued
         self._waiting[row] = waiting
-        self._running[row] = report.running_sequences
-        self._pace[row] = 1.0 / (report.prefill_tokens_per_s or self.settings.default_prefill_tokens_per_s)
-        room = report.max_running_sequences + report.max_waiting_sequences
-        self._full[row] = (0 < report.max_waiting_sequences <= report.waiting_sequences) or (
-            0 < room <= report.running_sequences + waiting
+        self._jobs[row] = jobs
+        self._inverse_mean[row] = jobs / queued if queued else 0.0
+        self._running[row] = running
+        self._pace[row] = (1.0 + self.settings.decode_weight * running) / (
+            rate or self.settings.default_prefill_tokens_per_s
         )
+        if full != replica.full:
+            replica.full = full
+            self.num_full += 1 if full else -1
+        self._full[row] = full
 
     def _grow(self, rows: int) -> None:
         old = len(self.replica_ids)
         self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
         self._waiting = _longer(self.waiting if old else None, rows, np.float64)
+        self._jobs = _longer(self.jobs if old else None, rows, np.float64)
+        self._inverse_mean = _longer(self.inverse_mean if old else None, rows, np.float64)
         self._running = _longer(self.running if old else None, rows, np.float64)
         self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
         self._full = _longer(self.full if old else None, rows, np.bool_)
@@ -228,6 +243,8 @@ class LoadTable:
         rows = len(self.replica_ids)
         self.queued_tokens: Floats = self._queued[:rows]
         self.waiting: Floats = self._waiting[:rows]
+        self.jobs: Floats = self._jobs[:rows]
+        self.inverse_mean: Floats = self._inverse_mean[:rows]
         self.running: Floats = self._running[:rows]
         self.seconds_per_token: Floats = self._pace[:rows]
         self.full: npt.NDArray[np.bool_] = self._full[:rows]

@@ -17,14 +17,11 @@ from router.ranking import (
     Candidate,
     Match,
     PolicyContext,
-    best_rows,
-    cached_tokens,
-    closed_rows,
     listed,
     open_rows,
-    reason_of,
     rendezvous,
     scored,
+    uncached_tokens,
 )
 from router.request import RoutedRequest
 
@@ -36,54 +33,43 @@ def estimated_ttft(
 ) -> list[Candidate]:
     """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
 
-    score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token x (1 + decode_weight x running).
+    score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token.
     Of a queue only totals are known, so its jobs are taken as exponential with mean m = queued / waiting. Then a
     request of ``own`` tokens, x = own / m, runs behind queued x (1 - (1 + x) e^-x) tokens and pushes back
-    waiting x e^-x sequences. First come first served: everything is ahead, nobody is behind. Ties go to the most
+    jobs x e^-x sequences. First come first served: everything is ahead, nobody is behind. Ties go to the most
     cached tokens, then to rendezvous order, which places cold prompts stably while replicas are idle.
     """
     settings = context.settings
-    cached = cached_tokens(match, loads)
-    known = cached_tokens(context.in_flight, loads, cached) if context.in_flight else cached
-    own = np.maximum(request.prompt_tokens - known, 1.0)
-    queued = loads.queued_tokens
-    pace = loads.seconds_per_token * (1.0 + settings.decode_weight * loads.running)
+    own = uncached_tokens(request, (match, context.in_flight), loads)
     if settings.shortest_first:
-        jobs = np.maximum(loads.waiting, 1.0)
-        jobs *= queued > 0
-        ratio = own * jobs / np.maximum(queued, 1.0)
+        ratio = own * loads.inverse_mean
         longer = np.exp(-ratio)
-        wait = queued * (1.0 - (1.0 + ratio) * longer) + own
-        scores = (wait + own * (settings.pushback_weight * jobs * longer)) * pace
+        ratio += 1.0
+        ratio *= longer
+        ratio *= loads.queued_tokens
+        wait = loads.queued_tokens - ratio
+        wait += own
+        longer *= loads.jobs
+        longer *= own
+        if settings.pushback_weight != 1.0:
+            longer *= settings.pushback_weight
+        longer += wait
+        scores = longer
+        scores *= loads.seconds_per_token
+        wait *= loads.seconds_per_token
     else:
-        wait = queued + own
-        scores = wait * pace
-    closed, routable = closed_rows(request, loads, context)
-    if not routable:
-        return []
-    if closed is not None:
-        scores[closed] = np.inf
-    order = best_rows(scores, known, request, loads, settings.tie_tolerance, min(limit or routable, routable))
-    best = float(cached.max())
-    return [
-        Candidate(
-            loads.replica_ids[row],
-            float(scores[row]),
-            reason_of(row, cached, known, best, routable),
-            float(wait[row] * pace[row]),
-        )
-        for row in order
-    ]
+        wait = (loads.queued_tokens + own) * loads.seconds_per_token
+        scores = wait.copy()
+    return scored(scores, wait, own, request, match, loads, context, limit, settings.tie_tolerance)
 
 
 def lmetric(
     request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
 ) -> list[Candidate]:
     """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
-    cached = cached_tokens(match, loads)
-    own = np.maximum(request.prompt_tokens - cached, 1.0)
+    own = uncached_tokens(request, (match,), loads)
     scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
-    return scored(scores, cached, request, loads, context, limit)
+    return scored(scores, None, own, request, match, loads, context, limit)
 
 
 def round_robin(
@@ -149,15 +135,14 @@ def sglang(
     Source: the cache-threshold rule of sglang-router.
     """
     requests = loads.running + loads.waiting
-    cached = cached_tokens(match, loads)
-    settings = context.settings
+    own = uncached_tokens(request, (match,), loads)
+    scores, settings = requests, context.settings
     if len(requests):
         mean, largest = float(requests.mean()), float(requests.max())
         uneven = largest > settings.sglang_relative * mean and largest > mean + settings.sglang_absolute
-        long_enough = float(cached.max()) > settings.sglang_match_ratio * request.prompt_tokens
-        if not uneven and long_enough:
-            return scored(-cached, cached, request, loads, context, limit)
-    return scored(requests, cached, request, loads, context, limit)
+        if not uneven and float(own.min()) < (1.0 - settings.sglang_match_ratio) * request.prompt_tokens:
+            scores = own.copy()
+    return scored(scores, None, own, request, match, loads, context, limit)
 
 
 POLICIES: dict[str, Policy] = {

@@ -7,8 +7,9 @@ when no other is open. Knows no scoring rule. Reasons are stable words that coun
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -49,14 +50,13 @@ class PolicySettings:
 
     ``shortest_first``: replicas run the least uncached work first, so a short request overtakes queued long ones;
     False scores a first-come-first-served queue. ``pushback_weight``: seconds of others' delay that weigh as one
-    second of one's own. ``decode_weight``: how much each running sequence slows prefill. ``tie_tolerance``: scores
-    within this share of the best are equal, so that noise in measured rates does not scatter cold prompts.
+    second of one's own. ``tie_tolerance``: scores within this share of the best are equal, so that noise in measured
+    rates does not scatter cold prompts.
     ``bounded_load``: bounded hashing's factor over the mean. ``sglang_*``: that router's three thresholds.
     """
 
     shortest_first: bool = True
     pushback_weight: float = 1.0
-    decode_weight: float = 0.01
     tie_tolerance: float = 0.05
     bounded_load: float = 1.25
     sglang_relative: float = 1.1
@@ -64,8 +64,11 @@ class PolicySettings:
     sglang_match_ratio: float = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyContext:
+_DEFAULTS = PolicySettings()
+_NOTHING: Match = MappingProxyType({})
+
+
+class PolicyContext(NamedTuple):
     """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
 
     ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
@@ -74,12 +77,9 @@ class PolicyContext:
 
     turn: int
     rng: Random
-    settings: PolicySettings = field(default_factory=PolicySettings)
+    settings: PolicySettings = _DEFAULTS
     blocked: Collection[str] = ()
-    in_flight: Mapping[str, int] = field(default_factory=dict)
-
-
-Match = Mapping[str, int]
+    in_flight: Match = _NOTHING
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
@@ -96,14 +96,15 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
     return mixed
 
 
-def cached_tokens(match: Match, loads: LoadTable, floor: Floats | None = None) -> Floats:
-    """Return tokens by row, at least ``floor``; replicas without a row are skipped."""
-    tokens = np.zeros(len(loads.replica_ids)) if floor is None else floor.copy()
-    for replica_id, held in match.items():
-        row = loads.row_of(replica_id)
-        if row is not None and held > tokens[row]:
-            tokens[row] = held
-    return tokens
+def uncached_tokens(request: RoutedRequest, matches: tuple[Match, ...], loads: LoadTable) -> Floats:
+    """Return by row the prompt tokens left to compute after the longest of ``matches``; at least 1."""
+    own = np.full(len(loads.replica_ids), float(max(request.prompt_tokens, 1)))
+    for match in matches:
+        for replica_id, held in match.items():
+            row = loads.row_of(replica_id)
+            if row is not None:
+                own[row] = max(min(float(own[row]), float(request.prompt_tokens - held)), 1.0)
+    return own
 
 
 def closed_rows(
@@ -114,8 +115,7 @@ def closed_rows(
     Replicas to avoid are closed only while another one is open.
     """
     rows = len(loads.replica_ids)
-    full = int(np.count_nonzero(loads.full))
-    if not full and not context.blocked and not request.avoid:
+    if not loads.num_full and not context.blocked and not request.avoid:
         return None, rows
     closed = loads.full.copy()
     for replica_id in context.blocked:
@@ -142,52 +142,60 @@ def open_rows(request: RoutedRequest, loads: LoadTable, context: PolicyContext) 
 
 
 def best_rows(
-    scores: Floats, cached: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
+    scores: Floats, own: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
 ) -> list[int]:
-    """Return the best ``limit`` rows: near-best scores by cached tokens and rendezvous, the others by score."""
-    best = float(scores.min())
-    near = np.flatnonzero(scores <= best + abs(best) * tolerance)
-    if limit == 1 and len(near) == 1:
+    """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
+    best = float(scores[scores.argmin()])
+    bound = best + abs(best) * tolerance
+    near = (scores <= bound).nonzero()[0]
+    if limit == 1:
+        if len(near) > 1:
+            left = own[near]
+            near = near[left == left.min()]
+            if len(near) > 1:
+                return [int(near[rendezvous(request.placement_key, loads)[near].argmax()])]
         return [int(near[0])]
     weights = rendezvous(request.placement_key, loads)
-    if limit == 1:
-        held = cached[near]
-        near = near[held == held.max()]
-        return [int(near[weights[near].argmax()])]
-    first = near[np.lexsort((~weights[near], -cached[near]))]
-    rest = np.flatnonzero(scores > best + abs(best) * tolerance)
+    first = near[np.lexsort((~weights[near], own[near]))]
+    rest = (scores > bound).nonzero()[0]
     rest = rest[np.lexsort((~weights[rest], scores[rest]))]
     ranked: list[int] = np.concatenate((first, rest))[:limit].tolist()
     return ranked
 
 
 def scored(
-    scores: Floats, cached: Floats, request: RoutedRequest, loads: LoadTable, context: PolicyContext, limit: int | None
+    scores: Floats,
+    waits_s: Floats | None,
+    own: Floats,
+    request: RoutedRequest,
+    match: Match,
+    loads: LoadTable,
+    context: PolicyContext,
+    limit: int | None,
+    tolerance: float = 0.0,
 ) -> list[Candidate]:
-    """Rank open rows by exact score."""
+    """Rank the rows that may be chosen by score (overwritten); ``waits_s`` are their estimated times to first token."""
     closed, routable = closed_rows(request, loads, context)
     if not routable:
         return []
-    scores = scores.astype(np.float64)
     if closed is not None:
         scores[closed] = np.inf
-    best = float(cached.max())
-    order = best_rows(scores, cached, request, loads, 0.0, min(limit or routable, routable))
-    return [
-        Candidate(loads.replica_ids[row], float(scores[row]), reason_of(row, cached, cached, best, routable))
-        for row in order
-    ]
-
-
-def reason_of(row: int, cached: Floats, known: Floats, best: float, routable: int) -> str:
-    """Say why a row was chosen: by its cached tokens, those known to come, and the best of any row."""
-    if routable == 1:
-        return "only_replica"
-    if cached[row] > 0 and cached[row] >= best:
-        return "cached"
-    if known[row] > best:
-        return "in_flight"
-    return "load_spill" if best > 0 else "cold"
+    best = max(match.values(), default=0)
+    candidates = []
+    for row in best_rows(scores, own, request, loads, tolerance, min(limit or routable, routable)):
+        replica_id = loads.replica_ids[row]
+        held = match.get(replica_id, 0)
+        if routable == 1:
+            reason = "only_replica"
+        elif 0 < best == held:
+            reason = "cached"
+        elif context.in_flight.get(replica_id, 0) > best:
+            reason = "in_flight"
+        else:
+            reason = "load_spill" if best > 0 else "cold"
+        estimated_ttft_s = 0.0 if waits_s is None else float(waits_s[row])
+        candidates.append(Candidate(replica_id, float(scores[row]), reason, estimated_ttft_s))
+    return candidates
 
 
 def listed(rows: list[int], reason: str, loads: LoadTable, limit: int | None) -> list[Candidate]:

@@ -1,0 +1,65 @@
+"""What crosses the feed besides FeedMessage: the advertised endpoint, snapshot requests and snapshot chunks.
+
+Owns their encoding. Knows no sockets and no state. A request is its nonce alone, which every chunk of the answer
+repeats; chunk 0 opens a snapshot that is consistent with sequence number ``seq``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from router.events import Event
+
+NONCE_BYTES = 8
+MAX_MESSAGE_BYTES = 4 << 20
+"""A peer that sends more in one message is cut off."""
+
+
+class FeedEndpoint(msgspec.Struct, frozen=True):
+    """Where one replica's feed is; travels as a plain dict in the replica's metadata.
+
+    ``public_key``: the publisher's CURVE key (Z85 text). It authenticates the publisher, and only who was told it
+    can connect.
+    """
+
+    pub_address: str
+    snapshot_address: str
+    public_key: str
+    epoch: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the JSON-able form."""
+        return {str(name): str(value) for name, value in msgspec.structs.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> FeedEndpoint:
+        """Parse the JSON-able form. Raises ``msgspec.ValidationError``."""
+        return msgspec.convert(values, cls)
+
+
+class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of a snapshot, a bounded number of blocks."""
+
+    replica_id: str
+    epoch: str
+    seq: int
+    nonce: bytes
+    index: int
+    last: bool
+    events: tuple[Event, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SnapshotChunk)
+
+
+def encode_chunk(chunk: SnapshotChunk) -> bytes:
+    """Serialize a chunk (msgpack)."""
+    return _encoder.encode(chunk)
+
+
+def decode_chunk(data: bytes) -> SnapshotChunk:
+    """Parse a chunk. Raises ``msgspec.MsgspecError`` on anything malformed."""
+    return _decoder.decode(data)
