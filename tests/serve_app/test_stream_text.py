@@ -45,7 +45,7 @@ def test_any_tokens_stream_to_the_decoding_of_the_whole(
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda text: "<|" not in text))
 def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) -> None:
     """Token by token, valid text never shows a replacement character of its own."""
     ids = tokenizer.encode(text, ROOT).token_ids.tolist()

@@ -270,16 +270,22 @@ def test_cold_text_is_tokenized_off_the_loop_once(tokenizer: PromptTokenizer, mo
 
 
 def test_a_cancelled_caller_does_not_take_the_others_down(tokenizer: PromptTokenizer) -> None:
-    """The first of two callers is cancelled while its text is being tokenized; the second still gets it."""
+    """The first of two callers is cancelled while its text waits for a worker; the second still gets it."""
     text = _conversation(60, 2500)
+    release = threading.Event()
 
     async def ask() -> EncodedPrompt:
+        for _ in range(8):  # every worker is busy
+            tokenizer._workers.submit(release.wait, 10)
         first = asyncio.create_task(tokenizer.encode_async(text, ROOT))
         second = asyncio.create_task(tokenizer.encode_async(text, ROOT))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        (work,) = tokenizer._in_flight.values()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
+        assert not work.cancelled()
+        release.set()
         return await second
 
     assert asyncio.run(ask()).token_ids.tolist() == tokenizer._tokenizer(text)["input_ids"]
