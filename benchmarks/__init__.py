@@ -1,0 +1,1 @@
+"""Benchmarks anyone can run: `python -m benchmarks.NAME --json FILE`."""

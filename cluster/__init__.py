@@ -1,0 +1,1 @@
+"""Running warmpath on Ray clusters."""

@@ -35,7 +35,7 @@ class InvalidRequest(WarmpathError):
 
     status = 400
     type = "invalid_request_error"
-    code = None
+    code: str | None = None
 
 
 class ContextLengthExceeded(InvalidRequest):

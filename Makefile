@@ -1,0 +1,41 @@
+# warmpath: `make serve` to try it, `make test` to check it. Needs Python >= 3.11, make and pip; nothing else.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: serve test lint venv bench clean help
+.DEFAULT_GOAL := help
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+venv: $(STAMP)  ## .venv with the default install (constraints.txt makes it repeatable)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "warmpath needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "[1/2] making .venv with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
+		|| { echo "python venv failed; on Debian: apt-get install python3.11-venv"; exit 1; }
+	@echo "[2/2] installing warmpath and its dependencies (about a minute; torch is the large one)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of the built-in demo model (ARGS="--replicas 4 ...")
+	@$(BIN)/warmpath serve $(ARGS)
+
+test: $(STAMP)  ## the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## ruff, mypy strict, import layering
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
+	@mkdir -p results
+	$(BIN)/python -m benchmarks.ttft --json results/ttft.json $(ARGS)
+
+clean:  ## remove .venv and caches
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,72 @@
+"""A streaming client that times what it sees: first token, tokens after it, and what `usage` reports.
+
+Speaks the chat completions protocol over httpx; knows nothing of warmpath.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. Times in seconds from sending the request."""
+
+    ttft_s: float
+    total_s: float
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.total_s - self.ttft_s) / max(1, self.completion_tokens - 1)
+
+
+class RequestFailed(Exception):
+    """The server refused or broke off; carries status and body."""
+
+    def __init__(self, status: int, body: str) -> None:
+        super().__init__(f"HTTP {status}: {body[:300]}")
+        self.status = status
+
+
+async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """Send one streamed chat completion. Raises RequestFailed on any error, before or within the stream."""
+    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    started_s = time.perf_counter()
+    first_s: float | None = None
+    parts: list[str] = []
+    usage: dict[str, Any] = {}
+    async with client.stream("POST", f"{url}/v1/chat/completions", json=payload) as response:
+        if response.status_code != 200:
+            raise RequestFailed(response.status_code, (await response.aread()).decode())
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RequestFailed(500, line)
+            for choice in event["choices"]:
+                content = choice["delta"].get("content")
+                if content:
+                    if first_s is None:
+                        first_s = time.perf_counter()
+                    parts.append(content)
+            usage = event.get("usage") or usage
+    ended_s = time.perf_counter()
+    return Answer(
+        ttft_s=(first_s or ended_s) - started_s,
+        total_s=ended_s - started_s,
+        text="".join(parts),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        completion_tokens=usage["completion_tokens"],
+    )

@@ -1,0 +1,65 @@
+"""A warmpath instance in processes of its own, for the time of a benchmark.
+
+Owns start, health and end of that instance; ends it by process id, whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from serve_app.launch import free_port
+
+START_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """Run ``warmpath serve`` with ``arguments`` on a free loopback port; yields its base URL.
+
+    Raises RuntimeError with the end of its output when it does not come up.
+    """
+    port = free_port()
+    command = [sys.executable, "-c", "from serve_app.cli import main; main()", "serve", "--port", str(port), *arguments]
+    with tempfile.NamedTemporaryFile("w+", prefix="warmpath-serve-", suffix=".log") as log:
+        process = subprocess.Popen(  # our own command
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})}
+        )
+        try:
+            _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _stop(process)
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"warmpath serve ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.3)
+    raise RuntimeError(f"warmpath serve did not come up in {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,46 @@
+"""The only wiring: settings -> a Serve application of one ingress deployment and one deployment of replicas.
+
+`serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here. Knows the
+deployments' options and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from serve_app.config import AppConfig
+from serve_app.ingress import INGRESS_NAME, Ingress, http
+from serve_app.replica import Replica
+
+REPLICA_NAME = "Replica"
+
+
+def build_app(args: AppConfig) -> Application:
+    """Return the application; nothing starts until Serve runs it."""
+    config = args.to_json()
+    replica = serve.deployment(
+        Replica,
+        name=REPLICA_NAME,
+        num_replicas=args.replicas,
+        # The engine bounds its own queue and answers 429 from it; Serve's bound is only a backstop above that.
+        max_ongoing_requests=args.max_num_seqs + args.max_waiting_requests + 16,
+        max_queued_requests=args.max_queued_requests,
+        ray_actor_options={"num_cpus": args.replica_num_cpus, "num_gpus": args.replica_num_gpus},
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=20,
+        request_router_config=RequestRouterConfig(
+            request_router_class="router.request_router.CacheAwareRouter",
+            request_router_kwargs=args.routing(),
+        ),
+    ).bind(config)
+    return serve.deployment(
+        serve.ingress(http)(Ingress),
+        name=INGRESS_NAME,
+        num_replicas=args.ingress_replicas,
+        max_ongoing_requests=4096,
+        ray_actor_options={"num_cpus": args.replica_num_cpus},
+        graceful_shutdown_timeout_s=20,
+    ).bind(config, replica)

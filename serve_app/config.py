@@ -1,0 +1,78 @@
+"""Settings of a deployment: one flat pydantic model, used by the CLI, `serve run`, and a Serve config's ``args:``.
+
+Owns names, defaults and bounds; settings that vLLM also has carry vLLM's names. Knows nothing of how any of it
+is used. Secrets are not here: see ``tenancy.load_secret``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_app.tenancy import TenantConfig
+
+Policy = Literal["estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin"]
+
+MIB = 1024 * 1024
+
+
+class AppConfig(BaseModel):
+    """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field("demo", description="'demo', 'small', or the path of a local checkpoint")
+    served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
+    engine: Literal["torch", "simulated"] = Field(
+        "torch", description="'simulated' replaces the forward by a cost model"
+    )
+    replicas: int = Field(2, ge=1, le=512, description="engine replicas")
+    ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas; each is a router of its own")
+    replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
+    replica_num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for an engine replica")
+
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
+    num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
+    kv_cache_bytes: int = Field(512 * MIB, ge=MIB, description="bytes of a replica's KV pool")
+    max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
+    max_waiting_requests: int = Field(256, ge=1, description="requests waiting in a replica before it answers 429")
+    enable_prefix_caching: bool = True
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
+    simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0)
+    simulated_decode_step_s: float = Field(0.02, gt=0)
+
+    policy: Policy = "estimated_ttft"
+    directory_max_blocks: int = Field(2_000_000, ge=1000, description="block hashes a router remembers")
+    tokenizer_cache_bytes: int = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
+    max_queued_requests: int = Field(512, ge=1, description="requests an ingress holds while every replica is full")
+    load_report_interval_s: float = Field(0.05, gt=0, le=10)
+
+    default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
+    max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
+    request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+
+    tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
+    operator_key_sha256: list[str] = Field(default_factory=list, description="keys that may read /v1/cache/state")
+    metrics_public: bool = Field(False, description="serve /metrics without an operator key although tenants exist")
+    secret_file: Path | None = Field(
+        None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
+    )
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use: the configured one, else the built-in name or the checkpoint directory's."""
+        return self.served_model_name or Path(self.model).name
+
+    def routing(self) -> dict[str, Any]:
+        """The router's part, as ``RouterSettings.from_json`` takes it."""
+        return {"policy": self.policy, "block_size": self.block_size, "max_blocks": self.directory_max_blocks}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-able copy, which ``AppConfig.model_validate`` reads back."""
+        return self.model_dump(mode="json")

@@ -1,0 +1,227 @@
+"""Sends one generation to a replica and streams its tokens, sending it again when the replica dies.
+
+Owns retries (before and after the first token), the reservation's release, and the mapping of replica errors to
+client errors. Knows nothing of HTTP, text or scoring. In: an encoded prompt and sampling values; out: chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.core import RoutingCore
+from router.request import Decision, RoutedRequest
+from serve_app import wire
+from serve_app.engine.protocol import FinishReason, SamplingParams
+from serve_app.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    WarmpathError,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Times one generation is sent, the first included: more replicas than that dying at once is an outage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sequence to generate: the prompt, its keys, and how to sample."""
+
+    request_id: str
+    token_ids: TokenArray
+    block_hashes: bytes
+    scope: PrefixScope
+    root: bytes
+    placement_key: bytes
+    tenant: str
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item."""
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+
+
+class DispatchObserver(Protocol):
+    """Told what happened, for the counters."""
+
+    def retried(self, after_first_token: bool) -> None:
+        """A generation was sent again because its replica went away."""
+
+
+class Dispatcher:
+    """Streams generations from the replicas behind one Serve handle."""
+
+    def __init__(
+        self, handle: DeploymentHandle, core: RoutingCore, block_size: int, observer: DispatchObserver
+    ) -> None:
+        self._stream = handle.options(method_name="generate", stream=True)
+        self._core = core
+        self._block_size = block_size
+        self._observer = observer
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield the sequence's tokens as they come; the last item has a finish reason.
+
+        A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
+        token depends only on (seed, position) the client's stream goes on as if nothing had happened.
+        Raises a ``WarmpathError`` when the generation cannot be done.
+        """
+        received: list[int] = []
+        avoid: tuple[str, ...] = ()
+        cached_reported = False
+        for attempt in range(MAX_ATTEMPTS):
+            current = _resumed(generation, received, self._block_size) if received else generation
+            route = RoutedRequest(
+                request_id=f"{generation.request_id}.{attempt}",
+                block_hashes=current.block_hashes,
+                prompt_tokens=len(current.token_ids),
+                placement_key=current.placement_key,
+                max_new_tokens=current.sampling.max_tokens,
+                avoid=avoid,
+            )
+            replica_id = ""
+            try:
+                async with aclosing(self._attempt(current, route)) as chunks:
+                    async for chunk in chunks:
+                        replica_id = chunk.replica_id or replica_id
+                        if chunk.error == "unavailable":
+                            raise _ReplicaLost(chunk.message)
+                        _raise_for(chunk)
+                        received.extend(chunk.token_ids)
+                        first = None if cached_reported else chunk.cached_tokens
+                        cached_reported = cached_reported or chunk.cached_tokens is not None
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason)
+                        if chunk.finish_reason is not None:
+                            return
+                raise _ReplicaLost("the stream ended without a finish reason")
+            except (RayActorError, _ReplicaLost) as error:
+                lost = replica_id or self._selected(route)
+                logger.warning(
+                    "replica %s lost request %s: %s", lost or "?", generation.request_id, type(error).__name__
+                )
+                if lost:
+                    avoid = (*avoid, lost)
+                self._observer.retried(bool(received))
+                if len(received) >= generation.sampling.max_tokens:
+                    yield Tokens((), None, "length")
+                    return
+        raise Overloaded(
+            "Every replica that was given this request went away; send it again.",
+            code="replicas_lost",
+            retry_after_s=2.0,
+        )
+
+    def _selected(self, route: RoutedRequest) -> str:
+        decision = self._core.take_decision(route.request_id)
+        if decision is None:
+            return ""
+        self._core.release(decision)
+        return decision.replica_id
+
+    async def _attempt(self, generation: Generation, route: RoutedRequest) -> AsyncGenerator[wire.GenerateChunk, None]:
+        """One call to one replica; releases its reservation at the first token, or at whatever ends it."""
+        sampling = generation.sampling
+        call = wire.GenerateCall(
+            request_id=route.request_id,
+            token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
+            model=generation.scope.model,
+            lora=generation.scope.lora,
+            salt=generation.scope.salt,
+            root=generation.root,
+            tenant=generation.tenant,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=sampling.stop_token_ids,
+        )
+        started_s = time.perf_counter()
+        decision: Decision | None = None
+        settled = False
+        try:
+            stream = self._stream.remote(wire.encode(call), route=route)
+        except BackPressureError as error:
+            raise _queue_full(1.0) from error
+        finished = False
+        try:
+            async for data in stream:
+                chunk = wire.decode_chunk(data)
+                if not settled and (chunk.cached_tokens is not None or chunk.error):
+                    settled = True
+                    decision = self._core.take_decision(route.request_id)
+                    if decision is not None:
+                        self._core.release(decision)
+                        if chunk.cached_tokens is not None:
+                            ttft_s = time.perf_counter() - started_s
+                            self._core.record_delivered(decision, chunk.cached_tokens, ttft_s)
+                yield chunk
+            finished = True
+        except BackPressureError as error:
+            raise _queue_full(1.0) from error
+        except DeploymentUnavailableError as error:
+            raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
+        except RayActorError:
+            raise
+        except RayError as error:
+            logger.exception("replica call failed for request %s", generation.request_id)
+            raise GenerationFailed("The replica failed while generating this answer.") from error
+        finally:
+            if not finished:
+                stream.cancel()
+            if not settled:
+                self._selected(route)
+
+
+class _ReplicaLost(Exception):
+    """The replica is going away or broke off; the generation can be sent elsewhere."""
+
+
+def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
+    """The same generation with the tokens already received moved into the prompt."""
+    token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
+    hashed = len(generation.block_hashes) // HASH_BYTES
+    parent = generation.block_hashes[-HASH_BYTES:] if hashed else generation.root
+    more = hash_blocks(parent, token_ids[hashed * block_size :], block_size)
+    sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
+    return replace(generation, token_ids=token_ids, block_hashes=generation.block_hashes + more, sampling=sampling)
+
+
+def _queue_full(retry_after_s: float) -> RateLimited:
+    return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
+
+
+def _raise_for(chunk: wire.GenerateChunk) -> None:
+    error: WarmpathError
+    match chunk.error:
+        case "":
+            return
+        case "too_long":
+            error = ContextLengthExceeded(chunk.message, param="messages")
+        case "queue_full":
+            error = _queue_full(chunk.retry_after_s)
+        case "invalid":
+            error = InvalidRequest(chunk.message)
+        case _:
+            error = GenerationFailed(chunk.message or "The engine failed this request.")
+    raise error

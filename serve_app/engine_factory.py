@@ -1,0 +1,50 @@
+"""From a deployment's settings and a checkpoint's facts to an engine of the right size.
+
+Owns the arithmetic of pool size, context length and threads, and the choice of engine. Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+
+from transformers import AutoConfig
+
+from serve_app.checkpoint import CheckpointInfo
+from serve_app.config import AppConfig
+from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
+from serve_app.engine.model_runner import choose_device, choose_dtype
+from serve_app.engine.protocol import Engine, EngineSettings, EventSink
+from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine_sizes import max_model_len
+
+
+def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
+    """Load or simulate the model and return its engine, not started.
+
+    Raises ValueError for settings that do not fit, and what ``build_engine`` raises.
+    """
+    model_config = AutoConfig.from_pretrained(str(info.path), local_files_only=True)
+    dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
+    settings = EngineSettings(
+        block_size=config.block_size,
+        num_blocks=config.num_blocks or blocks_in_budget(model_config, dtype, config.block_size, config.kv_cache_bytes),
+        max_model_len=max_model_len(config, info),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting_requests=config.max_waiting_requests,
+        enable_prefix_caching=config.enable_prefix_caching,
+        dtype=config.dtype,
+        device=config.device,
+        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
+    )
+    if config.engine == "torch":
+        return build_engine(info.path, settings, event_sink)
+    cost = CostModel(
+        prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
+        decode_base_s=config.simulated_decode_step_s,
+        vocab_size=info.vocab_size,
+        max_positions=settings.max_model_len,
+        block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
+    )
+    return TorchEngine(SimulatedRunner(cost), settings, event_sink)

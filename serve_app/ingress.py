@@ -1,0 +1,281 @@
+"""The HTTP front door: request -> tenant -> generations -> replica -> answer, whole or streamed.
+
+Owns the routes and one process's tokenizer, counters and dispatcher. Knows no scoring and no engine. Every error
+leaves in the shape of the API that was called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from router.core import RouterSettings, core_for
+from router.request_router import deployment_key
+from serve_app.api.generate import GenerateRequest
+from serve_app.api.openai_request import parse_chat, parse_completion
+from serve_app.api.openai_response import (
+    error_body,
+    model_body,
+    models_body,
+)
+from serve_app.cache_state import TrafficTable, cache_state
+from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.completions import Completions
+from serve_app.config import AppConfig
+from serve_app.dispatch import Dispatcher
+from serve_app.engine_sizes import max_model_len
+from serve_app.errors import (
+    AuthenticationFailed,
+    GenerationFailed,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    WarmpathError,
+)
+from serve_app.http import error_headers, json_response, read_body, request_id_of
+from serve_app.metrics import IngressMetrics, Sample, render, with_label
+from serve_app.prepare import Preparer, check_model
+from serve_app.router_metrics import replica_samples, router_samples
+from serve_app.tenancy import Tenants, load_secret
+from serve_app.tokenizer import PromptTokenizer
+
+logger = logging.getLogger(__name__)
+
+INGRESS_NAME = "Ingress"
+
+http = FastAPI(title="warmpath", docs_url=None, redoc_url=None, openapi_url=None)
+
+
+class MethodNotAllowed(NotFound):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+@http.exception_handler(HTTPException)
+async def _routing_error(request: Request, error: HTTPException) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    shown: WarmpathError = NotFound(f"There is no {request.url.path[:200]} here; GET /v1/models lists what is served.")
+    if error.status_code == 405:
+        shown = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}.")
+    return json_response(error_body(shown), shown.status, {"x-request-id": request_id_of(request)})
+
+
+class Ingress:
+    """One ingress replica, and so one router."""
+
+    async def __init__(self, config: dict[str, Any], replica: DeploymentHandle) -> None:  # type: ignore[misc]
+        self._config = AppConfig.model_validate(config)
+        path = await asyncio.to_thread(resolve_model, self._config.model)
+        info = await asyncio.to_thread(load_checkpoint_info, path)
+        secret = load_secret(secret_file=self._config.secret_file)
+        self._tenants = Tenants(self._config.tenants, secret, operator_key_sha256=self._config.operator_key_sha256)
+        if self._tenants.open:
+            logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
+        self._max_model_len = max_model_len(self._config, info)
+        self._tokenizer = await asyncio.to_thread(
+            PromptTokenizer,
+            path,
+            cache_bytes=self._config.tokenizer_cache_bytes,
+            block_size=self._config.block_size,
+        )
+        self._created = int(time.time())
+        self._metrics = IngressMetrics()
+        self._metrics.tokenizer_cache_max_bytes.set(self._config.tokenizer_cache_bytes)
+        self._traffic = TrafficTable()
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        self._app_name = context.app_name
+        self._replica = replica
+        self._core = core_for(deployment_key(replica.deployment_id), RouterSettings.from_json(self._config.routing()))
+        self._completions = Completions(
+            self._config,
+            Preparer(
+                info,
+                self._tokenizer,
+                self._tenants,
+                secret,
+                model_name=self._config.model_name,
+                max_model_len=self._max_model_len,
+                default_max_tokens=self._config.default_max_tokens,
+            ),
+            Dispatcher(replica, self._core, self._config.block_size, self._metrics),
+            self._tokenizer,
+            self._metrics,
+            self._traffic,
+        )
+        # A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
+        self._connecting = asyncio.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        while True:
+            try:
+                await self._replica.describe.remote()
+                return
+            except RayError:
+                logger.warning("no replica answers yet", exc_info=True)
+                await asyncio.sleep(0.5)
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    @http.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Response:
+        """OpenAI's chat completions."""
+        return await self._answer(request, "chat", lambda rid: self._generate(request, rid, parse_chat))
+
+    @http.post("/v1/completions")
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's (legacy) completions."""
+        return await self._answer(request, "completions", lambda rid: self._generate(request, rid, parse_completion))
+
+    async def _generate(self, request: Request, request_id: str, parse: Callable[[bytes], GenerateRequest]) -> Response:
+        arrived_s = time.perf_counter()
+        tenant = self._tenants.authenticate(request.headers.get("authorization"))
+        wanted = parse(await read_body(request, self._config.max_body_bytes))
+        return await self._completions.respond(request, request_id, wanted, tenant, arrived_s)
+
+    # -- models, health, operations -------------------------------------------------------------------------------
+
+    @http.get("/v1/models")
+    async def models(self, request: Request) -> Response:
+        """The served model."""
+
+        async def work(request_id: str) -> Response:
+            self._tenants.authenticate(request.headers.get("authorization"))
+            return json_response(models_body([self._model()]), headers={"x-request-id": request_id})
+
+        return await self._answer(request, "models", work)
+
+    @http.get("/v1/models/{model:path}")
+    async def model(self, request: Request, model: str) -> Response:
+        """One model by name."""
+
+        async def work(request_id: str) -> Response:
+            self._tenants.authenticate(request.headers.get("authorization"))
+            check_model(model, self._config.model_name)
+            return json_response(self._model(), headers={"x-request-id": request_id})
+
+        return await self._answer(request, "models", work)
+
+    def _model(self) -> dict[str, Any]:
+        return model_body(self._config.model_name, self._created, self._max_model_len)
+
+    @http.get("/health")
+    async def health(self, request: Request) -> Response:
+        """200 once a request can be answered."""
+        ready = self._connecting.done() and bool(self._core.replica_ids)
+        body = {"status": "ok" if ready else "starting", "replicas": len(self._core.replica_ids)}
+        return json_response(body, 200 if ready else 503)
+
+    @http.get("/metrics")
+    async def metrics(self, request: Request) -> Response:
+        """The whole app's metrics as Prometheus text: every ingress, every replica."""
+
+        async def work(request_id: str) -> Response:
+            if not self._config.metrics_public:
+                self._require_operator(request)
+            samples = replica_samples(self._core)
+            if self._config.ingress_replicas == 1:
+                samples += with_label(await self.ingress_samples(), "ingress", self._name)
+            else:
+                for name, more in await self._all_ingress_samples():
+                    samples += with_label(more, "ingress", name)
+            return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        return await self._answer(request, "metrics", work)
+
+    async def _all_ingress_samples(self) -> list[tuple[str, list[Sample]]]:
+        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
+        return list(await handle.broadcast("named_samples").results_async(timeout_s=5))
+
+    async def named_samples(self) -> tuple[str, list[Sample]]:
+        """This ingress' name and samples; called by whichever ingress is asked for /metrics."""
+        return self._name, await self.ingress_samples()
+
+    async def ingress_samples(self) -> list[Sample]:
+        """What this ingress and its router have counted."""
+        self._metrics.tokenizer_cache_bytes.set(self._tokenizer.stats().bytes)
+        return [*self._metrics.samples(), *router_samples(self._core)]
+
+    @http.get("/v1/cache/state")
+    async def state(self, request: Request) -> Response:
+        """What the caches hold, as this ingress' router sees it."""
+
+        async def work(request_id: str) -> Response:
+            self._require_operator(request)
+            document = cache_state(
+                self._core,
+                self._traffic,
+                self._tokenizer.stats(),
+                model=self._config.model_name,
+                engine=self._config.engine,
+            )
+            return json_response(document, headers={"x-request-id": request_id})
+
+        return await self._answer(request, "cache_state", work)
+
+    @http.post("/reset_prefix_cache")
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget every cached block that is not in use, on every replica (vLLM's path)."""
+
+        async def work(request_id: str) -> Response:
+            self._require_operator(request)
+            complete = await self._replica.broadcast("reset_prefix_cache").results_async(timeout_s=30)
+            return json_response({"complete": all(complete)}, headers={"x-request-id": request_id})
+
+        return await self._answer(request, "reset_prefix_cache", work)
+
+    def _require_operator(self, request: Request) -> None:
+        """Raise unless the caller may see every tenant: an operator key, or a deployment open to everyone."""
+        authorization = request.headers.get("authorization")
+        if self._tenants.is_operator(authorization):
+            return
+        if self._tenants.open and not self._config.operator_key_sha256:
+            return
+        if not self._tenants.open:
+            self._tenants.authenticate(authorization)
+        elif not authorization:
+            raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
+        raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
+
+    async def _answer(self, request: Request, endpoint: str, work: Callable[[str], Awaitable[Response]]) -> Response:
+        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
+        request_id = request_id_of(request)
+        error: WarmpathError
+        try:
+            response = await work(request_id)
+            self._count(request, endpoint, response.status_code)
+            return response
+        except WarmpathError as caught:
+            error = caught
+        except ClientDisconnect:
+            self._metrics.disconnects.inc()
+            self._count(request, endpoint, 499)
+            return Response(status_code=499)
+        except RayError:
+            logger.exception("request %s: Ray failed", request_id)
+            error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            error = GenerationFailed("A fault on the server; it was logged under this request id.")
+        self._count(request, endpoint, error.status)
+        return json_response(error_body(error), error.status, {"x-request-id": request_id, **error_headers(error)})
+
+    def _count(self, request: Request, endpoint: str, status: int) -> None:
+        try:
+            tenant = self._tenants.authenticate(request.headers.get("authorization")).name
+        except WarmpathError:
+            tenant = "none"
+        self._metrics.requests.labels(endpoint, str(status), tenant).inc()

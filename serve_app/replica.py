@@ -1,0 +1,227 @@
+"""The Serve deployment around one engine: calls in, token chunks out, cache events and load to the routers.
+
+Owns the engine's life inside a Ray actor and its feed publisher. Knows nothing of HTTP, tenants' keys, or where
+requests should have gone. The engine runs in a thread of its own; everything here runs in the replica's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray import serve
+
+from router.block_hash import PrefixScope
+from router.events import Event, LoadReport, StatsReport
+from router.feed import FeedPublisher, FeedPublisherThread
+from router.request import Decision, RoutedRequest
+from serve_app import wire
+from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.config import AppConfig
+from serve_app.engine.protocol import (
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    QueueFull,
+    RequestTooLong,
+    SamplingParams,
+)
+from serve_app.engine_factory import make_engine
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.5
+HEARTBEAT_S = 1.0
+
+
+class _Stream:
+    """Outputs of one request that its consumer has not taken yet; tokens that wait together leave together."""
+
+    __slots__ = ("_outputs", "_ready")
+
+    def __init__(self) -> None:
+        self._outputs: deque[EngineOutput] = deque()
+        self._ready = asyncio.Event()
+
+    def push(self, output: EngineOutput) -> None:
+        self._outputs.append(output)
+        self._ready.set()
+
+    async def take(self) -> list[EngineOutput]:
+        await self._ready.wait()
+        self._ready.clear()
+        taken = list(self._outputs)
+        self._outputs.clear()
+        return taken
+
+
+class Replica:
+    """One engine, its prefix cache and its feed, as a Ray Serve replica."""
+
+    async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
+        self._config = AppConfig.model_validate(config)
+        self._loop = asyncio.get_running_loop()
+        self._replica_id: str = serve.get_replica_context().replica_id.unique_id
+        self._streams: dict[str, _Stream] = {}
+        self._stopping = False
+        path = await asyncio.to_thread(resolve_model, self._config.model)
+        info = await asyncio.to_thread(load_checkpoint_info, path)
+        self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
+        self._feed.start()
+        self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
+        self._engine.start()
+        await self._warm_up(info.vocab_size)
+        self._reporter = asyncio.create_task(self._report())
+
+    # -- the Serve side -------------------------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
+        return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid()}
+
+    def check_health(self) -> None:
+        """Raise when the engine's loop died or stalled, so that Serve replaces this replica."""
+        if not self._engine.healthy():
+            raise RuntimeError("the engine loop died or stalled")
+
+    async def describe(self) -> dict[str, Any]:
+        """Who this is; also what an ingress calls once to bring its router to life."""
+        return {"replica_id": self._replica_id, "pid": os.getpid()}
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached block that is not in use."""
+        return await asyncio.to_thread(self._engine.reset_prefix_cache)
+
+    async def generate(
+        self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
+    ) -> AsyncIterator[bytes]:
+        """Run one generation; yields encoded ``GenerateChunk``s. Closing the iterator cancels the generation."""
+        call = wire.decode_call(payload)
+        request = call.to_engine_request(
+            route.block_hashes if route is not None else b"",
+            decision.router_id if decision is not None else "",
+            decision.reservation if decision is not None else 0,
+        )
+        stream = _Stream()
+        self._streams[call.request_id] = stream
+        ended = False
+        try:
+            try:
+                self._engine.submit(request, self._on_outputs)
+            except (EngineError, ValueError) as error:
+                ended = True
+                yield wire.encode(self._refusal(error))
+                return
+            while not ended:
+                chunk = self._chunk(await stream.take())
+                ended = chunk.finish_reason is not None or bool(chunk.error)
+                yield wire.encode(chunk)
+        finally:
+            self._streams.pop(call.request_id, None)
+            if not ended:
+                self._engine.cancel(call.request_id)
+
+    async def __del__(self) -> None:
+        """Stop the engine after the last request; Serve awaits this before it ends the process."""
+        self._stopping = True
+        reporter = getattr(self, "_reporter", None)
+        if reporter is not None:
+            reporter.cancel()
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
+        feed = getattr(self, "_feed", None)
+        if feed is not None:
+            await asyncio.to_thread(feed.stop)
+
+    # -- the engine's side ----------------------------------------------------------------------------------------
+
+    def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.push(output)
+
+    def _chunk(self, outputs: list[EngineOutput]) -> wire.GenerateChunk:
+        token_ids: tuple[int, ...] = ()
+        cached_tokens: int | None = None
+        queue_s = 0.0
+        for output in outputs:
+            token_ids += output.token_ids
+            if output.cached_tokens is not None:
+                cached_tokens, queue_s = output.cached_tokens, output.queue_s
+        last = outputs[-1]
+        if last.finish_reason == "error":
+            # A stopping replica fails what it could not finish; another replica can take it over.
+            kind: wire.ChunkError = "unavailable" if self._stopping else "failed"
+            return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=last.error)
+        return wire.GenerateChunk(
+            token_ids=token_ids,
+            replica_id=self._replica_id if cached_tokens is not None else "",
+            cached_tokens=cached_tokens,
+            queue_s=queue_s,
+            finish_reason=last.finish_reason,
+        )
+
+    def _refusal(self, error: Exception) -> wire.GenerateChunk:
+        if isinstance(error, QueueFull):
+            return wire.GenerateChunk(
+                replica_id=self._replica_id, error="queue_full", message=str(error), retry_after_s=error.retry_after_s
+            )
+        kind: wire.ChunkError = "too_long" if isinstance(error, RequestTooLong) else "invalid"
+        return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
+
+    # -- start-up and reporting -----------------------------------------------------------------------------------
+
+    async def _warm_up(self, vocab_size: int) -> None:
+        """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
+        stream = self._streams.setdefault("warm-up", _Stream())
+        scope = PrefixScope("warm-up", "", b"")
+        request = EngineRequest(
+            request_id="warm-up",
+            token_ids=(np.arange(256, dtype=np.int32) % max(1, vocab_size - 1)),
+            scope=scope,
+            root=scope.root(os.urandom(16)),
+            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        self._engine.submit(request, self._on_outputs)
+        while True:
+            chunk = self._chunk(await asyncio.wait_for(stream.take(), 120))
+            if chunk.error:
+                raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
+            if chunk.finish_reason is not None:
+                break
+        del self._streams["warm-up"]
+        await asyncio.to_thread(self._engine.reset_prefix_cache)
+
+    def _stats(self) -> StatsReport:
+        info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
+        return StatsReport((*self._engine.stats().samples, info))
+
+    async def _report(self) -> None:
+        """Publish load when it changes (at most every load_report_interval_s) and counters twice a second."""
+        last_load: LoadReport | None = None
+        last_load_s = last_stats_s = float("-inf")
+        while True:
+            now_s = time.monotonic()
+            events: list[Event] = []
+            load = self._engine.load()
+            if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
+                events.append(load)
+                last_load, last_load_s = load, now_s
+            if now_s - last_stats_s >= STATS_INTERVAL_S:
+                events.append(self._stats())
+                last_stats_s = now_s
+            if events:
+                self._feed.put(events)
+            await asyncio.sleep(self._config.load_report_interval_s)

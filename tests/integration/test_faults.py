@@ -1,0 +1,167 @@
+"""Real SIGKILLs, real disconnects, real overload: nothing is lost and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from benchmarks.server import instance
+from tests.integration.conftest import cache_state, replica_pids, replicas_of
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Two slow replicas (a cost model of 2,000 tokens/s), so that there is time to kill them in."""
+    with instance(
+        "--engine",
+        "simulated",
+        "--set",
+        "simulated_prefill_tokens_per_s=2000",
+        "--set",
+        "simulated_decode_step_s=0.02",
+        "--set",
+        "max_num_seqs=8",
+        "--set",
+        "max_waiting_requests=8",
+        "--set",
+        "max_queued_requests=8",
+    ) as base:
+        yield base
+
+
+def body(content: str, **extra: object) -> dict[str, object]:
+    return {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 40,
+        "temperature": 1.0,
+        "seed": 5,
+        **extra,
+    }
+
+
+def busy_replica(url: str) -> str:
+    """The id of a replica with work, waited for."""
+    for _ in range(200):
+        for replica_id, replica in replicas_of(url).items():
+            if replica["running_sequences"] + replica["waiting_sequences"] > 0:
+                return str(replica_id)
+        time.sleep(0.02)
+    raise AssertionError("no replica became busy")
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    for _ in range(300):
+        if len(replicas_of(url)) == count and len(replica_pids()) == count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"never {count} replicas: {cache_state(url)}")
+
+
+def idle(url: str) -> bool:
+    return all(r["running_sequences"] + r["waiting_sequences"] == 0 for r in replicas_of(url).values())
+
+
+def pid_of(url: str, replica_id: str) -> int:
+    return int(replicas_of(url)[replica_id]["pid"])
+
+
+def test_killed_before_the_first_token(url: str) -> None:
+    """The request is sent again elsewhere; the client sees one whole answer, equal to an undisturbed one."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            request = body("word " * 4000)
+            undisturbed = (await client.post(CHAT, json={**request, "cache_salt": "other"})).json()
+            pending = asyncio.create_task(client.post(CHAT, json=request))
+            await asyncio.sleep(0.5)
+            victim = await asyncio.to_thread(busy_replica, url)
+            os.kill(pid_of(url, victim), signal.SIGKILL)
+            answer = await pending
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"] == undisturbed["choices"]
+
+    asyncio.run(run())
+    wait_for_replicas(url, 2)
+
+
+def test_killed_in_the_middle_of_a_stream(url: str) -> None:
+    """The stream goes on from another replica with the very tokens it would have had."""
+
+    async def collect(client: httpx.AsyncClient, kill: bool, salt: str) -> tuple[str, int]:
+        text, chunks = "", 0
+        request = body("tell me", stream=True, max_tokens=100, cache_salt=salt)
+        async with client.stream("POST", CHAT, json=request) as response:
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                text += event["choices"][0]["delta"].get("content") or ""
+                chunks += 1
+                if kill and chunks == 10:
+                    victim = await asyncio.to_thread(busy_replica, url)
+                    os.kill(pid_of(url, victim), signal.SIGKILL)
+                    kill = False
+        return text, chunks
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            whole, _ = await collect(client, False, "a")
+            broken, chunks = await collect(client, True, "b")
+            assert chunks > 10
+            assert broken == whole
+
+    asyncio.run(run())
+    wait_for_replicas(url, 2)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(url: str, stream: bool) -> None:
+    """After a disconnect no sequence runs on and no block stays in use."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            request = body("leave me", stream=stream, max_tokens=4000)
+            pending = asyncio.create_task(client.post(CHAT, json=request))
+            await asyncio.to_thread(busy_replica, url)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        started_s = time.monotonic()
+        while not await asyncio.to_thread(idle, url):
+            assert time.monotonic() - started_s < 20, cache_state(url)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    for replica in replicas_of(url).values():
+        assert replica["blocks_in_use"] == 0
+
+
+def test_a_full_queue_answers_429(url: str) -> None:
+    """Beyond what replicas and ingress may hold, a request is refused at once with Retry-After; the rest succeed."""
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=url, timeout=180, limits=limits) as client:
+            requests = [client.post(CHAT, json=body(f"{i} " + "word " * 500, max_tokens=2)) for i in range(120)]
+            answers = await asyncio.gather(*requests)
+        statuses = [answer.status_code for answer in answers]
+        assert set(statuses) == {200, 429}, statuses
+        assert statuses.count(200) >= 16
+        for answer in answers:
+            if answer.status_code == 429:
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+
+    asyncio.run(run())

@@ -1,0 +1,76 @@
+"""Several tenants on one instance: keys are needed, and nobody profits from another's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from benchmarks.server import instance
+from serve_app.tenancy import make_api_key
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+KEYS = {name: make_api_key() for name in ("acme", "globex", "operator")}
+BODY = {
+    "model": "demo",
+    "messages": [{"role": "system", "content": "Shared words. " * 100}, {"role": "user", "content": "hi"}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
+
+
+def auth(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[name][0]}"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    settings: Path = tmp_path_factory.mktemp("tenants") / "settings.yaml"
+    tenants = [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")]
+    settings.write_text(yaml.safe_dump({"tenants": tenants, "operator_key_sha256": [KEYS["operator"][1]]}))
+    with instance("--config", str(settings), "--set", "dtype=float32") as base:
+        yield base
+
+
+def ask(url: str, tenant: str, **extra: object) -> tuple[int, str]:
+    answer = httpx.post(url + CHAT, json={**BODY, **extra}, headers=auth(tenant), timeout=60).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
+
+
+def test_a_key_is_needed(url: str) -> None:
+    """No key, or an unknown one, is 401 in OpenAI's shape; health needs none."""
+    for headers in ({}, {"authorization": "Bearer wp-guess"}, {"authorization": "Basic x"}):
+        response = httpx.post(url + CHAT, json=BODY, headers=headers, timeout=30)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(url + "/v1/models", timeout=30).status_code == 401
+    assert httpx.get(url + "/health", timeout=30).status_code == 200
+
+
+def test_tenants_share_nothing(url: str) -> None:
+    """The same prompt is cold for every tenant and for every cache_salt of one tenant; answers are equal."""
+    cold, text = ask(url, "acme")
+    warm, _ = ask(url, "acme")
+    other, other_text = ask(url, "globex")
+    salted, salted_text = ask(url, "acme", cache_salt="project-1")
+    salted_again, _ = ask(url, "acme", cache_salt="project-1")
+    other_salted, _ = ask(url, "globex", cache_salt="project-1")
+    assert cold == other == salted == other_salted == 0
+    assert warm > 100
+    assert salted_again > 100
+    assert text == other_text == salted_text
+
+
+def test_operator_endpoints_need_the_operator_key(url: str) -> None:
+    """State and metrics name tenants, so that a tenant's key does not open them."""
+    for path in ("/v1/cache/state", "/metrics"):
+        assert httpx.get(url + path, timeout=30).status_code == 401
+        assert httpx.get(url + path, headers=auth("acme"), timeout=30).status_code == 403
+        assert httpx.get(url + path, headers=auth("operator"), timeout=30).status_code == 200
+    metrics = httpx.get(url + "/metrics", headers=auth("operator"), timeout=30).text
+    assert 'tenant="acme"' in metrics
