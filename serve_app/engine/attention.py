@@ -91,6 +91,13 @@ def partial_attention(
             query, key, value, attn_mask=mask, scale=scale
         )
         return out, lse.float()
+    return portable_attention(query, key, value, mask, scale)
+
+
+def portable_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``partial_attention`` where there is no fused kernel that returns the log-sum-exp."""
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores += mask

@@ -51,7 +51,9 @@ class ModelRunner:
     kind = "torch"
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
-        """Load a local checkpoint. Raises UnsupportedModel, or OSError when there is no checkpoint at the path."""
+        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
+        if not (Path(model_path) / "config.json").is_file():
+            raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
         self.device = choose_device(settings.device)

@@ -1,0 +1,183 @@
+"""Rules of the prefix cache: what hits, what is evicted, what is announced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from serve_app.cache.block_pool import PoolExhausted
+from serve_app.cache.prefix_cache import PrefixCache
+
+SCOPE = PrefixScope("m", salt=b"tenant a")
+ROOT = SCOPE.root(b"s")
+
+
+def tokens(*values: int) -> TokenArray:
+    return np.array(values, dtype=np.int32)
+
+
+def fill(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> list[int]:
+    """Compute and publish a prompt as a sequence would; the blocks stay in use."""
+    chain = cache.chain(root, ids)
+    matched = cache.match(scope, ids, chain)
+    cache.acquire(matched)
+    blocks = matched + cache.allocate(-(-len(ids) // cache.block_size) - len(matched))
+    cache.publish(scope, ids, chain, blocks, len(matched), len(ids) // cache.block_size)
+    return blocks
+
+
+def hits(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> list[int]:
+    return cache.match(scope, ids, cache.chain(root, ids))
+
+
+def test_the_last_prompt_token_is_never_matched() -> None:
+    """A prompt that is cached whole still leaves its last block to compute, for the logits."""
+    cache = PrefixCache(8, 2)
+    blocks = fill(cache, tokens(1, 2, 3, 4))
+    assert hits(cache, tokens(1, 2, 3, 4)) == blocks[:1]
+    assert hits(cache, tokens(1, 2, 3, 4, 5)) == blocks
+    assert hits(cache, tokens(1, 2)) == []
+
+
+def test_a_block_that_is_not_published_is_not_matched() -> None:
+    cache = PrefixCache(8, 2)
+    ids = tokens(1, 2, 3, 4)
+    blocks = cache.allocate(2)
+    assert hits(cache, ids) == []
+    cache.publish(SCOPE, ids, cache.chain(ROOT, ids), blocks, 0, 1)
+    assert hits(cache, ids) == blocks[:1]
+
+
+def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
+    """The worst hash there is: the i-th block of anything hashes to i."""
+    return b"".join(i.to_bytes(HASH_BYTES, "little") for i in range(len(token_ids) // block_size))
+
+
+@pytest.mark.parametrize(
+    ("scope", "ids"),
+    [
+        (PrefixScope("m", salt=b"tenant b"), tokens(1, 2, 3, 4, 5)),
+        (PrefixScope("m", lora="adapter", salt=b"tenant a"), tokens(1, 2, 3, 4, 5)),
+        (PrefixScope("n", salt=b"tenant a"), tokens(1, 2, 3, 4, 5)),
+        (SCOPE, tokens(9, 2, 3, 4, 5)),
+    ],
+    ids=["tenant", "lora", "model", "tokens"],
+)
+def test_a_collision_never_gives_a_foreign_block(scope: PrefixScope, ids: TokenArray) -> None:
+    """Equal hashes of different content: no hit, no overwrite, and the first owner keeps its blocks."""
+    cache = PrefixCache(16, 2, hash_chain=constant_chain)
+    mine = fill(cache, tokens(1, 2, 3, 4, 5))
+    assert hits(cache, ids, scope) == []
+    theirs = fill(cache, ids, scope)
+    assert not set(mine) & set(theirs)
+    assert hits(cache, tokens(1, 2, 3, 4, 5)) == mine[:2]
+    assert hits(cache, ids, scope) == []
+
+
+def test_equal_tokens_under_another_parent_collide_without_a_hit() -> None:
+    """Block 1 is equal in hash, tokens and scope, but hangs under other tokens: it is not this prefix's KV."""
+    cache = PrefixCache(16, 2, hash_chain=constant_chain)
+    fill(cache, tokens(1, 2, 3, 4, 5))
+    assert hits(cache, tokens(7, 8, 3, 4, 5)) == []
+    assert cache.publish(SCOPE, tokens(7, 8, 3, 4), constant_chain(ROOT, tokens(7, 8, 3, 4), 2), [8, 9], 0, 2) == 0
+
+
+def test_duplicates_collapse_onto_the_first_block() -> None:
+    """Two sequences computed the same block: both end on one block, the other one is free again."""
+    cache = PrefixCache(8, 2)
+    ids = tokens(1, 2, 3)
+    chain = cache.chain(ROOT, ids)
+    one, two = cache.allocate(2), cache.allocate(2)
+    cache.publish(SCOPE, ids, chain, one, 0, 1)
+    assert cache.publish(SCOPE, ids, chain, two, 0, 1) == 1
+    assert two[0] == one[0]
+    assert cache.pool.references(one[0]) == 2
+    assert cache.pool.free_blocks == 8 - 3
+    assert len(cache.take_events()) == 1
+    cache.release(one)
+    cache.release(two)
+    assert (cache.pool.idle_blocks, cache.pool.free_blocks) == (1, 7)
+
+
+def test_eviction_takes_the_tail_before_the_head_and_the_oldest_first() -> None:
+    """Leaf-first LRU: two prefixes released in turn lose their blocks tail first, the older prefix first."""
+    cache = PrefixCache(4, 1)
+    first, second = fill(cache, tokens(1, 2)), fill(cache, tokens(3, 4))
+    cache.release(first)
+    cache.release(second)
+    cache.take_events()
+    order = []
+    for _ in range(4):
+        order += cache.allocate(1)
+    assert order == [first[1], first[0], second[1], second[0]]
+    removed = b"".join(e.hashes for e in cache.take_events() if isinstance(e, BlocksRemoved))
+    parents, children = cache.chain(ROOT, tokens(1, 2)), cache.chain(ROOT, tokens(3, 4))
+    assert removed == parents[16:] + parents[:16] + children[16:] + children[:16]
+
+
+def test_a_use_moves_a_prefix_to_the_end_of_the_line() -> None:
+    cache = PrefixCache(4, 1)
+    old, new = fill(cache, tokens(1, 2)), fill(cache, tokens(3, 4))
+    cache.release(old)
+    cache.release(new)
+    again = hits(cache, tokens(1, 2, 9))
+    cache.acquire(again)
+    cache.release(again)
+    assert sorted(cache.allocate(2)) == sorted(new)
+
+
+def test_a_block_in_use_is_never_evicted() -> None:
+    cache = PrefixCache(4, 1)
+    held = fill(cache, tokens(1, 2, 3))
+    with pytest.raises(PoolExhausted):
+        cache.allocate(2)
+    assert cache.allocate(1)[0] not in held
+
+
+def test_reset_forgets_what_is_idle_and_says_so() -> None:
+    """With a block in use: its prefix stays, the rest is announced as removed. With none: everything is cleared."""
+    cache = PrefixCache(8, 1)
+    held, idle = fill(cache, tokens(1, 2)), fill(cache, tokens(1, 2, 3, 4))
+    cache.release(idle)
+    cache.take_events()
+    assert not cache.reset()
+    chain = cache.chain(ROOT, tokens(1, 2, 3, 4))
+    assert cache.hashes() == {chain[:16], chain[16:32]}
+    assert cache.take_events() == (BlocksRemoved(chain[48:] + chain[32:48]),)
+    cache.release(held)
+    assert cache.reset()
+    assert cache.take_events() == (CacheCleared(),)
+    assert (cache.pool.free_blocks, cache.indexed_blocks, cache.evicted_blocks) == (8, 0, 0)
+
+
+def test_switched_off_nothing_is_hashed_or_indexed() -> None:
+    """The off switch costs no hash: the hash function must not even be called."""
+
+    def explode(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
+        raise AssertionError("hashed")
+
+    cache = PrefixCache(4, 1, enabled=False, hash_chain=explode)
+    blocks = fill(cache, tokens(1, 2, 3))
+    cache.release(blocks)
+    assert cache.take_events() == ()
+    assert (cache.pool.free_blocks, cache.indexed_blocks) == (4, 0)
+    assert hits(cache, tokens(1, 2, 3)) == []
+
+
+def test_events_announce_parents_before_children() -> None:
+    cache = PrefixCache(4, 1)
+    fill(cache, tokens(1, 2, 3))
+    assert cache.take_events() == (BlocksStored(cache.chain(ROOT, tokens(1, 2, 3))),)
+
+
+def test_the_unverified_count_equals_the_match_without_collisions() -> None:
+    """The binary search over a chain finds what a walk finds, for every length."""
+    cache = PrefixCache(64, 1)
+    ids = np.arange(40, dtype=np.int32)
+    for length in (0, 1, 7, 40):
+        if length:
+            fill(cache, ids[:length])
+        chain = cache.chain(ROOT, ids)
+        assert cache.count_held(chain, 39) == len(cache.match(SCOPE, ids, chain)) == min(length, 39)

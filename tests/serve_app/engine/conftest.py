@@ -1,0 +1,62 @@
+"""Models and engines for the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from router.events import Event
+from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.protocol import EngineSettings
+from tests.serve_app.engine.tiny import save_tiny
+
+MakeEngine = Callable[..., TorchEngine]
+Reference = Callable[[str, Any, int], list[int]]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: save_tiny(kind, tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "llama")}
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoints: dict[str, Path]) -> Reference:
+    """Greedy tokens of plain transformers generation."""
+    models = {kind: AutoModelForCausalLM.from_pretrained(path) for kind, path in checkpoints.items()}
+
+    def generate(kind: str, ids: Any, max_tokens: int) -> list[int]:
+        row = torch.tensor(ids, dtype=torch.long)[None]
+        mask = torch.ones_like(row)
+        found = models[kind].generate(
+            row, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        tokens: list[int] = found[0, row.shape[1] :].tolist()
+        return tokens
+
+    return generate
+
+
+@pytest.fixture
+def make_engine(checkpoints: dict[str, Path]) -> Iterator[MakeEngine]:
+    """Build an engine over a tiny model; all are stopped afterwards. ``events``: a list that gathers cache events."""
+    engines: list[TorchEngine] = []
+
+    def make(
+        kind: str = "qwen3", *, events: list[Event] | None = None, start: bool = True, **overrides: Any
+    ) -> TorchEngine:
+        values = {"dtype": "float32", "num_blocks": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **overrides}
+        sink = events.extend if events is not None else lambda _: None
+        engine = build_engine(checkpoints[kind], EngineSettings(**values), sink)
+        engines.append(engine)
+        if start:
+            engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.stop()

@@ -1,0 +1,124 @@
+"""Whatever is cached, chunked or batched, the tokens are those of plain generation (fp32, greedy)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from router.block_hash import PrefixScope
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_hit_at_every_block_boundary_changes_no_token(
+    kind: str, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """For a prompt of ten blocks and a bit: each prefix in turn is cached, then the whole prompt is sent."""
+    ids = prompt(165)
+    expected = reference(kind, ids, 12)
+    for cached in range(11):
+        engine = make_engine(kind)
+        if cached:
+            run_all(engine, [request("warm", ids[: cached * 16], 1)])
+        got = run_all(engine, [request("hit", ids, 12)])
+        assert got.cached["hit"] == cached * 16
+        assert got.tokens["hit"] == expected
+        engine.stop()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("budget", [17, 64, 256])
+def test_mixed_batches_and_chunks_equal_solo_generation(
+    kind: str, budget: int, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Prompts of every awkward length at once, in chunks of several sizes, twice (the second time with hits)."""
+    prompts = {f"p{n}": prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 31, 48, 100, 300)}
+    engine = make_engine(kind, max_num_batched_tokens=budget)
+    for turn in ("cold", "warm"):
+        got = run_all(engine, [request(name, ids, 10) for name, ids in prompts.items()])
+        for name, ids in prompts.items():
+            assert got.tokens[name] == reference(kind, ids, 10), (turn, name)
+            assert got.cached[name] == (0 if turn == "cold" else (len(ids) - 1) // 16 * 16)
+
+
+def test_long_contexts_shared_and_not_decode_as_if_alone(make_engine: MakeEngine, reference: Reference) -> None:
+    """Runs long enough to be read in place, shared by several sequences, next to short ones and forks."""
+    base = prompt(560, seed=5)
+    prompts = {
+        "a": np.concatenate([base, prompt(9, 1)]),
+        "b": np.concatenate([base, prompt(40, 2)]),
+        "c": np.concatenate([base, prompt(1, 3)]),
+        "d": np.concatenate([base[:400], prompt(30, 4)]),
+        "e": prompt(620, seed=6),
+        "f": prompt(20, seed=7),
+    }
+    engine = make_engine("qwen3")
+    run_all(engine, [request("warm", base, 1)])
+    got = run_all(engine, [request(name, ids, 40) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 40), name
+
+
+def test_generated_tokens_are_reused_by_the_next_turn(make_engine: MakeEngine, reference: Reference) -> None:
+    """A conversation's second turn hits the blocks its first answer filled."""
+    ids = prompt(40)
+    engine = make_engine()
+    first = run_all(engine, [request("one", ids, 30)]).tokens["one"]
+    turn = np.concatenate([ids, np.array(first, dtype=np.int32), prompt(5, 9)])
+    got = run_all(engine, [request("two", turn, 6)])
+    # The last sampled token was never fed: 40 + 29 computed positions are four full blocks.
+    assert got.cached["two"] == 64
+    assert got.tokens["two"] == reference("qwen3", turn, 6)
+
+
+def test_caching_switched_off_gives_the_same_tokens(make_engine: MakeEngine, reference: Reference) -> None:
+    events: list[object] = []
+    engine = make_engine(enable_prefix_caching=False, events=events)
+    for name in ("one", "two"):
+        got = run_all(engine, [request(name, prompt(100), 6)])
+        assert got.cached[name] == 0
+        assert got.tokens[name] == reference("qwen3", prompt(100), 6)
+    assert events == []
+
+
+def test_another_scope_shares_nothing(make_engine: MakeEngine) -> None:
+    """The same tokens under another salt are computed anew."""
+    engine = make_engine()
+    run_all(engine, [request("a", prompt(100), 2, scope=PrefixScope("tiny", salt=b"a"))])
+    got = run_all(engine, [request("b", prompt(100), 2, scope=PrefixScope("tiny", salt=b"b"))])
+    assert got.cached["b"] == 0
+
+
+def test_a_small_pool_under_churn_evicts_and_stays_right(make_engine: MakeEngine, reference: Reference) -> None:
+    """Forty requests over nine prefixes in a pool for three: evictions, hits, waits, and every token as if alone."""
+    engine = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=64)
+    order = random.Random(3)
+    prompts = {}
+    for i in range(40):
+        base = prompt(96, seed=100 + order.randrange(9))
+        prompts[f"r{i}"] = np.concatenate([base, prompt(order.randrange(1, 20), seed=i)])
+    got = run_all(engine, [request(name, ids, 5) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 5), name
+    samples = {name: value for name, _, value in engine.stats().samples}
+    assert samples["warmpath_prefix_cache_evicted_blocks_total"] > 0
+    assert samples["warmpath_prompt_tokens_saved_total"] > 0
+
+
+def test_stop_token_ends_and_is_not_delivered(make_engine: MakeEngine, reference: Reference) -> None:
+    expected = reference("qwen3", prompt(20), 10)
+    stop = expected[4]
+    got = run_all(make_engine(), [request("s", prompt(20), 10, stop_token_ids=(stop,))])
+    assert got.tokens["s"] == expected[: expected.index(stop)]
+    assert got.finish["s"] == "stop"
+
+
+def test_no_tokens_asked_for_only_warms_the_cache(make_engine: MakeEngine) -> None:
+    """max_tokens 0 computes the prompt and finishes by length."""
+    engine = make_engine()
+    got = run_all(engine, [request("warm", prompt(64), 0)])
+    assert (got.tokens["warm"], got.finish["warm"]) == ([], "length")
+    assert run_all(engine, [request("next", np.append(prompt(64), 1), 1)]).cached["next"] == 64
