@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from random import Random
 
 from hypothesis import given, settings
@@ -176,7 +177,7 @@ def test_unanswered_requests_back_off() -> None:
     """A dead publisher is asked ever more rarely, at most once in ``last_backoff_s``."""
     line = Line(settings=ReplaySettings(timeout_s=0.5, first_backoff_s=0.1, last_backoff_s=4.0))
     asked = [now / 100 for now in range(6000) if line.replay.poll(now / 100) is not None]
-    pauses = [after - before for before, after in zip(asked, asked[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(asked)]
     assert pauses[0] < 1.0 < 4.0 <= pauses[-1]
     assert len(asked) < 20
 

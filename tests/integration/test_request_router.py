@@ -1,0 +1,56 @@
+"""CacheAwareRouter in real Ray Serve, in both of its loop modes, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = Path(__file__).with_name("request_router_app.py")
+
+
+@pytest.fixture(scope="module", params=["", "1"], ids=["default", "throughput_optimized"])
+def outcome(request: pytest.FixtureRequest) -> dict[str, object]:
+    """What one run of the little application saw."""
+    environment = {**os.environ, "RAY_SERVE_THROUGHPUT_OPTIMIZED": request.param or "0"}
+    root = PROGRAM.parents[2]
+    environment["PYTHONPATH"] = str(root)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    parsed: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return parsed
+
+
+def test_every_concurrent_request_reaches_the_predicted_replica(outcome: dict[str, object]) -> None:
+    """300 requests sent at once each reach the replica that holds their prefix."""
+    assert outcome["sent"] == 300
+    assert outcome["right"] == 300, outcome
+
+
+def test_the_replica_sees_the_decision_that_the_ingress_can_take(outcome: dict[str, object]) -> None:
+    """The reservation in the replica's hands is the one the ingress finds under the request's id."""
+    assert outcome["same_decision"] == 300
+
+
+def test_concurrent_calls_inside_one_parent_request_all_finish(outcome: dict[str, object]) -> None:
+    """Handle calls that share their parent's internal request id do not wait for each other."""
+    assert outcome["nested"] == 16
+
+
+def test_calls_without_a_route_are_served(outcome: dict[str, object]) -> None:
+    """Control calls that carry no prompt reach some replica."""
+    assert outcome["unkeyed"] == 8
+
+
+def test_no_fault_and_no_reservation_is_left(outcome: dict[str, object]) -> None:
+    """Nothing fell back, and every reservation was released."""
+    assert outcome["faults"] == 0
+    assert outcome["open_reservations"] == 0
