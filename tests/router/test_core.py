@@ -1,0 +1,229 @@
+"""RoutingCore: one step decides and reserves; every count and every state is JSON-able and right."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from threading import Thread
+
+import pytest
+
+from router.core import RouterSettings, RoutingCore, core_for
+from router.events import BlocksStored, CacheCleared, LoadReport, StatsReport
+from router.load import LoadSettings
+from router.request import Decision, RoutedRequest
+
+CHAIN = Random(0).randbytes(16 * 10)
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+
+
+class Clock:
+    """Time that moves when told to."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def core_of(*names: str, clock: Clock | None = None, **settings: object) -> RoutingCore:
+    made = RoutingCore("me", RouterSettings.from_json(settings), clock=clock or Clock(), rng=Random(0))
+    made.update_replicas(names)
+    for name in names:
+        made.apply(name, "e", [IDLE])
+    return made
+
+
+def ask(number: int = 0, chain: bytes = CHAIN, tokens: int = 165, key: bytes = b"k" * 16) -> RoutedRequest:
+    return RoutedRequest(f"q{number}", chain, tokens, key)
+
+
+def decided(core: RoutingCore, request: RoutedRequest) -> Decision:
+    decision = core.decide(request)
+    assert decision is not None
+    return decision
+
+
+def test_decision_predicts_and_counts() -> None:
+    """The holder is chosen; best-available, selected and delivered tokens are counted under the reason."""
+    core = core_of("a", "b", "c")
+    core.apply("b", "e", [BlocksStored(CHAIN)])
+    decision = decided(core, ask())
+    assert (decision.replica_id, decision.reason) == ("b", "cached")
+    assert (decision.best_cached_tokens, decision.selected_cached_tokens) == (160, 160)
+    assert decision.estimated_ttft_s == pytest.approx(0.005)
+    core.record_delivered(decision, 144, 0.02)
+    tokens = core.counters.by_reason["cached"]
+    assert (tokens.decisions, tokens.prompt_tokens, tokens.best_cached_tokens) == (1, 165, 160)
+    assert (tokens.selected_cached_tokens, tokens.delivered_cached_tokens) == (160, 144)
+    assert core.counters.decisions_by_replica == {"b": 1}
+    assert core.counters.ttft_s.cumulative()[1] == ("0.025", 1)
+    assert core.counters.decision_s.count == 1
+
+
+def test_last_prompt_token_is_never_predicted_as_cached() -> None:
+    """A prompt of exactly ten blocks can reuse nine of them."""
+    core = core_of("a")
+    core.apply("a", "e", [BlocksStored(CHAIN)])
+    assert decided(core, ask(tokens=160)).selected_cached_tokens == 144
+    assert decided(core, ask(tokens=161)).selected_cached_tokens == 160
+    assert decided(core, ask(tokens=0)).selected_cached_tokens == 0
+
+
+def test_reservation_spreads_simultaneous_unrelated_prompts() -> None:
+    """Without any report in between, eight different cold prompts go to eight replicas."""
+    core = core_of(*"abcdefgh")
+    chosen = {
+        decided(core, ask(n, Random(n + 1).randbytes(160), 165, Random(n).randbytes(16))).replica_id for n in range(8)
+    }
+    assert len(chosen) == 8
+
+
+def test_simultaneous_users_of_one_cold_prompt_follow_the_first() -> None:
+    """A herd on one cold prompt stays together until its own suffixes outweigh the prefix."""
+    core = core_of(*"abcdefgh")
+    decisions = [decided(core, ask(n, CHAIN * 1 + Random(n).randbytes(16), 181)) for n in range(5)]
+    assert len({decision.replica_id for decision in decisions}) == 1
+    assert [decision.reason for decision in decisions] == ["cold"] + ["in_flight"] * 4
+    for decision in decisions:
+        core.release(decision)
+    assert len(core._in_flight) == 0
+    assert core.state()["open_reservations"] == 0
+
+
+def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
+    """Released twice or never, a reservation ends once."""
+    clock = Clock()
+    core = core_of("a", clock=clock, load={"reservation_ttl_s": 5.0})
+    decision = decided(core, ask(1))
+    core.release(decision)
+    core.release(decision)
+    decided(core, ask(2))
+    assert core.loads.queue_ahead("a") > 0
+    clock.now_s = 6.0
+    assert core.expire() == 1
+    assert core.loads.queue_ahead("a") == 0
+    assert len(core._in_flight) == 0
+
+
+def test_none_when_every_replica_is_full() -> None:
+    """With all replicas full or blocked nothing is reserved, and the wait is counted."""
+    core = core_of("a", "b")
+    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0, 0.0)])
+    assert core.decide(ask(), blocked=["b"]) is None
+    assert core.counters.all_full == 1
+    assert core.state()["open_reservations"] == 0
+    assert core.decide_unkeyed(["b"]) is None
+    assert core.decide_unkeyed() == "b"
+    assert RoutingCore("x").decide(ask()) is None
+
+
+def test_update_replicas_reports_differences() -> None:
+    """The same set again changes nothing; a replica that left is forgotten everywhere."""
+    core = core_of("a", "b")
+    core.apply("a", "e", [BlocksStored(CHAIN), StatsReport((("x", (), 1.0),))])
+    decision = decided(core, ask())
+    assert core.update_replicas(["b", "a"]) == ((), ())
+    assert core.update_replicas(["b", "c"]) == (("c",), ("a",))
+    assert core.stats() == {}
+    core.release(decision)
+    core.apply("a", "e", [BlocksStored(CHAIN), IDLE])
+    assert decided(core, ask()).best_cached_tokens == 0
+    core.drop_replica("b")
+    assert core.replica_ids == ("c",)
+
+
+def test_take_decision_once_and_bounded() -> None:
+    """The ingress learns a decision once; forgotten ones do not pile up."""
+    core = core_of("a", "b", follow_in_flight=False)
+    decision = decided(core, ask(5))
+    assert core.take_decision("q5") == decision
+    assert core.take_decision("q5") is None
+    for number in range(9000):
+        core.release(decided(core, ask(number, b"", 10)))
+    assert len(core._decisions) <= 8192
+    assert core.take_decision("q8999") is not None
+
+
+def test_avoided_replicas_are_a_last_resort() -> None:
+    """A replica that failed the request gets it again only if there is no other."""
+    core = core_of("a", "b")
+    core.apply("a", "e", [BlocksStored(CHAIN)])
+    failed = RoutedRequest("q", CHAIN, 165, b"k", avoid=("a",))
+    assert decided(core, failed).replica_id == "b"
+    core.drop_replica("b")
+    assert decided(core, failed).replica_id == "a"
+
+
+def test_state_is_json_and_tells_the_truth() -> None:
+    """``state`` survives JSON and shows blocks, load and bounds."""
+    core = core_of("a", "b")
+    core.apply("a", "e", [BlocksStored(CHAIN), BlocksStored(CHAIN[:32], "host")])
+    core.apply("b", "e", [LoadReport(500, 3, 2, 8, 16, 1000.0, 0.01), StatsReport((("x", (("l", "v"),), 1.0),))])
+    state = json.loads(json.dumps(core.state()))
+    assert state["directory"]["blocks"] == 10
+    assert 0 < state["directory"]["bytes"] < 10_000_000
+    shown = {replica["replica_id"]: replica for replica in state["replicas"]}
+    assert shown["a"]["blocks"] == {"pool": 10, "host": 2}
+    assert shown["b"]["queued_prefill_tokens"] == 500
+    assert core.stats()["b"].samples == (("x", (("l", "v"),), 1.0),)
+    core.apply("a", "e", [CacheCleared()])
+    assert core.state()["replicas"][0]["blocks"] == {}
+
+
+def test_settings_from_json_and_reconfiguration() -> None:
+    """Settings come from JSON; unknown policies are refused; another block size empties the directory."""
+    settings = RouterSettings.from_json({"policy": "lmetric", "load": {"default_prefill_tokens_per_s": 7.0}})
+    assert settings.load == LoadSettings(default_prefill_tokens_per_s=7.0)
+    with pytest.raises(ValueError, match="unknown routing policy"):
+        RouterSettings(policy="best")
+    with pytest.raises(TypeError):
+        RouterSettings.from_json({"polcy": "lmetric"})
+    core = core_of("a")
+    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core.configure(RouterSettings(policy="round_robin"))
+    assert core.directory.num_blocks == 10
+    core.configure(RouterSettings(block_size=32))
+    assert core.directory.num_blocks == 0
+    core.apply("a", "e", [BlocksStored(CHAIN)])
+    assert decided(core, ask(tokens=325)).selected_cached_tokens == 320
+
+
+def test_core_for_is_one_per_key_and_takes_settings() -> None:
+    """Threads that ask at once get one core; a Serve router's settings reach the core its ingress made first."""
+    found: list[RoutingCore] = []
+    threads = [Thread(target=lambda: found.append(core_for("test#one"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(core) for core in found}) == 1
+    core = core_for("test#one", RouterSettings(policy="lmetric"))
+    assert core is found[0]
+    assert core.settings.policy == "lmetric"
+    assert core_for("test#one").settings.policy == "lmetric"
+    assert core_for("test#two").router_id != core.router_id
+
+
+def test_threads_may_share_a_core() -> None:
+    """Decisions, releases and events from several threads leave no reservation behind."""
+    core = core_of("a", "b", "c")
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for number in range(300):
+                decision = decided(core, ask(seed * 1000 + number))
+                core.apply("a", "e", [BlocksStored(Random(number).randbytes(160)), IDLE])
+                core.release(decision)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert core.state()["open_reservations"] == 0
+    assert core.counters.decision_s.count == 1200
