@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import AppConfig
-from serve_app.ingress import INGRESS_NAME, Ingress, http
+from serve_app.ingress import INGRESS_NAME, Ingress
 from serve_app.replica import Replica
 
 REPLICA_NAME = "Replica"
@@ -37,7 +37,7 @@ def build_app(args: AppConfig) -> Application:
         ),
     ).bind(config)
     return serve.deployment(
-        serve.ingress(http)(Ingress),
+        Ingress,
         name=INGRESS_NAME,
         num_replicas=args.ingress_replicas,
         max_ongoing_requests=4096,

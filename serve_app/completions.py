@@ -53,9 +53,7 @@ class Completions:
         self._metrics = metrics
         self._traffic = traffic
 
-    async def respond(
-        self, request: Request, request_id: str, wanted: GenerateRequest, tenant: Tenant, arrived_s: float
-    ) -> Response:
+    async def respond(self, request: Request, wanted: GenerateRequest, tenant: Tenant, arrived_s: float) -> Response:
         """Return the answer, whole or as a stream that has its first piece already.
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
@@ -69,11 +67,10 @@ class Completions:
             tenant,
             arrived_s,
         )
-        headers = {"x-request-id": request_id}
         response_id = f"{'chatcmpl' if wanted.kind == 'chat' else 'cmpl'}-{internal_id}"
         if not wanted.stream:
             body = await until_disconnect(request, self._collect(wanted, generations, pieces, response_id))
-            return json_response(body, headers=headers)
+            return json_response(body)
         try:
             # Errors before the first token still have a status of their own.
             first = await until_disconnect(request, anext(pieces))
@@ -81,7 +78,7 @@ class Completions:
             await pieces.aclose()
             raise
         events = self._events(wanted, generations, first, pieces, response_id)
-        return StreamingResponse(events, headers={**sse.HEADERS, **headers}, media_type=sse.CONTENT_TYPE)
+        return StreamingResponse(events, headers=sse.HEADERS, media_type=sse.CONTENT_TYPE)
 
     async def _timed(
         self,

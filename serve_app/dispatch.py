@@ -160,7 +160,7 @@ class Dispatcher:
         decision: Decision | None = None
         settled = False
         try:
-            stream = self._stream.remote(wire.encode(call), route=route)
+            stream = self._stream.remote(wire.encode(call), route=route, decision=None)
         except BackPressureError as error:
             raise _queue_full(1.0) from error
         finished = False

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
+from ray.serve.context import _get_serve_request_context
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -20,13 +19,11 @@ from serve_app.errors import InvalidRequest, RequestTooLarge, WarmpathError
 
 T = TypeVar("T")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-
 
 def request_id_of(request: Request) -> str:
-    """Return the client's ``x-request-id`` when it is a plain token of at most 128 characters, else a new one."""
-    given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+    """Return the id that Serve answers with as ``x-request-id``: the client's own, or one Serve made."""
+    context = _get_serve_request_context()
+    return str(context.request_id or request.headers.get("x-request-id", ""))[:128]
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

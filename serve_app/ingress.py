@@ -4,8 +4,8 @@ Owns the routes and one process's tokenizer, counters and dispatcher. Knows no s
 leaves in the shape of the API that was called.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve re-signs the routes' methods, and FastAPI could then no longer
+# resolve annotations that are strings.
 import asyncio
 import logging
 import time
@@ -70,9 +70,10 @@ async def _routing_error(request: Request, error: HTTPException) -> Response:
     shown: WarmpathError = NotFound(f"There is no {request.url.path[:200]} here; GET /v1/models lists what is served.")
     if error.status_code == 405:
         shown = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}.")
-    return json_response(error_body(shown), shown.status, {"x-request-id": request_id_of(request)})
+    return json_response(error_body(shown), shown.status)
 
 
+@serve.ingress(http)
 class Ingress:
     """One ingress replica, and so one router."""
 
@@ -99,7 +100,9 @@ class Ingress:
         self._name = context.replica_id.unique_id
         self._app_name = context.app_name
         self._replica = replica
-        self._core = core_for(deployment_key(replica.deployment_id), RouterSettings.from_json(self._config.routing()))
+        self._core = core_for(
+            deployment_key(self._app_name, replica.deployment_name), RouterSettings.from_json(self._config.routing())
+        )
         self._completions = Completions(
             self._config,
             Preparer(
@@ -133,18 +136,18 @@ class Ingress:
     @http.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(request, "chat", lambda rid: self._generate(request, rid, parse_chat))
+        return await self._answer(request, "chat", lambda: self._generate(request, parse_chat))
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
         """OpenAI's (legacy) completions."""
-        return await self._answer(request, "completions", lambda rid: self._generate(request, rid, parse_completion))
+        return await self._answer(request, "completions", lambda: self._generate(request, parse_completion))
 
-    async def _generate(self, request: Request, request_id: str, parse: Callable[[bytes], GenerateRequest]) -> Response:
+    async def _generate(self, request: Request, parse: Callable[[bytes], GenerateRequest]) -> Response:
         arrived_s = time.perf_counter()
         tenant = self._tenants.authenticate(request.headers.get("authorization"))
         wanted = parse(await read_body(request, self._config.max_body_bytes))
-        return await self._completions.respond(request, request_id, wanted, tenant, arrived_s)
+        return await self._completions.respond(request, wanted, tenant, arrived_s)
 
     # -- models, health, operations -------------------------------------------------------------------------------
 
@@ -152,9 +155,9 @@ class Ingress:
     async def models(self, request: Request) -> Response:
         """The served model."""
 
-        async def work(request_id: str) -> Response:
+        async def work() -> Response:
             self._tenants.authenticate(request.headers.get("authorization"))
-            return json_response(models_body([self._model()]), headers={"x-request-id": request_id})
+            return json_response(models_body([self._model()]))
 
         return await self._answer(request, "models", work)
 
@@ -162,10 +165,10 @@ class Ingress:
     async def model(self, request: Request, model: str) -> Response:
         """One model by name."""
 
-        async def work(request_id: str) -> Response:
+        async def work() -> Response:
             self._tenants.authenticate(request.headers.get("authorization"))
             check_model(model, self._config.model_name)
-            return json_response(self._model(), headers={"x-request-id": request_id})
+            return json_response(self._model())
 
         return await self._answer(request, "models", work)
 
@@ -183,7 +186,7 @@ class Ingress:
     async def metrics(self, request: Request) -> Response:
         """The whole app's metrics as Prometheus text: every ingress, every replica."""
 
-        async def work(request_id: str) -> Response:
+        async def work() -> Response:
             if not self._config.metrics_public:
                 self._require_operator(request)
             samples = replica_samples(self._core)
@@ -213,7 +216,7 @@ class Ingress:
     async def state(self, request: Request) -> Response:
         """What the caches hold, as this ingress' router sees it."""
 
-        async def work(request_id: str) -> Response:
+        async def work() -> Response:
             self._require_operator(request)
             document = cache_state(
                 self._core,
@@ -222,7 +225,7 @@ class Ingress:
                 model=self._config.model_name,
                 engine=self._config.engine,
             )
-            return json_response(document, headers={"x-request-id": request_id})
+            return json_response(document)
 
         return await self._answer(request, "cache_state", work)
 
@@ -230,10 +233,10 @@ class Ingress:
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget every cached block that is not in use, on every replica (vLLM's path)."""
 
-        async def work(request_id: str) -> Response:
+        async def work() -> Response:
             self._require_operator(request)
             complete = await self._replica.broadcast("reset_prefix_cache").results_async(timeout_s=30)
-            return json_response({"complete": all(complete)}, headers={"x-request-id": request_id})
+            return json_response({"complete": all(complete)})
 
         return await self._answer(request, "reset_prefix_cache", work)
 
@@ -250,12 +253,12 @@ class Ingress:
             raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 
-    async def _answer(self, request: Request, endpoint: str, work: Callable[[str], Awaitable[Response]]) -> Response:
+    async def _answer(self, request: Request, endpoint: str, work: Callable[[], Awaitable[Response]]) -> Response:
         """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
         request_id = request_id_of(request)
         error: WarmpathError
         try:
-            response = await work(request_id)
+            response = await work()
             self._count(request, endpoint, response.status_code)
             return response
         except WarmpathError as caught:
@@ -271,7 +274,7 @@ class Ingress:
             logger.exception("request %s failed", request_id)
             error = GenerationFailed("A fault on the server; it was logged under this request id.")
         self._count(request, endpoint, error.status)
-        return json_response(error_body(error), error.status, {"x-request-id": request_id, **error_headers(error)})
+        return json_response(error_body(error), error.status, error_headers(error))
 
     def _count(self, request: Request, endpoint: str, status: int) -> None:
         try:

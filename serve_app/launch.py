@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ _HAPROXY_WRAPPER = """#!/bin/sh
 # Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
 # this instance has no use for either beyond this machine and this user. $3 is the config file (-db -f FILE ...).
 sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
+echo $$ >> '{pids}'
 exec '{binary}' "$@"
 """
 
@@ -54,7 +56,20 @@ def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
     try:
         yield run_dir
     finally:
+        _end_haproxy(run_dir)
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _end_haproxy(run_dir: Path) -> None:
+    """Kill HAProxy processes of this instance that outlived Serve: a reload during shutdown can leave one behind."""
+    pids = run_dir / "haproxy.pids"
+    for line in pids.read_text().split() if pids.exists() else ():
+        try:
+            # Process ids are reused: only one that still runs on our config file is ours.
+            if str(run_dir) in Path(f"/proc/{line}/cmdline").read_text():
+                os.kill(int(line), signal.SIGKILL)
+        except OSError:
+            continue
 
 
 def _configure_haproxy(run_dir: Path) -> None:
@@ -62,7 +77,8 @@ def _configure_haproxy(run_dir: Path) -> None:
 
     stats, metrics = free_port(), free_port()
     wrapper = run_dir / "haproxy"
-    wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, binary=get_haproxy_binary()))
+    pids = run_dir / "haproxy.pids"
+    wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, pids=pids, binary=get_haproxy_binary()))
     wrapper.chmod(0o700)
     os.environ.update(
         RAY_SERVE_ENABLE_HA_PROXY="1",
