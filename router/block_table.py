@@ -13,9 +13,6 @@ from typing import Any
 
 import numpy as np
 
-KEY_BIT = 1 << 63
-"""Set in every key, so that the values EMPTY and TOMBSTONE cannot be keys."""
-
 _EMPTY = 0
 _TOMBSTONE = 1
 SHARD_SHIFT = 40
@@ -28,10 +25,14 @@ Change = tuple[int, int, int]
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the 64-bit keys of packed 16-byte hashes. A trailing partial hash is ignored."""
+    """Return the 64-bit keys of packed 16-byte hashes. A trailing partial hash is ignored.
+
+    A key is the first 8 bytes. The two values that mark free slots are moved aside; looked up as they are, they
+    are found absent, so that a look-up needs no such care.
+    """
     whole = len(hashes) // 16
     words = np.frombuffer(hashes, dtype="<u8", count=2 * whole)[::2]
-    keys: list[int] = (words | np.uint64(KEY_BIT)).tolist()
+    keys: list[int] = (words + (words <= _TOMBSTONE) * np.uint64(_TOMBSTONE + 1)).tolist()
     return keys
 
 

@@ -238,7 +238,7 @@ class RoutingCore:
             return None
         replica_id, _, reason, estimated_ttft_s = ranked[0]
         selected = match.get(replica_id, 0)
-        best = max(match.values(), default=0)
+        best = max(match.values()) if match else 0
         uncached = max(request.prompt_tokens - max(selected, in_flight.get(replica_id, 0)), 1)
         number = loads.reserve(replica_id, uncached, now_s)
         if self.settings.follow_in_flight and request.block_hashes:

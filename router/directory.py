@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from router.block_hash import HASH_BYTES
-from router.block_table import KEY_BIT, SHARD_SHIFT, BlockTable, block_keys
+from router.block_table import SHARD_SHIFT, BlockTable, block_keys
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.holder_sets import HolderSets
 
@@ -155,7 +155,7 @@ class Directory:
             return {}
         words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")
         shards, shard_mask = self._table.shards, self._table.shard_mask
-        masks, live, extra = self._sets.masks, self._live, self._extra
+        masks, live, extra, shift = self._sets.masks, self._live, self._extra, SHARD_SHIFT
         tokens: dict[str, int] = {}
         # (low, who holds it, high, who holds that): depths between are still to be told apart.
         pending = [(-1, live & ~extra, blocks, 0)]
@@ -163,13 +163,13 @@ class Directory:
             low, at_low, high, at_high = pending.pop()
             while high - low > 1:
                 middle = (low + high) >> 1 if low >= 0 else 0
-                key = words[2 * middle] | KEY_BIT  # the look-up is BlockTable.get, in line: it is most of a decision
-                keys, values, mask, _ = shards[(key >> SHARD_SHIFT) & shard_mask]
+                key = words[2 * middle]  # the look-up is BlockTable.get, in line: it is most of a decision
+                keys, values, mask, _ = shards[(key >> shift) & shard_mask]
                 slot = key & mask
                 while (found := keys[slot]) != key and found:
                     slot = (slot + 1) & mask
-                held = masks[values[slot]] & live if found else 0
-                if held & extra:
+                held = masks[values[slot]] & live  # an empty slot's value is 0, the empty set
+                if extra and held & extra:
                     held = self._fold(held)
                 held = held & at_low | at_high
                 if held == at_high:

@@ -63,9 +63,9 @@ class LoadTable:
     """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
 
     ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``waiting``: sequences that wait;
-    ``jobs``: the sequences that ``queued_tokens`` belong to, at least one where there are any; ``inverse_mean``:
-    jobs / queued tokens, 0 where idle; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding
-    considered; ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
+    ``jobs``: the sequences that ``queued_tokens`` belong to, at least one where there are any; ``falloff``:
+    jobs / queued tokens, negated, 0 where idle; ``running``: decoding sequences; ``seconds_per_token``: of prefill,
+    decoding considered; ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
     """
 
     def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
@@ -176,6 +176,8 @@ class LoadTable:
         Looks at a bounded number of reservations a call, oldest first.
         """
         ended: list[int] = []
+        if not self._deadlines:
+            return ended
         for _ in range(min(len(self._deadlines), _EXPIRED_A_CALL)):
             number = self._deadlines[0]
             reservation = self._reservations.get(number)
@@ -217,7 +219,7 @@ class LoadTable:
         self._queued[row] = queued
         self._waiting[row] = waiting
         self._jobs[row] = jobs
-        self._inverse_mean[row] = jobs / queued if queued else 0.0
+        self._falloff[row] = -jobs / queued if queued else 0.0
         self._running[row] = running
         self._pace[row] = (1.0 + self.settings.decode_weight * running) / (
             rate or self.settings.default_prefill_tokens_per_s
@@ -232,7 +234,7 @@ class LoadTable:
         self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
         self._waiting = _longer(self.waiting if old else None, rows, np.float64)
         self._jobs = _longer(self.jobs if old else None, rows, np.float64)
-        self._inverse_mean = _longer(self.inverse_mean if old else None, rows, np.float64)
+        self._falloff = _longer(self.falloff if old else None, rows, np.float64)
         self._running = _longer(self.running if old else None, rows, np.float64)
         self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
         self._full = _longer(self.full if old else None, rows, np.bool_)
@@ -244,7 +246,7 @@ class LoadTable:
         self.queued_tokens: Floats = self._queued[:rows]
         self.waiting: Floats = self._waiting[:rows]
         self.jobs: Floats = self._jobs[:rows]
-        self.inverse_mean: Floats = self._inverse_mean[:rows]
+        self.falloff: Floats = self._falloff[:rows]
         self.running: Floats = self._running[:rows]
         self.seconds_per_token: Floats = self._pace[:rows]
         self.full: npt.NDArray[np.bool_] = self._full[:rows]

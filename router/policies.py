@@ -42,9 +42,9 @@ def estimated_ttft(
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
     if settings.shortest_first:
-        ratio = own * loads.inverse_mean
-        longer = np.exp(-ratio)
-        ratio += 1.0
+        ratio = own * loads.falloff
+        longer = np.exp(ratio)
+        np.subtract(1.0, ratio, out=ratio)
         ratio *= longer
         ratio *= loads.queued_tokens
         wait = loads.queued_tokens - ratio
@@ -55,11 +55,10 @@ def estimated_ttft(
             longer *= settings.pushback_weight
         longer += wait
         scores = longer
-        scores *= loads.seconds_per_token
-        wait *= loads.seconds_per_token
     else:
-        wait = (loads.queued_tokens + own) * loads.seconds_per_token
+        wait = loads.queued_tokens + own
         scores = wait.copy()
+    scores *= loads.seconds_per_token
     return scored(scores, wait, own, request, match, loads, context, limit, settings.tie_tolerance)
 
 

@@ -98,12 +98,15 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
 
 def uncached_tokens(request: RoutedRequest, matches: tuple[Match, ...], loads: LoadTable) -> Floats:
     """Return by row the prompt tokens left to compute after the longest of ``matches``; at least 1."""
-    own = np.full(len(loads.replica_ids), float(max(request.prompt_tokens, 1)))
+    prompt_tokens = max(request.prompt_tokens, 1)
+    own = np.empty(len(loads.replica_ids))
+    own.fill(prompt_tokens)
     for match in matches:
         for replica_id, held in match.items():
             row = loads.row_of(replica_id)
-            if row is not None:
-                own[row] = max(min(float(own[row]), float(request.prompt_tokens - held)), 1.0)
+            left = prompt_tokens - held
+            if row is not None and left < own[row]:
+                own[row] = left if left > 1 else 1
     return own
 
 
@@ -165,7 +168,7 @@ def best_rows(
 
 def scored(
     scores: Floats,
-    waits_s: Floats | None,
+    waits: Floats | None,
     own: Floats,
     request: RoutedRequest,
     match: Match,
@@ -174,7 +177,10 @@ def scored(
     limit: int | None,
     tolerance: float = 0.0,
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score (overwritten); ``waits_s`` are their estimated times to first token."""
+    """Rank the rows that may be chosen by score (overwritten).
+
+    ``waits``: the tokens computed before the first token, own ones included; None gives no estimate.
+    """
     closed, routable = closed_rows(request, loads, context)
     if not routable:
         return []
@@ -193,7 +199,7 @@ def scored(
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"
-        estimated_ttft_s = 0.0 if waits_s is None else float(waits_s[row])
+        estimated_ttft_s = 0.0 if waits is None else float(waits[row] * loads.seconds_per_token[row])
         candidates.append(Candidate(replica_id, float(scores[row]), reason, estimated_ttft_s))
     return candidates
 

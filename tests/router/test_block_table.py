@@ -7,9 +7,11 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.block_table import KEY_BIT, BlockTable, block_keys
+from router.block_table import BlockTable, block_keys
 
-keys = st.integers(0, 40).map(lambda n: KEY_BIT | (n % 3) << 40 | n // 3)
+HIGH = 1 << 63
+
+keys = st.integers(0, 40).map(lambda n: HIGH | (n % 3) << 40 | n // 3)
 operations = st.lists(st.tuples(st.lists(keys, max_size=12), st.sampled_from(["add", "remove", "bump"])), max_size=60)
 
 
@@ -35,7 +37,7 @@ def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
         assert sum(count for _, _, count in changes) == moved
         assert table.num_entries == len(oracle)
     for number in range(41):
-        key = KEY_BIT | (number % 3) << 40 | number // 3
+        key = HIGH | (number % 3) << 40 | number // 3
         assert table.get(key) == oracle.get(key, 0)
 
 
@@ -59,7 +61,7 @@ def test_churn_does_not_grow_the_table() -> None:
 def test_bound_refuses_new_keys_only() -> None:
     """At the bound new keys are refused and counted; known ones still change, and removal makes room."""
     table = BlockTable(3)
-    some = [KEY_BIT | n for n in range(5)]
+    some = [HIGH | n for n in range(5)]
     table.update(some, lambda value: value or 1)
     assert (table.num_entries, table.num_refused) == (3, 2)
     table.update(some[:3], lambda value: 2)
@@ -80,3 +82,14 @@ def test_rebuild_maps_and_drops() -> None:
     assert table.num_entries == 200
     assert {table.get(key) for key in some[300:]} == {1}
     assert {table.get(key) for key in some[:300]} == {0}
+
+
+def test_marks_of_free_slots_are_no_keys() -> None:
+    """Hashes that begin like a mark of a free slot are stored under other keys, and read as absent."""
+    table = BlockTable(100)
+    odd = b"".join(number.to_bytes(8, "little") + bytes(8) for number in (0, 1))
+    table.update(block_keys(odd), lambda value: 5)
+    assert table.num_entries == 2
+    assert [table.get(key) for key in block_keys(odd)] == [5, 5]
+    table.update(block_keys(odd)[:1], lambda value: 0)
+    assert [table.get(key) for key in (0, 1, 2)] == [0, 0, 0]

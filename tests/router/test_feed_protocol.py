@@ -17,7 +17,7 @@ LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
 
 
 def packed(*numbers: int) -> bytes:
-    return b"".join(number.to_bytes(8, "little") + bytes(8) for number in numbers)
+    return b"".join((number + 2).to_bytes(8, "little") + bytes(8) for number in numbers)
 
 
 class Line:
@@ -61,7 +61,7 @@ class Line:
 
     def mirrored(self) -> dict[str, set[int]]:
         everything = b"".join(self.source.mirror.tiers().values())
-        return {"any": {int.from_bytes(everything[i : i + 8], "little") for i in range(0, len(everything), 16)}}
+        return {"any": {int.from_bytes(everything[i : i + 8], "little") - 2 for i in range(0, len(everything), 16)}}
 
 
 numbers = st.lists(st.integers(0, 63), max_size=8)

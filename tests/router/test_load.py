@@ -123,7 +123,7 @@ def test_nonsense_is_clamped_and_counted(nonsense: LoadReport) -> None:
     loads = table()
     loads.report("a", nonsense, 0.0)
     assert loads.clamped_reports == 1
-    for column in (loads.queued_tokens, loads.waiting, loads.jobs, loads.inverse_mean, loads.seconds_per_token):
+    for column in (loads.queued_tokens, loads.waiting, loads.jobs, -loads.falloff, loads.seconds_per_token):
         assert math.isfinite(column[0])
         assert column[0] >= 0
     assert loads.seconds_per_token[0] > 0
