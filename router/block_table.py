@@ -44,7 +44,7 @@ class BlockTable:
         self.num_entries = 0
         self.num_refused = 0
         shards = 64
-        while shards * 1536 < max_entries:
+        while shards * 4096 < max_entries:
             shards *= 2
         self.shard_mask = shards - 1
         self.shards: list[_Shard] = [_new_shard(_FIRST_SLOTS) for _ in range(shards)]

@@ -153,38 +153,38 @@ class Directory:
         blocks = len(chain) // HASH_BYTES
         if not blocks or not self._live:
             return {}
-        words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")
-        shards, shard_mask = self._table.shards, self._table.shard_mask
-        masks, live, extra, shift = self._sets.masks, self._live, self._extra, SHARD_SHIFT
+        words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")[::2]
+        shards, shard_mask, shift = self._table.shards, self._table.shard_mask, SHARD_SHIFT
+        masks, live, extra = self._sets.masks, self._live, self._extra
+        first = masks[self._table.get(words[0])] & live
+        if first & extra:
+            first = self._fold(first)
         tokens: dict[str, int] = {}
-        # (low, who holds it, high, who holds that): depths between are still to be told apart.
-        pending = [(-1, live & ~extra, blocks, 0)]
+        # (low, who holds it, high, who holds that): the depths between are still to be told apart.
+        pending = [(0, first, blocks, 0)] if first else []
         while pending:
             low, at_low, high, at_high = pending.pop()
             while high - low > 1:
-                middle = (low + high) >> 1 if low >= 0 else 0
-                key = words[2 * middle]  # the look-up is BlockTable.get, in line: it is most of a decision
+                middle = (low + high) >> 1
+                key = words[middle]  # the look-up is BlockTable.get, in line: it is most of a decision
                 keys, values, mask, _ = shards[(key >> shift) & shard_mask]
                 slot = key & mask
                 while (found := keys[slot]) != key and found:
                     slot = (slot + 1) & mask
-                held = masks[values[slot]] & live  # an empty slot's value is 0, the empty set
+                held = masks[values[slot]]  # an empty slot's value is 0, the empty set
                 if extra and held & extra:
-                    held = self._fold(held)
+                    held = self._fold(held & live)
                 held = held & at_low | at_high
                 if held == at_high:
                     high = middle
                 elif held == at_low:
                     low = middle
-                elif low < 0:
-                    low, at_low = middle, held
                 else:
                     pending.append((middle, held, high, at_high))
                     high, at_high = middle, held
-            if low >= 0:
-                depth = (low + 1) * self.block_size
-                for replica_id in self._names(at_low & ~at_high):
-                    tokens[replica_id] = depth
+            depth = (low + 1) * self.block_size
+            for replica_id in self._names(at_low & ~at_high):
+                tokens[replica_id] = depth
         return tokens
 
     def _fold(self, held: int) -> int:
