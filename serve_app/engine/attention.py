@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from serve_app.engine.paging import DecodePart, GatherJob, PagedStep, PrefillPart, ViewJob
+from serve_app.engine.paging import SHAPE_TOKENS, DecodePart, GatherJob, PagedStep, PrefillPart
 
 IMPLEMENTATION = "paged_kv"
 
@@ -20,8 +20,9 @@ TILE_SCORES = 4 * 1024 * 1024
 """Scores of one prefill tile, all heads: 8 MiB in bfloat16, about what stays in the last-level cache."""
 
 FOLDED_ROWS = 8
-"""From this many query rows over one run, packing it for matrix products costs less than the fused kernel."""
+"""From this many query rows over one run, packing it head by head costs less than spreading the queries."""
 
+_SHAPE_ROWS = 16
 _MANY_PIECES = 64
 
 
@@ -68,13 +69,15 @@ def paged_attention(
         raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = paged.pool.keys[layer], paged.pool.values[layer]
-    keys.index_copy_(0, paged.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, paged.slots, value[0].transpose(0, 1))
+    real = len(paged.slots)
+    keys.index_copy_(0, paged.slots, key[0, :, :real].transpose(0, 1))
+    values.index_copy_(0, paged.slots, value[0, :, :real].transpose(0, 1))
     heads, tokens, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
     scale = head_dim**-0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
     output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
+    output[real:] = 0
     if paged.decode is not None:
         output[: paged.decode.rows] = _decode(paged, paged.decode, layer, rows[: paged.decode.rows], scale)
     for part in paged.prefills:
@@ -108,20 +111,20 @@ def portable_attention(
 def _decode(paged: PagedStep, part: DecodePart, layer: int, rows: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend single-token ``rows`` [n, kv_heads, group, head_dim]; same shape back."""
     count, kv_heads, group, head_dim = rows.shape
-    if part.partials == 1 and len(part.views) + len(part.gathers) == 1:
-        if part.gathers:
-            return _gathered(paged, part.gathers[0], layer, rows, scale)[0]
-        return _viewed(paged, part.views[0], layer, rows, scale)[0]
+    if not part.views and len(part.gathers) == 1:
+        return _gathered(paged, part.gathers[0], layer, rows, scale)[0]
     outs = torch.zeros(part.partials * count, kv_heads, group, head_dim, dtype=torch.float32, device=rows.device)
     lses = torch.full((part.partials * count, kv_heads, group), float("-inf"), device=rows.device)
     for view in part.views:
-        out, lse = _viewed(paged, view, layer, rows[view.rows], scale)
+        keys = paged.pool.keys[layer][view.slot : view.slot + view.slots]
+        values = paged.pool.values[layer][view.slot : view.slot + view.slots]
+        viewed = rows[view.rows]
+        attend = _folded if viewed.shape[0] * group >= FOLDED_ROWS else _streamed
+        out, lses[view.target] = attend(paged, viewed, keys, values, scale)
         outs[view.target] = out.float()
-        lses[view.target] = lse
     for gather in part.gathers:
-        out, lse = _gathered(paged, gather, layer, rows[gather.rows], scale)
+        out, lses[gather.target] = _gathered(paged, gather, layer, rows[gather.rows], scale)
         outs[gather.target] = out.float()
-        lses[gather.target] = lse
     if part.partials == 1:
         return outs.to(rows.dtype)
     weights = torch.softmax(lses.view(part.partials, count, kv_heads, group), dim=0)
@@ -129,45 +132,50 @@ def _decode(paged: PagedStep, part: DecodePart, layer: int, rows: torch.Tensor, 
     return merged.to(rows.dtype)
 
 
-def _viewed(
-    paged: PagedStep, job: ViewJob, layer: int, rows: torch.Tensor, scale: float
+def _attend_products(
+    scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows of the job in one call: they attend to the same run, so the sequences fold into the query length."""
+    """Attend ``query`` [n, width] to ``key`` and ``value`` [S, width] by plain products in ``scores`` [n, S].
+
+    Returns [n, width] and the log-sum-exp [n], which is s - log p of the largest score s and its probability p.
+    """
+    torch.addmm(scores, query, key.t(), beta=0, alpha=scale, out=scores)
+    largest = scores.amax(dim=-1).float()
+    torch.softmax(scores, dim=-1, out=scores)
+    return torch.mm(scores, value), largest - scores.amax(dim=-1).float().log()
+
+
+def _streamed(
+    paged: PagedStep, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A few rows [n, kv_heads, group, head_dim] over one run, which is read from memory once, in order.
+
+    All heads share one product: each query is spread over the width of all heads, zero outside its own. The waste
+    in multiplications is cheaper than reading the run head by head in small strided pieces.
+    """
     count, kv_heads, group, head_dim = rows.shape
-    keys = paged.pool.keys[layer][job.slot : job.slot + job.slots]
-    values = paged.pool.values[layer][job.slot : job.slot + job.slots]
-    query = rows.transpose(0, 1).reshape(1, kv_heads, count * group, head_dim)
-    if count * group >= FOLDED_ROWS:
-        out, lse = _folded(paged, query[0], keys, values, scale)
-    else:
-        out, lse = partial_attention(query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], None, scale)
-    return (
-        out.view(kv_heads, count, group, head_dim).transpose(0, 1),
-        lse.view(kv_heads, count, group).transpose(0, 1),
-    )
+    own = torch.eye(kv_heads, dtype=rows.dtype, device=rows.device)[:, None, :, None]
+    query = (rows[:, :, :, None, :] * own).view(-1, kv_heads * head_dim)
+    scores = paged.pool.scratch("scores", query.shape[0], keys.shape[0])
+    out, lse = _attend_products(scores, query, keys.flatten(1), values.flatten(1), scale)
+    diagonal = out.view(count, kv_heads, group, kv_heads, head_dim).diagonal(dim1=1, dim2=3)
+    return diagonal.permute(0, 3, 1, 2), lse.view(count, kv_heads, group)
 
 
 def _folded(
-    paged: PagedStep, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    paged: PagedStep, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Many rows over one run, as plain matrix products; [kv_heads, rows, head_dim] and its log-sum-exp.
-
-    The log-sum-exp follows from the largest score s and its probability p as s - log p.
-    """
-    kv_heads, count, head_dim = query.shape
+    """Many rows over one run, head by head: worth a packed copy of the run."""
+    count, kv_heads, group, head_dim = rows.shape
     total = keys.shape[0]
     key = paged.pool.scratch("packed_k", kv_heads, total, head_dim).copy_(keys.transpose(0, 1))
     value = paged.pool.scratch("packed_v", kv_heads, total, head_dim).copy_(values.transpose(0, 1))
-    out = torch.empty_like(query)
-    lse = torch.empty(kv_heads, count, device=query.device)
-    scores = paged.pool.scratch("scores", count, total)
-    for head in range(kv_heads):
-        torch.addmm(scores, query[head], key[head].t(), beta=0, alpha=scale, out=scores)
-        largest = scores.amax(dim=-1).float()
-        torch.softmax(scores, dim=-1, out=scores)
-        torch.mm(scores, value[head], out=out[head])
-        lse[head] = largest - scores.amax(dim=-1).float().log()
-    return out, lse
+    query = rows.transpose(0, 1).reshape(kv_heads, count * group, head_dim)
+    scores = paged.pool.scratch("scores", count * group, total)
+    found = [_attend_products(scores, query[head], key[head], value[head], scale) for head in range(kv_heads)]
+    out = torch.stack([one for one, _ in found]).view(kv_heads, count, group, head_dim)
+    lse = torch.stack([one for _, one in found]).view(kv_heads, count, group)
+    return out.transpose(0, 1), lse.transpose(0, 1)
 
 
 def _gathered(
@@ -190,35 +198,51 @@ def _prefill(
 ) -> None:
     """Attend a chunk to its past and itself in tiles of rows; scores are rounded to the model's dtype.
 
-    Two plain matrix products around a softmax run 2.7 times as fast on CPU as the fused kernel (LOG.md).
+    Two plain matrix products around a softmax run 2.7 times as fast on CPU as the fused kernel. Their shapes are
+    rounded up (what is beyond is masked): oneDNN compiles a kernel for each shape it has not seen, in 0.5 ms.
     """
     _, kv_heads, group, head_dim = rows.shape
     total = part.past + part.last - part.first
     key = _packed(paged, part, "packed_k", paged.pool.keys[layer], total)
     value = _packed(paged, part, "packed_v", paged.pool.values[layer], total)
-    tile = max(32, min(256, TILE_SCORES // (group * total) // 32 * 32))
-    future = torch.ones(tile, tile, dtype=torch.bool, device=rows.device).triu_(1)
+    tile = _tile_rows(group * total)
+    future = torch.ones(tile, tile + SHAPE_TOKENS, dtype=torch.bool, device=rows.device).triu_(1)
     for first in range(part.first, part.last, tile):
-        last = min(first + tile, part.last)
-        count, seen = last - first, part.past + last - part.first
-        query = rows[first:last].permute(1, 2, 0, 3).reshape(kv_heads, group * count, head_dim)
-        scores = paged.pool.scratch("scores", group * count, seen)
-        diagonal = scores.view(group, count, seen)[..., seen - count :]
+        count = min(tile, part.last - first)
+        padded = _round_up(count, _SHAPE_ROWS)
+        before = part.past + first - part.first
+        seen = _round_up(before + count, SHAPE_TOKENS)
+        query = paged.pool.scratch("query", kv_heads, group, padded, head_dim)
+        query[:, :, :count] = rows[first : first + count].permute(1, 2, 0, 3)
+        query[:, :, count:] = 0
+        scores = paged.pool.scratch("scores", group * padded, seen)
+        diagonal = scores.view(group, padded, seen)[..., before:]
         # One key-value head at a time: two-dimensional slices are compact, and oneDNN copies what is not.
         for head in range(kv_heads):
-            torch.addmm(scores, query[head], key[head, :seen].t(), beta=0, alpha=scale, out=scores)
-            diagonal.masked_fill_(future[:count, :count], float("-inf"))
+            torch.addmm(scores, query[head].flatten(0, 1), key[head, :seen].t(), beta=0, alpha=scale, out=scores)
+            diagonal.masked_fill_(future[:padded, : seen - before], float("-inf"))
             torch.softmax(scores, dim=-1, out=scores)
-            found = torch.mm(scores, value[head, :seen])
-            output[first:last, head] = found.view(group, count, head_dim).transpose(0, 1)
+            found = torch.mm(scores, value[head, :seen]).view(group, padded, head_dim)
+            output[first : first + count, head] = found[:, :count].transpose(0, 1)
+
+
+def _tile_rows(scores_per_row: int) -> int:
+    """Return a power of two of rows, 32 to 256, whose scores fit the cache."""
+    return max(32, min(256, 1 << max(TILE_SCORES // scores_per_row, 1).bit_length() - 1))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _packed(paged: PagedStep, part: PrefillPart, name: str, slots: torch.Tensor, total: int) -> torch.Tensor:
-    """Copy one sequence's KV out of the pool as [kv_heads, total, head_dim]."""
-    packed = paged.pool.scratch(name, slots.shape[1], total, slots.shape[2])
+    """Copy one sequence's KV out of the pool as [kv_heads, total rounded up, head_dim], zeros beyond its end."""
+    packed = paged.pool.scratch(name, slots.shape[1], _round_up(total, SHAPE_TOKENS), slots.shape[2])
+    packed[:, total:] = 0
     if len(part.pieces) > _MANY_PIECES:
         index = torch.cat([torch.arange(slot, slot + count) for slot, count in part.pieces]).to(slots.device)
-        return packed.copy_(slots.index_select(0, index).transpose(0, 1))
+        packed[:, :total] = slots.index_select(0, index).transpose(0, 1)
+        return packed
     done = 0
     for slot, count in part.pieces:
         packed[:, done : done + count] = slots[slot : slot + count].transpose(0, 1)

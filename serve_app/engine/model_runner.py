@@ -6,6 +6,7 @@ Segments flow in; sampled tokens, or the reason a segment failed, flow out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from serve_app.engine.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sampling import sample
 from serve_app.engine.step import Segment, SegmentResult
+
+_KERNELS_KEPT = "4096"
+"""oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,6 +58,7 @@ class ModelRunner:
         """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
         if not (Path(model_path) / "config.json").is_file():
             raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
         self.device = choose_device(settings.device)

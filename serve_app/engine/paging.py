@@ -7,6 +7,7 @@ nothing of the model. Segments flow in, a PagedStep flows out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,17 @@ import torch
 
 from serve_app.engine.step import Segment
 
+Rows = torch.Tensor | slice
+"""Row numbers; a single one is a slice, which costs no indexing kernel."""
+
 LONG_RUN_TOKENS = 256
 """From this length on a decode reads a run in place; below, one gather for many sequences costs less."""
+
+SHAPE_TOKENS = 128
+"""Runs are read in place, and prefill scores laid out, in multiples of this: few shapes, few kernels compiled."""
+
+PADDED_ROWS = 16
+"""A step of more than 64 tokens is padded to a multiple of this, for the same reason."""
 
 SMALL_REST_BLOCKS = 16
 """Rests up to this many blocks share one padded gather; longer ones are grouped by powers of two."""
@@ -71,8 +81,8 @@ class ViewJob:
 
     slot: int
     slots: int
-    rows: torch.Tensor
-    target: torch.Tensor
+    rows: Rows
+    target: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +91,8 @@ class GatherJob:
 
     blocks: torch.Tensor
     mask: torch.Tensor
-    rows: torch.Tensor
-    target: torch.Tensor
+    rows: Rows
+    target: Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +107,10 @@ class DecodePart:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first."""
+    """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first.
+
+    ``slots`` covers the real tokens; rows from len(``slots``) to T are padding that is computed and ignored.
+    """
 
     pool: KvPool
     order: tuple[int, ...]
@@ -134,6 +147,9 @@ def plan_step(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
             prefills.append(PrefillPart(row, row + len(where), segment.start, tuple(_pieces(segment, size))))
         row += len(where)
         last_rows.append(row - 1)
+    padding = -row % PADDED_ROWS if row > 64 else 0
+    ids.append(np.zeros(padding, dtype=np.int32))
+    positions.append(np.zeros(padding, dtype=np.int64))
     return PagedStep(
         pool=pool,
         order=tuple(order),
@@ -161,25 +177,25 @@ def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
     size = pool.block_size
     rests: list[list[int]] = [[] for _ in segments]
     rest_slots = [0] * len(segments)
+    short: list[list[tuple[int, int]]] = [[] for _ in segments]
     heads: dict[int, list[tuple[int, int]]] = {}
+    quantum = math.lcm(min(SHAPE_TOKENS, LONG_RUN_TOKENS), size)
+    long_run = max(LONG_RUN_TOKENS, quantum)
     # A row's last piece may end inside a block, and that block has to come last in the row's rest.
     for row, segment in enumerate(segments):
         for slot, slots in _pieces(segment, size):
-            if slots >= LONG_RUN_TOKENS:
+            if slots >= long_run:
                 heads.setdefault(slot, []).append((row, slots))
+            else:
+                short[row].append((slot, slots))
     shared: list[tuple[int, int, list[int]]] = []
-    short: list[list[tuple[int, int]]] = [
-        [piece for piece in _pieces(segment, size) if piece[1] < LONG_RUN_TOKENS] for segment in segments
-    ]
     while heads:
         slot = min(heads)
         members = heads.pop(slot)
-        cut = min(slots for _, slots in members)
-        if any(slots > cut for _, slots in members):
-            cut -= cut % size
+        cut = min(slots for _, slots in members) // quantum * quantum
         shared.append((slot, cut, [row for row, _ in members]))
         for row, slots in members:
-            if slots - cut >= LONG_RUN_TOKENS:
+            if slots - cut >= long_run:
                 heads.setdefault(slot + cut, []).append((row, slots - cut))
             elif slots > cut:
                 short[row].append((slot + cut, slots - cut))
@@ -200,15 +216,18 @@ def _decode_jobs(
     device, size = pool.tensor.device, pool.block_size
     partials = [0] * rows
 
-    def targets(members: Sequence[int]) -> torch.Tensor:
+    def numbers(wanted: Sequence[int]) -> Rows:
+        if len(wanted) == 1:
+            return slice(wanted[0], wanted[0] + 1)
+        return torch.tensor(wanted, device=device)
+
+    def targets(members: Sequence[int]) -> Rows:
         target = [partials[row] * rows + row for row in members]
         for row in members:
             partials[row] += 1
-        return torch.tensor(target, device=device)
+        return numbers(target)
 
-    views = tuple(
-        ViewJob(slot, slots, torch.tensor(members, device=device), targets(members)) for slot, slots, members in shared
-    )
+    views = tuple(ViewJob(slot, slots, numbers(members), targets(members)) for slot, slots, members in shared)
     groups: dict[int, list[int]] = {}
     for row, blocks in enumerate(rests):
         if blocks:
@@ -224,5 +243,5 @@ def _decode_jobs(
         mask = torch.zeros(len(members), 1, 1, width * size, dtype=pool.tensor.dtype, device=device)
         mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
         blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
-        gathers.append(GatherJob(blocks_index, mask, torch.tensor(members, device=device), targets(members)))
+        gathers.append(GatherJob(blocks_index, mask, numbers(members), targets(members)))
     return DecodePart(rows, max(partials), views, tuple(gathers))

@@ -29,7 +29,7 @@ def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 
 @pytest.mark.parametrize("long_run", [8, 10**6], ids=["in place", "gathered"])
-@pytest.mark.parametrize("folded", [1, 10**6], ids=["products", "fused"])
+@pytest.mark.parametrize("folded", [1, 10**6], ids=["folded", "streamed"])
 def test_a_mixed_step_equals_the_formula(long_run: int, folded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(paging, "LONG_RUN_TOKENS", long_run)

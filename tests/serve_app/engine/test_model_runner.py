@@ -59,10 +59,15 @@ def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeE
         assert got.tokens[name][: len(expected)] == expected, name
 
 
-def test_bfloat16_runs_whole(make_engine: MakeEngine) -> None:
-    """The other dtype: cold, warm and decoded without an error (values differ by rounding, so none is compared)."""
+def test_bfloat16_takes_every_path_without_a_failed_step(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cold, warm, shared long runs, forks and short rests together (values differ by rounding: none is compared)."""
     engine = make_engine(dtype="bfloat16")
-    for name in ("cold", "warm"):
-        got = run_all(engine, [request(name, prompt(300), 20)])
-        assert (got.finish[name], len(got.tokens[name])) == ("length", 20)
-    assert got.cached["warm"] == 288
+    run_all(engine, [request("cold", prompt(300), 1)])
+    tails = [np.concatenate([prompt(300)[:cut], prompt(20 + i, i)]) for i, cut in enumerate((300, 300, 290, 9))]
+    got = run_all(engine, [request(f"r{i}", ids, 40) for i, ids in enumerate([*tails, prompt(400, 9)])])
+    assert set(got.finish.values()) == {"length"}
+    assert {len(tokens) for tokens in got.tokens.values()} == {40}
+    assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
+    assert not caplog.records
