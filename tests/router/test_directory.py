@@ -172,6 +172,7 @@ def test_epoch_churn_reuses_slots_and_sets() -> None:
     assert directory.num_blocks == DEPTH
     assert len(directory._owner) < 40
     assert len(directory._sets) < 64
+    assert len(directory._sets.masks) < 64
 
 
 def test_bound_refuses_and_counts() -> None:
