@@ -19,11 +19,12 @@ import numpy as np
 from router.block_hash import hash_blocks
 from router.events import LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
+from serve_app.engine.gauges import gauge_samples
 from serve_app.engine.load_view import LoadView
-from serve_app.engine.meters import EngineMeters, Sample
+from serve_app.engine.meters import EngineMeters
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
     EngineError,
-    EngineOutput,
     EngineRequest,
     EngineSettings,
     EventSink,
@@ -72,6 +73,7 @@ class TorchEngine:
         )
         self._scheduler = Scheduler(self.settings, self._cache)
         self._meters = EngineMeters()
+        self._outbox = Outbox(self._meters)
         self._changed = threading.Condition()
         self._inbox: dict[str, RequestSequence] = {}
         self._cancels: list[str] = []
@@ -80,6 +82,7 @@ class TorchEngine:
         self._waiting = 0
         self._load = LoadView(self.settings)
         self._stopping = False
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._step_started_s: float | None = None
         self._labels = (*settings.labels, ("engine", runner.kind))
@@ -144,14 +147,19 @@ class TorchEngine:
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        return StatsReport(samples=(*self._meters.samples(self._labels), *self._gauges()))
+        gauges = gauge_samples(
+            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, self._waiting
+        )
+        return StatsReport(samples=(*self._meters.samples(self._labels), *gauges))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step."""
         reset = _Reset()
         with self._changed:
-            if self._thread is None or not self._thread.is_alive():
-                return self._reset()
+            if self._thread is None or self._closed:
+                complete = self._cache.reset()
+                self._deliver()
+                return complete
             self._resets.append(reset)
             self._changed.notify_all()
         reset.done.wait()
@@ -178,7 +186,6 @@ class TorchEngine:
 
     def _drain(self) -> bool:
         """Wait for work, take in what was asked for since the last step; False once stopping."""
-        outputs: dict[OutputSink, list[EngineOutput]] = {}
         with self._changed:
             while not (self._stopping or self._inbox or self._cancels or self._resets or self._has_work()):
                 self._changed.wait()
@@ -188,16 +195,13 @@ class TorchEngine:
                 self._scheduler.add(sequence)
             self._inbox.clear()
             for request_id in self._cancels:
-                dropped = self._scheduler.remove(request_id)
-                if dropped is not None:
-                    self._end(dropped, "cancelled", outputs)
+                found = self._scheduler.find(request_id)
+                if found is not None:
+                    self._drop(found, "cancelled")
             self._cancels.clear()
-            for reset in self._resets:
-                reset.complete = self._reset()
-                reset.done.set()
-            self._resets.clear()
-            self._load.update(self._scheduler, self._meters, self._inbox.values())
-        self._deliver(outputs)
+            self._answer_resets()
+            self._load.update(self._scheduler, self._meters, ())
+        self._deliver()
         return True
 
     def _has_work(self) -> bool:
@@ -218,21 +222,20 @@ class TorchEngine:
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prefill_tokens
-        outputs: dict[OutputSink, list[EngineOutput]] = {}
         with self._changed:
             for item, result in zip(chosen, results, strict=True):
-                self._settle(item, result, now, outputs)
+                self._settle(item, result, now)
             self._load.update(self._scheduler, self._meters, self._inbox.values())
-        self._deliver(outputs)
+        self._deliver()
 
     def _execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Run a step; when it raises, run each segment alone once, so that only the bad ones fail."""
         try:
             return self._runner.execute(segments)
         except Exception as error:
+            _log.warning("a step of %d sequences failed", len(segments), exc_info=True)
             if len(segments) == 1:
                 return [SegmentResult(error=_reason(error))]
-            _log.warning("a step of %d sequences failed (%s): retrying each alone", len(segments), error)
         results = []
         for segment in segments:
             try:
@@ -250,14 +253,11 @@ class TorchEngine:
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
         )
 
-    def _settle(
-        self, item: Scheduled, result: SegmentResult, now: float, outputs: dict[OutputSink, list[EngineOutput]]
-    ) -> None:
+    def _settle(self, item: Scheduled, result: SegmentResult, now: float) -> None:
         """Take one segment's result: publish its blocks, append its token, or end its request."""
         sequence = item.sequence
         if result.error:
-            self._scheduler.remove(sequence.request.request_id)
-            self._end(sequence, "error", outputs, error=result.error)
+            self._drop(sequence, "error", error=result.error)
             return
         self._scheduler.computed(item)
         if sequence.prefilling:
@@ -269,101 +269,45 @@ class TorchEngine:
             tokens = () if reason == "stop" else (result.token,)
             self._meters.generation_tokens += 1
         if reason is not None:
-            self._scheduler.remove(sequence.request.request_id)
-            self._end(sequence, reason, outputs, tokens=tokens, now=now)
+            self._drop(sequence, reason, tokens=tokens, now=now)
         else:
-            self._emit(sequence, outputs, self._timed(sequence, EngineOutput("", tokens), now))
+            self._outbox.progress(sequence, tokens, now)
 
-    def _timed(self, sequence: RequestSequence, output: EngineOutput, now: float) -> EngineOutput:
-        """Complete an output; the first one of a request also says what was cached and how long it queued."""
-        output = replace(output, request_id=sequence.request.request_id)
-        if sequence.last_token_s is not None:
-            self._meters.inter_token.observe(now - sequence.last_token_s)
-        else:
-            self._meters.ttft.observe(now - sequence.arrival_s)
-            scheduled = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
-            output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=scheduled - sequence.arrival_s)
-        sequence.last_token_s = now
-        return output
-
-    def _end(
+    def _drop(
         self,
         sequence: RequestSequence,
         reason: FinishReason,
-        outputs: dict[OutputSink, list[EngineOutput]],
         *,
         tokens: tuple[int, ...] = (),
         error: str = "",
         now: float | None = None,
     ) -> None:
-        """Close a request that the scheduler has let go. The lock is held."""
+        """End a request and free its blocks. The lock is held."""
         request_id = sequence.request.request_id
+        self._scheduler.remove(request_id)
         self._live.pop(request_id, None)
         if sequence.scheduled_s is None:
             self._waiting -= 1
-        self._meters.finish(reason)
-        output = EngineOutput(request_id, tokens, finish_reason=reason, error=error)
-        if now is not None:
-            output = self._timed(sequence, output, now)
-        self._emit(sequence, outputs, output)
+        self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
 
-    def _emit(
-        self, sequence: RequestSequence, outputs: dict[OutputSink, list[EngineOutput]], output: EngineOutput
-    ) -> None:
-        outputs.setdefault(sequence.sink, []).append(output)
-
-    def _deliver(self, outputs: dict[OutputSink, list[EngineOutput]]) -> None:
-        """Send cache events, then outputs: a follow-up request finds the routers already told."""
-        events = self._cache.take_events()
-        if events:
-            try:
-                self._event_sink(events)
-            except Exception:
-                _log.exception("the event sink failed; %d cache events are lost", len(events))
-        for sink, batch in outputs.items():
-            try:
-                sink(batch)
-            except Exception:
-                _log.exception("an output sink failed for %s", ", ".join(o.request_id for o in batch))
-
-    def _reset(self) -> bool:
-        complete = self._cache.reset()
-        if self._thread is None or not self._thread.is_alive():
-            self._deliver({})
-        return complete
+    def _deliver(self) -> None:
+        self._outbox.deliver(self._cache.take_events(), self._event_sink)
 
     def _fail_all(self, reason: str) -> None:
-        outputs: dict[OutputSink, list[EngineOutput]] = {}
         with self._changed:
-            self._stopping = True
-            left = [*self._inbox.values(), *self._scheduler.waiting, *self._scheduler.running]
+            self._stopping = self._closed = True
+            for sequence in [*self._inbox.values(), *self._scheduler.waiting, *self._scheduler.running]:
+                self._drop(sequence, "error", error=reason)
             self._inbox.clear()
-            for sequence in left:
-                self._scheduler.remove(sequence.request.request_id)
-                self._end(sequence, "error", outputs, error=reason)
-            for reset in self._resets:
-                reset.complete = self._cache.reset()
-                reset.done.set()
-            self._resets.clear()
-            self._load.update(self._scheduler, self._meters, self._inbox.values())
-        self._deliver(outputs)
+            self._answer_resets()
+            self._load.update(self._scheduler, self._meters, ())
+        self._deliver()
 
-    def _gauges(self) -> list[Sample]:
-        pool, labels, block_bytes = self._cache.pool, self._labels, self._runner.block_bytes
-        counts = {"used": pool.used_blocks, "cached": pool.idle_blocks, "free": pool.free_blocks}
-        samples: list[Sample] = [
-            ("warmpath_num_requests_running", labels, float(self._scheduler.running_count)),
-            ("warmpath_num_requests_waiting", labels, float(self._waiting)),
-            ("warmpath_kv_cache_usage_perc", labels, counts["used"] / pool.total_blocks),
-            ("warmpath_prefix_cache_blocks", labels, float(self._cache.indexed_blocks)),
-            ("warmpath_prefix_cache_bytes", labels, float(self._cache.indexed_blocks * block_bytes)),
-            ("warmpath_prefix_cache_evicted_blocks_total", labels, float(self._cache.evicted_blocks)),
-        ]
-        for state, blocks in counts.items():
-            by_state = (*labels, ("state", state))
-            samples.append(("warmpath_kv_cache_blocks", by_state, float(blocks)))
-            samples.append(("warmpath_kv_cache_bytes", by_state, float(blocks * block_bytes)))
-        return samples
+    def _answer_resets(self) -> None:
+        for reset in self._resets:
+            reset.complete = self._cache.reset()
+            reset.done.set()
+        self._resets.clear()
 
 
 class _Reset:

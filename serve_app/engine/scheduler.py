@@ -73,6 +73,10 @@ class Scheduler:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
         self._waiting[sequence.request.request_id] = sequence
 
+    def find(self, request_id: str) -> Sequence | None:
+        """Return a sequence that waits or runs here."""
+        return self._waiting.get(request_id) or self._running.get(request_id)
+
     def remove(self, request_id: str) -> Sequence | None:
         """Drop a sequence, running or not, and free its blocks; None if it is not here."""
         sequence = self._waiting.pop(request_id, None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from router.block_hash import split_chain
-from router.events import BlocksRemoved, BlocksStored, Event, RouterShare
+from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, RouterShare
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import (
     EngineError,
@@ -268,7 +268,10 @@ def test_events_replay_to_the_cache_after_a_random_workload() -> None:
     assert any(isinstance(event, BlocksRemoved) for event in events)
     assert engine.reset_prefix_cache()
     assert sample(engine, "warmpath_kv_cache_blocks", state="free") == 40
+    run_all(engine, [request("last", prompt(48), 1)])
     engine.stop()
+    assert engine.reset_prefix_cache(), "a stopped engine answers too"
+    assert sum(isinstance(event, CacheCleared) for event in events) == 2
 
 
 def test_one_sink_gets_one_call_a_step(make_engine: MakeEngine) -> None:
