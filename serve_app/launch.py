@@ -17,8 +17,10 @@ from pathlib import Path
 
 _HAPROXY_WRAPPER = """#!/bin/sh
 # Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
-# this instance has no use for either beyond this machine and this user. $3 is the config file (-db -f FILE ...).
+# this instance has no use for either beyond this machine and this user. `option splice-request` keeps HAProxy 2.8 from
+# seeing a client that leaves before its answer begins. $3 is the config file (-db -f FILE ...).
 sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
+sed -i -E '/^ *option splice-re(quest|sponse)/d' "$3"
 echo $$ >> '{pids}'
 exec '{binary}' "$@"
 """
