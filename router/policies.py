@@ -8,15 +8,16 @@ policy returns replicas that may take the request, best first, at most ``limit``
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
+from math import ceil, exp
 
 import numpy as np
 
-from router.load import LoadTable
+from router.load import Floats, LoadTable
 from router.ranking import (
     Candidate,
     Match,
     PolicyContext,
+    PolicySettings,
     listed,
     open_rows,
     rendezvous,
@@ -42,24 +43,30 @@ def estimated_ttft(
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
     if settings.shortest_first:
-        ratio = own * loads.falloff
-        longer = np.exp(ratio)
-        np.subtract(1.0, ratio, out=ratio)
-        ratio *= longer
-        ratio *= loads.queued_tokens
-        wait = loads.queued_tokens - ratio
-        wait += own
-        longer *= loads.jobs
-        longer *= own
+        # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
+        # queued x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
+        shorter = np.expm1(own * loads.falloff)
+        scores = own - shorter * loads.queued_tokens
         if settings.pushback_weight != 1.0:
-            longer *= settings.pushback_weight
-        longer += wait
-        scores = longer
+            scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
     else:
-        wait = loads.queued_tokens + own
-        scores = wait.copy()
+        scores = loads.queued_tokens + own
     scores *= loads.seconds_per_token
-    return scored(scores, wait, own, request, match, loads, context, limit, settings.tie_tolerance)
+    ranked = scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
+    return [
+        candidate._replace(estimated_ttft_s=_wait_s(candidate.replica_id, own, loads, settings)) for candidate in ranked
+    ]
+
+
+def _wait_s(replica_id: str, own: Floats, loads: LoadTable, settings: PolicySettings) -> float:
+    """Return the estimated time to first token at one replica; the delay of others is no part of it."""
+    row = loads.row_of(replica_id)
+    assert row is not None
+    tokens, ahead = float(own[row]), float(loads.queued_tokens[row])
+    if settings.shortest_first:
+        ratio = tokens * float(loads.falloff[row])
+        ahead *= 1.0 - (1.0 - ratio) * exp(ratio)
+    return (ahead + tokens) * float(loads.seconds_per_token[row])
 
 
 def lmetric(
@@ -68,7 +75,7 @@ def lmetric(
     """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
     own = uncached_tokens(request, (match,), loads)
     scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
-    return scored(scores, None, own, request, match, loads, context, limit)
+    return scored(scores, own, request, match, loads, context, limit)
 
 
 def round_robin(
@@ -141,7 +148,7 @@ def sglang(
         uneven = largest > settings.sglang_relative * mean and largest > mean + settings.sglang_absolute
         if not uneven and float(own.min()) < (1.0 - settings.sglang_match_ratio) * request.prompt_tokens:
             scores = own.copy()
-    return scored(scores, None, own, request, match, loads, context, limit)
+    return scored(scores, own, request, match, loads, context, limit)
 
 
 POLICIES: dict[str, Policy] = {

@@ -168,7 +168,6 @@ def best_rows(
 
 def scored(
     scores: Floats,
-    waits: Floats | None,
     own: Floats,
     request: RoutedRequest,
     match: Match,
@@ -177,10 +176,7 @@ def scored(
     limit: int | None,
     tolerance: float = 0.0,
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score (overwritten).
-
-    ``waits``: the tokens computed before the first token, own ones included; None gives no estimate.
-    """
+    """Rank the rows that may be chosen by score (overwritten)."""
     closed, routable = closed_rows(request, loads, context)
     if not routable:
         return []
@@ -199,8 +195,7 @@ def scored(
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"
-        estimated_ttft_s = 0.0 if waits is None else float(waits[row] * loads.seconds_per_token[row])
-        candidates.append(Candidate(replica_id, float(scores[row]), reason, estimated_ttft_s))
+        candidates.append(Candidate(replica_id, float(scores[row]), reason))
     return candidates
 
 

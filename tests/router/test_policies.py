@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import exp
 from random import Random
 
 import pytest
@@ -122,6 +123,19 @@ def test_pushback_weight_prices_the_delay_of_others() -> None:
     ]
     assert scores[0] < scores[1] < scores[2]
     assert scores[2] - scores[1] == pytest.approx(scores[1] - scores[0])
+
+
+def test_score_is_the_documented_formula() -> None:
+    """The score equals (ahead + own x (1 + weight x behind)) x seconds per token, computed term by term."""
+    for weight in (0.0, 1.0, 2.5):
+        loads = loads_of((50_000, 10, 5))
+        own, queued, jobs = 400.0, 50_000.0, 5.0
+        x = own / (queued / jobs)
+        ahead = queued * (1 - (1 + x) * exp(-x))
+        behind = jobs * exp(-x)
+        head = rank("estimated_ttft", loads, {NAMES[0]: 600}, settings=PolicySettings(pushback_weight=weight))[0]
+        assert head.score == pytest.approx((ahead + own * (1 + weight * behind)) * 0.0011)
+        assert head.estimated_ttft_s == pytest.approx((ahead + own) * 0.0011)
 
 
 def test_in_flight_prefixes_count_as_cached() -> None:
