@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.block_pool import PoolExhausted
 from serve_app.cache.prefix_cache import PrefixCache
@@ -82,6 +82,32 @@ def test_equal_tokens_under_another_parent_collide_without_a_hit() -> None:
     fill(cache, tokens(1, 2, 3, 4, 5))
     assert hits(cache, tokens(7, 8, 3, 4, 5)) == []
     assert cache.publish(SCOPE, tokens(7, 8, 3, 4), constant_chain(ROOT, tokens(7, 8, 3, 4), 2), [8, 9], 0, 2) == 0
+
+
+def orphan_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
+    """A hash of a block's own tokens alone: equal blocks under different prefixes collide."""
+    return b"".join(
+        hash_blocks(bytes(16), token_ids[i : i + block_size], block_size)
+        for i in range(0, len(token_ids) - block_size + 1, block_size)
+    )
+
+
+def test_a_block_counts_only_under_its_own_parent() -> None:
+    """Both blocks are held and equal in hash, tokens and scope, but the second one's KV saw another first block."""
+    cache = PrefixCache(16, 2, hash_chain=orphan_chain)
+    fill(cache, tokens(1, 2, 3, 4, 5))
+    own = fill(cache, tokens(7, 8, 9))
+    assert hits(cache, tokens(7, 8, 3, 4, 5)) == own[:1]
+    other = fill(cache, tokens(7, 8, 3, 4, 5))
+    assert hits(cache, tokens(1, 2, 3, 4, 5))[1] != other[1]
+
+
+def test_uncached_blocks_come_back_as_neighbours() -> None:
+    """What a sequence gives back is handed out again in the same ascending order, as one run."""
+    cache = PrefixCache(8, 2)
+    blocks = cache.allocate(5)
+    cache.release(blocks)
+    assert cache.allocate(5) == blocks == [0, 1, 2, 3, 4]
 
 
 def test_duplicates_collapse_onto_the_first_block() -> None:

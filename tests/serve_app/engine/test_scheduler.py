@@ -94,6 +94,19 @@ def test_admission_promises_the_worst_case_and_nobody_overtakes_who_waits_for_bl
     assert bench.step() == [("b", 16), ("late", 16)]
 
 
+def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> None:
+    """Eight cached blocks, one free, one promised: a hit on the eight that needs one more has to wait."""
+    bench = Bench(num_blocks=10, max_num_batched_tokens=256)
+    bench.add("warm", prompt(128), 1)
+    bench.step()
+    bench.add("a", prompt(16, 1), 17)
+    assert bench.step() == [("a", 16)]
+    bench.add("hit", np.append(prompt(128), [1, 2]), 4)
+    assert bench.step() == [("a", 1)]
+    bench.scheduler.remove("a")
+    assert bench.step() == [("hit", 2)]
+
+
 def test_a_running_sequence_never_lacks_a_block() -> None:
     """Random requests in a small pool run to their ends; the checks are in ``step``."""
     bench = Bench(num_blocks=16, max_num_seqs=6)
