@@ -23,6 +23,7 @@ from router.events import Event, LoadReport, StatsReport
 from router.in_flight import InFlightPrefixes
 from router.load import LoadSettings, LoadTable
 from router.policies import POLICIES, least_loaded
+from router.pull import plan_pull
 from router.ranking import Candidate, Match, PolicyContext, PolicySettings
 from router.request import Decision, RoutedRequest
 
@@ -239,12 +240,26 @@ class RoutingCore:
         replica_id, _, reason, estimated_ttft_s = ranked[0]
         selected = match.get(replica_id, 0)
         best = max(match.values()) if match else 0
-        uncached = max(request.prompt_tokens - max(selected, in_flight.get(replica_id, 0)), 1)
+        held = max(selected, in_flight.get(replica_id, 0))
+        pull_from, pull_tokens = "", 0
+        if self.settings.scoring.pull_tokens_per_s and best > held:
+            pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, self.settings.scoring)
+        uncached = max(request.prompt_tokens - max(held, pull_tokens), 1)
         number = loads.reserve(replica_id, uncached, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
             self._key_of_sent[number] = request.placement_key
             self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
-        decision = Decision(replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s)
+        decision = Decision(
+            replica_id,
+            self.router_id,
+            number,
+            best,
+            selected,
+            reason,
+            estimated_ttft_s,
+            pull_from,
+            pull_tokens,
+        )
         tokens = self.counters.of_reason(reason)
         tokens.decisions += 1
         tokens.prompt_tokens += request.prompt_tokens

@@ -13,6 +13,7 @@ from math import ceil, exp
 import numpy as np
 
 from router.load import Floats, LoadTable
+from router.pull import work_with_pull
 from router.ranking import (
     Candidate,
     Match,
@@ -42,6 +43,8 @@ def estimated_ttft(
     """
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
+    if settings.pull_tokens_per_s and match:
+        own = work_with_pull(own, request, match, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
         # queued x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
@@ -54,7 +57,8 @@ def estimated_ttft(
     scores *= loads.seconds_per_token
     ranked = scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
     return [
-        candidate._replace(estimated_ttft_s=_wait_s(candidate.replica_id, own, loads, settings)) for candidate in ranked
+        Candidate(replica_id, score, reason, _wait_s(replica_id, own, loads, settings))
+        for replica_id, score, reason, _ in ranked
     ]
 
 

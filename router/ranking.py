@@ -52,12 +52,16 @@ class PolicySettings:
     False scores a first-come-first-served queue. ``pushback_weight``: seconds of others' delay that weigh as one
     second of one's own. ``tie_tolerance``: scores within this share of the best are equal, so that noise in measured
     rates does not scatter cold prompts.
+    ``pull_tokens_per_s``: how fast a replica copies KV from another one, 0 where it cannot; a pull shorter than
+    ``min_pull_tokens`` is not worth its set-up (see ``pull``).
     ``bounded_load``: bounded hashing's factor over the mean. ``sglang_*``: that router's three thresholds.
     """
 
     shortest_first: bool = True
     pushback_weight: float = 1.0
     tie_tolerance: float = 0.05
+    pull_tokens_per_s: float = 0.0
+    min_pull_tokens: int = 1024
     bounded_load: float = 1.25
     sglang_relative: float = 1.1
     sglang_absolute: float = 32.0
@@ -148,7 +152,7 @@ def best_rows(
     scores: Floats, own: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
 ) -> list[int]:
     """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
-    best = float(scores[scores.argmin()])
+    best = scores[scores.argmin()]  # kept a numpy number: comparing with a float costs a conversion
     bound = best + abs(best) * tolerance
     near = (scores <= bound).nonzero()[0]
     if limit == 1:

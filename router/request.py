@@ -30,6 +30,8 @@ class Decision(msgspec.Struct, frozen=True):
     ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one
     held; ``reason``: a short stable word for the counters (see ``policies``); ``estimated_ttft_s``: 0.0 when the
     policy makes no estimate; ``reservation``: this router's number for it, reported back in ``RouterShare``.
+    ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen one should copy before it
+    computes the rest, "" where computing is faster; the estimate counts on it, and a pull that fails costs time only.
     """
 
     replica_id: str
@@ -39,3 +41,5 @@ class Decision(msgspec.Struct, frozen=True):
     selected_cached_tokens: int
     reason: str
     estimated_ttft_s: float = 0.0
+    pull_from: str = ""
+    pull_tokens: int = 0

@@ -1,0 +1,46 @@
+"""Pulls: when a replica lacks a prefix that another one holds, is copying its KV faster than computing it?
+
+Pure functions over matches and loads, for scores and for the plan of one decision. Knows neither how KV travels nor
+whether a pull succeeds: the chosen replica computes whatever did not arrive.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from router.load import Floats, LoadTable
+from router.ranking import Match, PolicySettings
+from router.request import RoutedRequest
+
+
+def work_with_pull(
+    own: Floats, request: RoutedRequest, match: Match, loads: LoadTable, settings: PolicySettings
+) -> Floats:
+    """Return by row the work of a request in prefill tokens, where missing KV is pulled if that is faster.
+
+    A pulled token costs the prefill tokens that would be computed meanwhile. ``own``: uncached tokens without a pull.
+    """
+    least = max(request.prompt_tokens - max(match.values()), 1)
+    pulled = own - least
+    pulled[pulled < settings.min_pull_tokens] = np.inf
+    pulled /= settings.pull_tokens_per_s * loads.seconds_per_token
+    pulled += least
+    return np.minimum(own, pulled, out=pulled)
+
+
+def plan_pull(
+    replica_id: str, held_tokens: int, match: Match, loads: LoadTable, settings: PolicySettings
+) -> tuple[str, int]:
+    """Return who should hand its KV to a replica that holds ``held_tokens``, and how much; ("", 0): nobody.
+
+    Of those that hold most, the one with the least prefill work.
+    """
+    row = loads.row_of(replica_id)
+    most = max(match.values(), default=0)
+    missing = most - held_tokens
+    if row is None or missing < settings.min_pull_tokens:
+        return "", 0
+    if settings.pull_tokens_per_s * float(loads.seconds_per_token[row]) <= 1.0:
+        return "", 0
+    holders = [name for name, tokens in match.items() if tokens == most and loads.row_of(name) is not None]
+    return (min(holders, key=loads.queue_ahead), most) if holders else ("", 0)
