@@ -114,9 +114,10 @@ async def ask_once(handle: DeploymentHandle) -> Any:
 
 def main() -> None:
     """Run the application once."""
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
-        handle = serve.run(Ingress.bind(Holder.bind()), name="routing", route_prefix="/routing")
+        serve.start(http_options={"location": "NoServer"})  # handles only: no port to share with other clusters
+        handle = serve.run(Ingress.bind(Holder.bind()), name="routing", route_prefix=None)
         outcome = asyncio.run(ask_once(handle))
     finally:
         ray.shutdown()
