@@ -40,7 +40,11 @@ class RouterShare(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown."""
+    """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
+
+    ``committed_prefill_tokens``: those of the queued tokens that run before any request that comes now, however short
+    (the rest of a prefill or step that is not interrupted); their sequence counts as waiting.
+    """
 
     queued_prefill_tokens: int
     running_sequences: int
@@ -50,6 +54,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     prefill_tokens_per_s: float
     decode_step_s: float
     shares: tuple[RouterShare, ...] = ()
+    committed_prefill_tokens: int = 0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -62,10 +62,11 @@ class ReplicaLoad:
 class LoadTable:
     """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
 
-    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``waiting``: sequences that wait;
-    ``jobs``: the sequences that ``queued_tokens`` belong to, at least one where there are any; ``falloff``:
-    jobs / queued tokens, negated, 0 where idle; ``running``: decoding sequences; ``seconds_per_token``: of prefill,
-    decoding considered; ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
+    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those of them that
+    nobody overtakes, ``overtakable_tokens``: the others; ``jobs``: the sequences that the others belong to, at least
+    one where there are any; ``falloff``: jobs / overtakable tokens, negated, 0 where there are none; ``waiting``:
+    sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
+    ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
     """
 
     def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
@@ -215,11 +216,15 @@ class LoadTable:
             running, rate = report.running_sequences, report.prefill_tokens_per_s
             room = report.max_running_sequences + report.max_waiting_sequences
             full = 0 < report.max_waiting_sequences <= report.waiting_sequences or 0 < room <= running + waiting
-        jobs = max(waiting, 1) if queued else 0
+        committed = min(report.committed_prefill_tokens, queued) if report is not None else 0
+        others = queued - committed
+        jobs = max(waiting - (committed > 0), 1) if others else 0
         self._queued[row] = queued
+        self._committed[row] = committed
+        self._overtakable[row] = others
         self._waiting[row] = waiting
         self._jobs[row] = jobs
-        self._falloff[row] = -jobs / queued if queued else 0.0
+        self._falloff[row] = -jobs / others if others else 0.0
         self._running[row] = running
         self._pace[row] = (1.0 + self.settings.decode_weight * running) / (
             rate or self.settings.default_prefill_tokens_per_s
@@ -232,6 +237,8 @@ class LoadTable:
     def _grow(self, rows: int) -> None:
         old = len(self.replica_ids)
         self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
+        self._committed = _longer(self.committed_tokens if old else None, rows, np.float64)
+        self._overtakable = _longer(self.overtakable_tokens if old else None, rows, np.float64)
         self._waiting = _longer(self.waiting if old else None, rows, np.float64)
         self._jobs = _longer(self.jobs if old else None, rows, np.float64)
         self._falloff = _longer(self.falloff if old else None, rows, np.float64)
@@ -244,6 +251,8 @@ class LoadTable:
     def _cut_views(self) -> None:
         rows = len(self.replica_ids)
         self.queued_tokens: Floats = self._queued[:rows]
+        self.committed_tokens: Floats = self._committed[:rows]
+        self.overtakable_tokens: Floats = self._overtakable[:rows]
         self.waiting: Floats = self._waiting[:rows]
         self.jobs: Floats = self._jobs[:rows]
         self.falloff: Floats = self._falloff[:rows]
@@ -272,4 +281,5 @@ def _clamped(report: LoadReport) -> LoadReport:
         prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
         decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
         shares=report.shares,
+        committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
     )

@@ -36,10 +36,11 @@ def estimated_ttft(
     """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
 
     score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token.
-    Of a queue only totals are known, so its jobs are taken as exponential with mean m = queued / waiting. Then a
-    request of ``own`` tokens, x = own / m, runs behind queued x (1 - (1 + x) e^-x) tokens and pushes back
-    jobs x e^-x sequences. First come first served: everything is ahead, nobody is behind. Ties go to the most
-    cached tokens, then to rendezvous order, which places cold prompts stably while replicas are idle.
+    Of a queue only totals are known: the tokens that nobody overtakes, which are ahead, and ``others``, taken as jobs
+    with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
+    others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
+    ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
+    stably while replicas are idle.
     """
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
@@ -47,9 +48,10 @@ def estimated_ttft(
         own = work_with_pull(own, request, match, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
-        # queued x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
+        # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
         shorter = np.expm1(own * loads.falloff)
-        scores = own - shorter * loads.queued_tokens
+        scores = own + loads.committed_tokens
+        scores -= shorter * loads.overtakable_tokens
         if settings.pushback_weight != 1.0:
             scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
     else:
@@ -68,8 +70,8 @@ def _wait_s(replica_id: str, own: Floats, loads: LoadTable, settings: PolicySett
     assert row is not None
     tokens, ahead = float(own[row]), float(loads.queued_tokens[row])
     if settings.shortest_first:
-        ratio = tokens * float(loads.falloff[row])
-        ahead *= 1.0 - (1.0 - ratio) * exp(ratio)
+        ratio, committed = tokens * float(loads.falloff[row]), float(loads.committed_tokens[row])
+        ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
     return (ahead + tokens) * float(loads.seconds_per_token[row])
 
 

@@ -138,6 +138,22 @@ def test_score_is_the_documented_formula() -> None:
         assert head.estimated_ttft_s == pytest.approx((ahead + own) * 0.0011)
 
 
+def test_committed_tokens_are_ahead_of_everyone() -> None:
+    """However short a request is, it waits for a prefill that is not interrupted, and pushes nobody back then."""
+    loads = LoadTable("me")
+    loads.add_replica(NAMES[0])
+    loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
+    assert head.score == pytest.approx(5.1)
+    assert head.estimated_ttft_s == pytest.approx(5.1)
+    loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    x = 100 / 2000
+    ahead, behind = 5000 + 4000 * (1 - (1 + x) * exp(-x)), 2 * exp(-x)
+    head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
+    assert head.score == pytest.approx((ahead + 100 * (1 + behind)) / 1000)
+    assert head.estimated_ttft_s == pytest.approx((ahead + 100) / 1000)
+
+
 def test_in_flight_prefixes_count_as_cached() -> None:
     """A second request for a cold prompt follows the first one, and says why."""
     loads = loads_of((1000, 0, 1), (0, 0, 0), (0, 0, 0))

@@ -1,0 +1,83 @@
+"""Pulls: priced in prefill tokens, planned only where copying beats computing."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from router.core import RouterSettings, RoutingCore
+from router.events import BlocksStored, LoadReport
+from router.load import LoadTable
+from router.pull import plan_pull, work_with_pull
+from router.ranking import PolicySettings, uncached_tokens
+from router.request import RoutedRequest
+
+PULLING = PolicySettings(pull_tokens_per_s=10_000.0, min_pull_tokens=100)
+REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
+
+
+def loads_of(**queued: int) -> LoadTable:
+    """Replicas that compute 1,000 tokens/s."""
+    loads = LoadTable("me")
+    for name, tokens in queued.items():
+        loads.add_replica(name)
+        loads.report(name, LoadReport(tokens, 0, 1 if tokens else 0, 0, 0, 1000.0, 0.01), 0.0)
+    return loads
+
+
+def work(match: dict[str, int], settings: PolicySettings = PULLING) -> list[float]:
+    loads = loads_of(a=0, b=0, c=0)
+    own = uncached_tokens(REQUEST, (match,), loads)
+    return [float(tokens) for tokens in work_with_pull(own, REQUEST, match, loads, settings)]
+
+
+def test_a_pulled_token_costs_its_share_of_prefill() -> None:
+    """At ten times the prefill rate, 600 pulled tokens weigh as 60 computed ones; the holder pays nothing."""
+    assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
+
+
+def test_a_short_pull_is_not_worth_its_set_up() -> None:
+    """Below min_pull_tokens a replica computes."""
+    assert work({"b": 600, "c": 501}) == pytest.approx([460, 400, 499])
+
+
+def test_a_slow_link_is_not_used() -> None:
+    """Where copying is slower than computing, nothing changes, and no pull is planned."""
+    slow = PolicySettings(pull_tokens_per_s=900.0, min_pull_tokens=100)
+    assert work({"b": 600}, slow) == pytest.approx([1000, 400, 1000])
+    assert plan_pull("a", 0, {"b": 600}, loads_of(a=0, b=0), slow) == ("", 0)
+
+
+def test_the_holder_with_the_least_work_is_asked() -> None:
+    """Of equal holders the idle one hands its KV over; replicas that left and lesser holders are not asked."""
+    loads = loads_of(a=0, b=5000, c=10, d=0)
+    assert plan_pull("a", 100, {"a": 100, "b": 600, "c": 600, "d": 400, "gone": 500}, loads, PULLING) == ("c", 600)
+    assert plan_pull("a", 550, {"b": 600}, loads, PULLING) == ("", 0)
+    assert plan_pull("a", 0, {"gone": 600}, loads, PULLING) == ("", 0)
+
+
+def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
+    """A request that leaves a busy holder carries the holder's name; only the rest is reserved as prefill."""
+    chain = Random(0).randbytes(16 * 50)
+    for policy in ("estimated_ttft", "round_robin"):
+        core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
+        core.update_replicas(["a", "b"])
+        core.apply("b", "e", [BlocksStored(chain), LoadReport(90_000, 0, 1, 0, 0, 1000.0, 0.01)])
+        core.apply("a", "e", [LoadReport(0, 0, 0, 0, 0, 1000.0, 0.01)])
+        decisions = [core.decide(RoutedRequest(f"q{n}", chain, 1000, b"k" * 16)) for n in range(2)]
+        decision = next(d for d in decisions if d is not None and d.replica_id == "a")
+        assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)
+        assert core.loads.queue_ahead("a") in (200, 400)
+
+
+def test_without_a_link_nothing_is_pulled() -> None:
+    """The default has no pull, so decisions name nobody."""
+    chain = Random(0).randbytes(16 * 50)
+    core = RoutingCore("me", RouterSettings("round_robin"), clock=lambda: 0.0)
+    core.update_replicas(["a", "b"])
+    core.apply("b", "e", [BlocksStored(chain)])
+    for number in range(2):
+        decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16))
+        assert decision is not None
+        assert (decision.pull_from, decision.pull_tokens) == ("", 0)
