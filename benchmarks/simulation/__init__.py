@@ -1,0 +1,1 @@
+"""A cluster in discrete events on a virtual clock: real routing and cache index code, a cost model for the rest."""

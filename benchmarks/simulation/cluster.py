@@ -1,0 +1,127 @@
+"""A whole run: requests arrive, routers decide, replicas compute, feeds carry what changed.
+
+Owns the wiring and the outcome. Knows no scoring rule. In: prepared requests, settings, a contender; out: every
+request's time to first token and what was reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from benchmarks.metrics import percentile
+from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
+from benchmarks.simulation.ray_prefix import RayPrefixTree
+from benchmarks.simulation.replica import Job, SimulatedReplica
+from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
+from router.events import Event
+from router.request import Decision
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of each request, by its number."""
+
+    ttft_s: dict[int, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    pulled_tokens: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures of the benchmark's contract. ``hit_rate`` counts pulled tokens as cached ones."""
+        times = list(self.ttft_s.values())
+        return {
+            "hit_rate": self.cached_tokens / self.prompt_tokens,
+            "pulled_rate": self.pulled_tokens / self.prompt_tokens,
+            "ttft_mean_s": sum(times) / len(times),
+            "ttft_p50_s": percentile(times, 50),
+            "ttft_p90_s": percentile(times, 90),
+            "ttft_p99_s": percentile(times, 99),
+            "requests": len(times),
+        }
+
+
+class Cluster:
+    """Replicas and routers on one clock; run it once."""
+
+    def __init__(self, settings: ClusterSettings, contender: Contender) -> None:
+        self.settings = settings
+        self.clock = VirtualClock()
+        self.outcome = Outcome()
+        self.replicas: dict[str, SimulatedReplica] = {}
+        for number in range(settings.replicas):
+            name = f"replica-{settings.seed}-{number:04d}"
+            self.replicas[name] = SimulatedReplica(
+                name,
+                settings,
+                self.clock,
+                self.replicas,
+                shortest_first=contender.shortest_first,
+                on_first_token=self._first_token,
+                publish=self._publish,
+            )
+        names = list(self.replicas)
+        tree = RayPrefixTree(names) if contender.policy == RAY_PREFIX else None
+        self.doors = {
+            name: FrontDoor(name, names, settings, contender, self.clock, tree)
+            for name in (f"router-{number}" for number in range(settings.routers))
+        }
+        self._rng = Random(settings.seed)
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> Outcome:
+        """Let every request arrive, and wait until all is done."""
+        doors = list(self.doors.values())
+        for request in requests:
+            door = self._rng.choice(doors)
+            self.clock.at(
+                request.trace.arrival_s / self.settings.speed,
+                lambda request=request, door=door: self._arrive(request, door),  # type: ignore[misc]
+            )
+        self.clock.run()
+        return self.outcome
+
+    def _arrive(self, request: SimulatedRequest, door: FrontDoor) -> None:
+        decision: Decision = door.decide(request)
+        self.replicas[decision.replica_id].submit(request, decision)
+
+    def _first_token(self, job: Job) -> None:
+        number = job.request.number
+        assert number not in self.outcome.ttft_s
+        self.outcome.ttft_s[number] = job.finish_s - job.arrival_s
+        self.outcome.prompt_tokens += job.request.trace.prompt_tokens
+        self.outcome.cached_tokens += job.cached_tokens
+        self.outcome.pulled_tokens += min(job.pulled_tokens, job.cached_tokens)
+        self.doors[job.decision.router_id].core.release(job.decision)
+
+    def _publish(self, replica_id: str, events: tuple[Event, ...]) -> None:
+        if self.settings.feed_delay_s:
+            self.clock.after(self.settings.feed_delay_s, lambda: self._deliver(replica_id, events))
+        else:
+            self._deliver(replica_id, events)
+
+    def _deliver(self, replica_id: str, events: tuple[Event, ...]) -> None:
+        for door in self.doors.values():
+            door.take(replica_id, events)
+
+
+def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -> Outcome:
+    """Return the outcome of one unlimited cache that all replicas share and no queue: the bound on every policy.
+
+    A prompt's blocks are reusable by whatever arrives after it.
+    """
+    outcome = Outcome()
+    seen: set[bytes] = set()
+    size = settings.block_size
+    for request in requests:
+        prompt_tokens = request.trace.prompt_tokens
+        prefixes = request.prefixes()
+        hits = 0
+        while hits < (prompt_tokens - 1) // size and prefixes[hits] in seen:
+            hits += 1
+        seen.update(prefixes)
+        outcome.ttft_s[request.number] = (prompt_tokens - hits * size) / settings.prefill_tokens_per_s
+        outcome.prompt_tokens += prompt_tokens
+        outcome.cached_tokens += hits * size
+    return outcome

@@ -1,0 +1,76 @@
+"""Who decides: a RoutingCore, alone or narrowed down by Ray's prefix tree.
+
+Owns the making of the real router's settings for a contender. Knows nothing of replicas' insides.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.ray_prefix import RayPrefixTree
+from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
+from router.core import RouterSettings, RoutingCore
+from router.events import Event
+from router.load import LoadSettings
+from router.ranking import PolicySettings
+from router.request import Decision, RoutedRequest
+
+RAY_PREFIX = "ray_prefix"
+EPOCH = "simulated"
+
+
+class FrontDoor:
+    """One router. ``tree``: given for Ray's prefix rule, and shared by all routers."""
+
+    def __init__(
+        self,
+        name: str,
+        replica_ids: list[str],
+        settings: ClusterSettings,
+        contender: Contender,
+        clock: VirtualClock,
+        tree: RayPrefixTree | None = None,
+    ) -> None:
+        scoring = PolicySettings(
+            shortest_first=contender.shortest_first,
+            pull_tokens_per_s=settings.pull_tokens_per_s if contender.pull else 0.0,
+        )
+        load = LoadSettings(
+            default_prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            decode_weight=settings.decode_weight,
+            reservation_ttl_s=float("inf"),
+        )
+        policy = "least_loaded" if tree is not None else contender.policy
+        core_settings = RouterSettings(policy, settings.block_size, load=load, scoring=scoring)
+        self.core = RoutingCore(name, core_settings, clock=clock, rng=Random(f"{settings.seed} {name}"))
+        self.core.update_replicas(replica_ids)
+        self._replica_ids = replica_ids
+        self._block_size = settings.block_size
+        self._tree = tree
+        self._rng = Random(f"{settings.seed} {name} ties")
+
+    def take(self, replica_id: str, events: tuple[Event, ...]) -> None:
+        """Take one feed message."""
+        self.core.apply(replica_id, EPOCH, events)
+
+    def decide(self, request: SimulatedRequest) -> Decision:
+        """Choose a replica and reserve its work there."""
+        tokens = request.trace.prompt_tokens
+        routed = RoutedRequest(str(request.number), request.chain, tokens, request.placement_key)
+        blocked = self._refused_by_tree(request) if self._tree is not None else ()
+        decision = self.core.decide(routed, blocked)
+        assert decision is not None, "simulated replicas are never full"
+        if self._tree is not None:
+            self._tree.insert(decision.replica_id, request.prefixes(), self._block_size)
+        return decision
+
+    def _refused_by_tree(self, request: SimulatedRequest) -> list[str]:
+        """Return all replicas but the one with the shortest queue among those that the tree proposes."""
+        assert self._tree is not None
+        loads = self.core.loads
+        proposed = sorted(self._tree.candidates(request.prefixes(), request.trace.prompt_tokens, self._block_size))
+        self._rng.shuffle(proposed)
+        requests = (loads.running + loads.waiting).tolist()
+        chosen = min(proposed, key=lambda name: requests[loads.row_of(name) or 0])
+        return [name for name in self._replica_ids if name != chosen]

@@ -1,0 +1,223 @@
+"""One simulated replica: the real prefix cache index, a line of jobs, and a cost model instead of a forward.
+
+Owns the order of jobs, blocks held while they run, and pulls from peers. Knows nothing of routers beyond the names in
+its load reports. In: jobs; out: first tokens, and cache events with a load report whenever something changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.simulation.clock import VirtualClock
+from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
+from router.block_hash import HASH_BYTES, TokenArray
+from router.events import Event, LoadReport, RouterShare
+from router.request import Decision
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.scheduler import AGING_TOKENS_PER_S
+
+
+@dataclass(slots=True)
+class Job:
+    """A request at its replica. ``uncached_tokens`` is a hint until the prefill starts; ``pulling``: not ready yet."""
+
+    request: SimulatedRequest
+    decision: Decision
+    arrival_s: float
+    token_ids: TokenArray
+    uncached_tokens: int = 0
+    held_blocks: int = 0
+    pulling: bool = False
+    pulled_tokens: int = 0
+    cached_tokens: int = 0
+    start_s: float = 0.0
+    finish_s: float = 0.0
+
+
+FirstToken = Callable[[Job], None]
+Publish = Callable[[str, tuple[Event, ...]], None]
+
+
+class SimulatedReplica:
+    """A replica of a cluster whose members are ``peers``, itself among them."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        settings: ClusterSettings,
+        clock: VirtualClock,
+        peers: dict[str, SimulatedReplica],
+        *,
+        shortest_first: bool,
+        on_first_token: FirstToken,
+        publish: Publish,
+    ) -> None:
+        self.replica_id = replica_id
+        self.cache = PrefixCache(settings.blocks, settings.block_size)
+        self.decoding = 0
+        self.waiting: list[Job] = []
+        self.current: Job | None = None
+        self._settings = settings
+        self._clock = clock
+        self._peers = peers
+        self._shortest_first = shortest_first
+        self._on_first_token = on_first_token
+        self._publish = publish
+        self._link_free_s = 0.0
+        self._last_reservation: dict[str, int] = {}
+
+    def submit(self, request: SimulatedRequest, decision: Decision) -> None:
+        """Take a request. Raises ValueError when it could never fit the pool."""
+        if self._blocks_of(request) > self._settings.blocks:
+            raise ValueError(f"request {request.number} needs more blocks than a replica has")
+        now_s = self._clock.now_s
+        job = Job(request, decision, now_s, request.token_ids(self._settings.block_size))
+        self._last_reservation[decision.router_id] = decision.reservation
+        self._hint(job)
+        self.waiting.append(job)
+        if decision.pull_from:
+            self._begin_pull(job)
+        self._start_next()
+        self._report()
+
+    def report(self) -> LoadReport:
+        """Return the load now. The prompt being computed counts as waiting, with what is left of it."""
+        queued: dict[str, int] = dict.fromkeys(self._last_reservation, 0)
+        for job in self.waiting:
+            queued[job.decision.router_id] += job.uncached_tokens
+        committed = 0
+        if self.current is not None:
+            job = self.current
+            left = (job.finish_s - self._clock.now_s) / (job.finish_s - job.start_s)
+            committed = round(left * job.uncached_tokens)
+            queued[job.decision.router_id] += committed
+        shares = tuple(RouterShare(name, self._last_reservation[name], tokens) for name, tokens in queued.items())
+        waiting = len(self.waiting) + (self.current is not None)
+        return LoadReport(
+            queued_prefill_tokens=sum(queued.values()),
+            running_sequences=self.decoding,
+            waiting_sequences=waiting,
+            max_running_sequences=0,
+            max_waiting_sequences=0,
+            prefill_tokens_per_s=self._settings.prefill_tokens_per_s,
+            decode_step_s=self._settings.decode_token_s,
+            shares=shares,
+            committed_prefill_tokens=committed,
+        )
+
+    def _report(self) -> None:
+        self._publish(self.replica_id, (*self.cache.take_events(), self.report()))
+
+    def _blocks_of(self, request: SimulatedRequest) -> int:
+        return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)
+
+    def _hint(self, job: Job) -> None:
+        """Guess what is cached of a job's prompt, at two look-ups when nothing changed."""
+        cache, chain = self.cache, job.request.chain
+        limit = cache.reusable_blocks(job.request.trace.prompt_tokens)
+        held = job.held_blocks
+        if held and not cache.held(chain[HASH_BYTES * (held - 1) : HASH_BYTES * held]):
+            held = cache.count_held(chain, held)
+        elif held < limit and cache.held(chain[HASH_BYTES * held : HASH_BYTES * (held + 1)]):
+            held = cache.count_held(chain, limit)
+        job.held_blocks = held
+        if not job.pulling:
+            job.uncached_tokens = job.request.trace.prompt_tokens - held * self._settings.block_size
+
+    def _start_next(self) -> None:
+        if self.current is not None:
+            return
+        ready = [job for job in self.waiting if not job.pulling]
+        for job in ready:
+            self._hint(job)
+        if not ready:
+            return
+        job = min(ready, key=self._rank) if self._shortest_first else ready[0]
+        cache, size = self.cache, self._settings.block_size
+        matched = cache.match(SCOPE, job.token_ids, job.request.chain)
+        needed = self._blocks_of(job.request) - len(matched)
+        if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
+            return  # until a running sequence ends; nobody overtakes, or the job might wait for ever
+        cache.acquire(matched)
+        blocks = [*matched, *cache.allocate(needed)]
+        job.cached_tokens = len(matched) * size
+        job.uncached_tokens = job.request.trace.prompt_tokens - job.cached_tokens
+        slowed = 1.0 + self._settings.decode_weight * self.decoding
+        job.start_s = self._clock.now_s
+        job.finish_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
+        self.waiting.remove(job)
+        self.current = job
+        self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
+        self._report_later(job)
+
+    def _rank(self, job: Job) -> float:
+        return job.uncached_tokens + AGING_TOKENS_PER_S * job.arrival_s
+
+    def _report_later(self, job: Job) -> None:
+        def tick() -> None:
+            if self.current is job:
+                self._report()
+                self._report_later(job)
+
+        next_s = self._clock.now_s + self._settings.report_interval_s
+        if next_s < job.finish_s:
+            self._clock.at(next_s, tick)
+
+    def _finish(self, job: Job, blocks: list[int], hits: int) -> None:
+        full = job.request.trace.prompt_tokens // self._settings.block_size
+        self.cache.publish(SCOPE, job.token_ids, job.request.chain, blocks, hits, full)
+        self.current = None
+        self.decoding += 1
+        self._on_first_token(job)
+        output_s = job.request.trace.output_tokens * self._settings.decode_token_s
+        self._clock.after(output_s, lambda: self._end(blocks))
+        self._start_next()
+        self._report()
+
+    def _end(self, blocks: list[int]) -> None:
+        self.cache.release(blocks)
+        self.decoding -= 1
+        self._start_next()
+        self._report()
+
+    def _begin_pull(self, job: Job) -> None:
+        """Copy what the decision named, one pull after another over this replica's link."""
+        job.pulling = True
+        job.uncached_tokens = job.request.trace.prompt_tokens - max(
+            job.decision.pull_tokens, job.held_blocks * self._settings.block_size
+        )
+        self._clock.at(max(self._clock.now_s, self._link_free_s), lambda: self._copy(job))
+        missing = max(job.decision.pull_tokens - job.held_blocks * self._settings.block_size, 0)
+        self._link_free_s = max(self._clock.now_s, self._link_free_s) + missing / self._settings.pull_tokens_per_s
+
+    def _copy(self, job: Job) -> None:
+        """Copy what the holder still has, while holding blocks for it here; too few on either side end the pull.
+
+        The holder exports at once (into shared memory), so that it holds nothing and its eviction order stays.
+        """
+        cache, size, chain = self.cache, self._settings.block_size, job.request.chain
+        source = self._peers[job.decision.pull_from].cache
+        offered = source.match(SCOPE, job.token_ids, chain)[: job.decision.pull_tokens // size]
+        matched = cache.match(SCOPE, job.token_ids, chain)
+        missing = len(offered) - len(matched)
+        idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
+        if missing <= 0 or missing > cache.available_blocks - idle_hits:
+            self._ready(job)
+            return
+        cache.acquire(matched)
+        blocks = [*matched, *cache.allocate(missing)]
+
+        def arrived() -> None:
+            cache.publish(SCOPE, job.token_ids, chain, blocks, len(matched), len(offered))
+            cache.release(blocks)
+            job.pulled_tokens = missing * size
+            self._ready(job)
+
+        self._clock.after(missing * size / self._settings.pull_tokens_per_s, arrived)
+
+    def _ready(self, job: Job) -> None:
+        job.pulling = False
+        self._hint(job)
+        self._start_next()
+        self._report()

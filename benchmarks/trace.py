@@ -1,0 +1,98 @@
+"""Requests to replay: a published trace by its block ids, or a synthetic one from a seed.
+
+Owns TraceRequest, the reader of the trace's JSON lines and the synthetic generator. Knows nothing of replicas or
+servers. Out: requests in order of arrival; two prompts share a prefix exactly as far as their ids are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+
+import numpy as np
+
+from router.block_hash import TokenArray
+
+DEFAULT_TRACE = Path("../shared/traces/mooncake_conversation.jsonl")
+TRACE_BLOCK_TOKENS = 512
+"""Tokens that one id of the published trace stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. ``hash_ids``: an id for each block of the prompt, the last one of a partial block."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...]
+
+
+def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = TRACE_BLOCK_TOKENS) -> TokenArray:
+    """Return stand-in token ids: every block is its id repeated, so equal ids are equal blocks and no others are."""
+    return np.repeat(np.asarray(hash_ids, dtype="<i4"), block_size)[:prompt_tokens]
+
+
+def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
+    """Read the first ``requests`` of a trace. Raises ValueError with the line's number when one is malformed."""
+    found: list[TraceRequest] = []
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if requests is not None and len(found) >= requests:
+                break
+            try:
+                row = json.loads(line)
+                ids = tuple(int(value) for value in row["hash_ids"])
+                request = TraceRequest(
+                    row["timestamp"] / 1000.0, int(row["input_length"]), int(row["output_length"]), ids
+                )
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error!r}") from error
+            if request.prompt_tokens < 1 or len(ids) != -(-request.prompt_tokens // TRACE_BLOCK_TOKENS):
+                raise ValueError(f"{path}, line {number}: {len(ids)} ids for {request.prompt_tokens} tokens")
+            found.append(request)
+    if not found:
+        raise ValueError(f"{path} holds no requests")
+    return sorted(found, key=lambda request: request.arrival_s)
+
+
+def synthetic_trace(
+    requests: int, seed: int = 0, *, requests_per_s: float = 3.2, system_prompts: int = 50, skew: float = 1.1
+) -> list[TraceRequest]:
+    """Make conversations over system prompts that are popular by Zipf's law, arriving at random.
+
+    Half of the requests continue a recent conversation: its blocks so far, the answer's and the new question's.
+    """
+    rng = Random(seed)
+    next_id = 0
+
+    def fresh(blocks: int) -> tuple[int, ...]:
+        nonlocal next_id
+        next_id += blocks
+        return tuple(range(next_id - blocks, next_id))
+
+    systems = [fresh(rng.randint(1, 16)) for _ in range(system_prompts)]
+    weights = list(accumulate((rank + 1) ** -skew for rank in range(system_prompts)))
+    open_conversations: list[tuple[int, ...]] = []
+    made: list[TraceRequest] = []
+    now_s = 0.0
+    for _ in range(requests):
+        now_s += rng.expovariate(requests_per_s)
+        if open_conversations and rng.random() < 0.5:
+            history = open_conversations.pop(rng.randrange(len(open_conversations)))
+        else:
+            history = systems[bisect_left(weights, rng.random() * weights[-1])]
+        ids = history + fresh(max(1, round(rng.lognormvariate(1.8, 1.0))))
+        output_tokens = max(1, round(rng.lognormvariate(5.6, 0.7)))
+        prompt_tokens = len(ids) * TRACE_BLOCK_TOKENS - rng.randrange(TRACE_BLOCK_TOKENS)
+        made.append(TraceRequest(now_s, prompt_tokens, output_tokens, ids))
+        if len(ids) < 200:
+            open_conversations.append(ids[:-1] + fresh(1))
+        if len(open_conversations) > 200:
+            open_conversations.pop(0)
+    return made
