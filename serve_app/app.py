@@ -4,8 +4,7 @@
 deployments' options and nothing of what they do.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig

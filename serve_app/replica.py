@@ -34,11 +34,14 @@ from serve_app.engine.protocol import (
     SamplingParams,
 )
 from serve_app.engine_factory import make_engine
+from serve_app.engine_sizes import max_model_len
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
+WARM_UP_TOKENS = 1024
+"""Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
 
 
 class _Stream:
@@ -77,7 +80,9 @@ class Replica:
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._engine.start()
-        await self._warm_up(info.vocab_size)
+        room = self._config.num_blocks or WARM_UP_TOKENS
+        tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
+        await self._warm_up(max(1, tokens), info.vocab_size)
         self._reporter = asyncio.create_task(self._report())
 
     # -- the Serve side -------------------------------------------------------------------------------------------
@@ -183,13 +188,13 @@ class Replica:
 
     # -- start-up and reporting -----------------------------------------------------------------------------------
 
-    async def _warm_up(self, vocab_size: int) -> None:
+    async def _warm_up(self, tokens: int, vocab_size: int) -> None:
         """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
         stream = self._streams.setdefault("warm-up", _Stream())
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
             request_id="warm-up",
-            token_ids=(np.arange(256, dtype=np.int32) % max(1, vocab_size - 1)),
+            token_ids=(np.arange(tokens, dtype=np.int32) % max(1, vocab_size - 1)),
             scope=scope,
             root=scope.root(os.urandom(16)),
             sampling=SamplingParams(max_tokens=4, temperature=0.0),

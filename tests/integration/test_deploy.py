@@ -1,0 +1,130 @@
+"""The same app from a Serve config file and from `serve run`, on a Ray cluster that was there before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.launch import free_port
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """A one-node Ray cluster started with `ray start`, as an operator would; yields the environment to reach it."""
+    port, dashboard = free_port(), free_port()
+    address = f"127.0.0.1:{port}"
+    # Ray 2.60 starts clusters with token authentication; its command line reads the token only when told to.
+    env = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+    subprocess.run(["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
+    start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+    process = subprocess.Popen(start, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(120):
+            try:
+                httpx.get(f"http://127.0.0.1:{dashboard}/api/version", timeout=2)
+                break
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        yield {
+            **env,
+            "RAY_ADDRESS": address,
+            "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
+            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+        }
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def wait_for(url: str, seconds: float = 120) -> None:
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.3)
+    raise AssertionError(f"{url} did not become healthy")
+
+
+def answer(url: str) -> str:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
+
+
+def test_serve_deploy_of_the_config_file(cluster: dict[str, str], tmp_path: Path) -> None:
+    """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place."""
+    port = free_port()
+    config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = port
+    file = tmp_path / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
+    url = f"http://127.0.0.1:{port}"
+    wait_for(url)
+    before = answer(url)
+    assert len(httpx.get(f"{url}/v1/cache/state").json()["replicas"]) == config["applications"][0]["args"]["replicas"]
+
+    config["applications"][0]["args"]["replicas"] = 3
+    file.write_text(yaml.safe_dump(config))
+    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
+    for _ in range(300):
+        try:
+            if httpx.get(f"{url}/health", timeout=5).json()["replicas"] == 3:
+                break
+        except (httpx.HTTPError, KeyError, ValueError):
+            pass
+        time.sleep(0.3)
+    else:
+        raise AssertionError("the third replica never came")
+    assert answer(url) == before
+    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=120)
+
+
+def test_serve_run_with_an_argument(cluster: dict[str, str]) -> None:
+    """`serve run serve_app.app:build_app model=PATH` serves on a running cluster."""
+    process = subprocess.Popen(
+        ["serve", "run", "serve_app.app:build_app", "model=demo", "replicas=1"],
+        env=cluster,
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for("http://127.0.0.1:8000")
+        assert answer("http://127.0.0.1:8000")
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
