@@ -99,11 +99,10 @@ class Dispatcher:
                 max_new_tokens=current.sampling.max_tokens,
                 avoid=avoid,
             )
-            replica_id = ""
+            reservation = _Reservation(self._core, route.request_id)
             try:
-                async with aclosing(self._attempt(current, route)) as chunks:
+                async with aclosing(self._attempt(current, route, reservation)) as chunks:
                     async for chunk in chunks:
-                        replica_id = chunk.replica_id or replica_id
                         if chunk.error == "unavailable":
                             raise _ReplicaLost(chunk.message)
                         _raise_for(chunk)
@@ -115,7 +114,7 @@ class Dispatcher:
                             return
                 raise _ReplicaLost("the stream ended without a finish reason")
             except (RayActorError, _ReplicaLost) as error:
-                lost = replica_id or self._selected(route)
+                lost = reservation.replica_id
                 logger.warning(
                     "replica %s lost request %s: %s", lost or "?", generation.request_id, type(error).__name__
                 )
@@ -131,15 +130,10 @@ class Dispatcher:
             retry_after_s=2.0,
         )
 
-    def _selected(self, route: RoutedRequest) -> str:
-        decision = self._core.take_decision(route.request_id)
-        if decision is None:
-            return ""
-        self._core.release(decision)
-        return decision.replica_id
-
-    async def _attempt(self, generation: Generation, route: RoutedRequest) -> AsyncGenerator[wire.GenerateChunk, None]:
-        """One call to one replica; releases its reservation at the first token, or at whatever ends it."""
+    async def _attempt(
+        self, generation: Generation, route: RoutedRequest, reservation: _Reservation
+    ) -> AsyncGenerator[wire.GenerateChunk, None]:
+        """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         sampling = generation.sampling
         call = wire.GenerateCall(
             request_id=route.request_id,
@@ -157,8 +151,6 @@ class Dispatcher:
             stop_token_ids=sampling.stop_token_ids,
         )
         started_s = time.perf_counter()
-        decision: Decision | None = None
-        settled = False
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
         except BackPressureError as error:
@@ -167,14 +159,8 @@ class Dispatcher:
         try:
             async for data in stream:
                 chunk = wire.decode_chunk(data)
-                if not settled and (chunk.cached_tokens is not None or chunk.error):
-                    settled = True
-                    decision = self._core.take_decision(route.request_id)
-                    if decision is not None:
-                        self._core.release(decision)
-                        if chunk.cached_tokens is not None:
-                            ttft_s = time.perf_counter() - started_s
-                            self._core.record_delivered(decision, chunk.cached_tokens, ttft_s)
+                if chunk.cached_tokens is not None:
+                    reservation.delivered(chunk.cached_tokens, time.perf_counter() - started_s)
                 yield chunk
             finished = True
         except BackPressureError as error:
@@ -189,8 +175,37 @@ class Dispatcher:
         finally:
             if not finished:
                 stream.cancel()
-            if not settled:
-                self._selected(route)
+            reservation.end()
+
+
+class _Reservation:
+    """What the router decided and reserved for one call; ending it again is harmless."""
+
+    def __init__(self, core: RoutingCore, request_id: str) -> None:
+        self._core = core
+        self._request_id = request_id
+        self._ended = False
+        self._decision: Decision | None = None
+
+    @property
+    def replica_id(self) -> str:
+        """The replica the router chose, "" when it chose none."""
+        return self._decision.replica_id if self._decision is not None else ""
+
+    def delivered(self, cached_tokens: int, ttft_s: float) -> None:
+        """The first token came: count what was reused, and end the reservation."""
+        if not self._ended:
+            self.end()
+            if self._decision is not None:
+                self._core.record_delivered(self._decision, cached_tokens, ttft_s)
+
+    def end(self) -> None:
+        """Free what was reserved."""
+        if not self._ended:
+            self._ended = True
+            self._decision = self._core.take_decision(self._request_id)
+            if self._decision is not None:
+                self._core.release(self._decision)
 
 
 class _ReplicaLost(Exception):

@@ -1,0 +1,72 @@
+"""The environment of a local instance: HAProxy kept on loopback, and no process of it left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from serve_app.launch import local_environment
+
+CONFIG = """
+    stats socket {socket} mode 666 level admin
+    option splice-request
+    bind :{metrics}
+  bind *:{stats}
+    bind 0.0.0.0:1234
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the environment that is thrown away."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.mark.usefixtures("environment")
+def test_haproxys_own_pages_stay_on_loopback() -> None:
+    """The wrapper rewrites what Ray opens to everybody, and nothing else."""
+    with local_environment() as run_dir:
+        config = run_dir / "haproxy.cfg"
+        config.write_text(
+            CONFIG.format(
+                socket=run_dir / "s",
+                metrics=os.environ["RAY_SERVE_HAPROXY_METRICS_PORT"],
+                stats=os.environ["RAY_SERVE_HAPROXY_STATS_PORT"],
+            )
+        )
+        wrapper = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        subprocess.run([wrapper, "-db", "-f", str(config), "-c"], check=False, capture_output=True)
+        rewritten = config.read_text()
+        assert f"bind 127.0.0.1:{os.environ['RAY_SERVE_HAPROXY_METRICS_PORT']}\n" in rewritten
+        assert f"bind 127.0.0.1:{os.environ['RAY_SERVE_HAPROXY_STATS_PORT']}\n" in rewritten
+        assert "bind 0.0.0.0:1234\n" in rewritten
+        assert "mode 600 level admin" in rewritten
+        assert "splice" not in rewritten
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert not run_dir.exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_haproxy_that_outlives_serve_is_ended() -> None:
+    """A process recorded by the wrapper that still runs on our config file is killed at the end; others are not."""
+    with local_environment() as run_dir:
+        ours = subprocess.Popen(["sh", "-c", "sleep 60; :", str(run_dir / "haproxy.cfg")])
+        other = subprocess.Popen(["sleep", "60"])
+        (run_dir / "haproxy.pids").write_text(f"{ours.pid}\n{other.pid}\n999999\n")
+        time.sleep(0.2)
+    try:
+        assert ours.wait(5) == -9
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
+    """Only this user may run or change what Ray will execute."""
+    with local_environment():
+        assert Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]).stat().st_mode & 0o777 == 0o700
