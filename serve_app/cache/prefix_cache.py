@@ -145,6 +145,23 @@ class PrefixCache:
                 if entry.children == 0:
                     self._queue_leaf(entry)
 
+    def demote(self, blocks: Sequence[int]) -> int:
+        """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
+
+        ``blocks``: a matched prefix. From its end up to the first block that is in use or shared with other prefixes.
+        A hit takes a block back into its turn.
+        """
+        demoted = 0
+        for block in reversed(blocks):
+            entry = self._by_block.get(block)
+            if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
+                break
+            entry.released_at = 0
+            if entry.children == 0:
+                self._queue_leaf(entry)
+            demoted += 1
+        return demoted
+
     def publish(
         self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, blocks: list[int], first: int, last: int
     ) -> int:

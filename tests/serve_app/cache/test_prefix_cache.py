@@ -207,3 +207,40 @@ def test_the_unverified_count_equals_the_match_without_collisions() -> None:
             fill(cache, ids[:length])
         chain = cache.chain(ROOT, ids)
         assert cache.count_held(chain, 39) == len(cache.match(SCOPE, ids, chain)) == min(length, 39)
+
+
+def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:
+    """Of a handed-over prefix the blocks of nobody else go first, though they were used last; the shared head stays."""
+    cache = PrefixCache(8, 1)
+    older = fill(cache, tokens(7, 8))
+    cache.release(older)
+    left, right = fill(cache, tokens(1, 2, 3, 4)), fill(cache, tokens(1, 5))
+    cache.release(right)
+    cache.release(left)
+    assert cache.demote(left) == 3
+    cache.take_events()
+    cache.release(cache.allocate(4))
+    (event,) = cache.take_events()
+    assert event == BlocksRemoved(b"".join(cache_hashes(1, 2, 3, 4)[:0:-1]))
+    assert hits(cache, tokens(7, 8, 0)) == older
+    assert hits(cache, tokens(1, 5, 0)) == right
+
+
+def cache_hashes(*values: int) -> list[bytes]:
+    chain = hash_blocks(ROOT, tokens(*values), 1)
+    return [chain[start : start + HASH_BYTES] for start in range(0, len(chain), HASH_BYTES)]
+
+
+def test_blocks_in_use_or_in_front_of_longer_prefixes_are_not_demoted() -> None:
+    """Nothing is demoted while a sequence runs on it, nor from the middle of a chain; a hit ends a demotion."""
+    cache = PrefixCache(6, 1)
+    blocks = fill(cache, tokens(1, 2, 3))
+    assert cache.demote(blocks) == 0
+    cache.release(blocks)
+    assert cache.demote(blocks[:2]) == 0
+    assert cache.demote(blocks) == 3
+    cache.release(fill(cache, tokens(4, 5)))
+    cache.release(fill(cache, tokens(1, 2, 3)))
+    cache.release(cache.allocate(3))
+    assert hits(cache, tokens(1, 2, 3, 0)) == blocks
+    assert hits(cache, tokens(4, 5, 0)) == []
