@@ -59,7 +59,7 @@ class PolicySettings:
 
     shortest_first: bool = True
     pushback_weight: float = 1.0
-    tie_tolerance: float = 0.05
+    tie_tolerance: float = 0.02
     pull_tokens_per_s: float = 0.0
     min_pull_tokens: int = 1024
     bounded_load: float = 1.25
