@@ -194,7 +194,8 @@ class SimulatedReplica:
     def _copy(self, job: Job) -> None:
         """Copy what the holder still has, while holding blocks for it here; too few on either side end the pull.
 
-        The holder exports at once (into shared memory), so that it holds nothing and its eviction order stays.
+        The holder exports at once (into shared memory), so that it holds nothing for the time of the copy. What only
+        this conversation used there is evicted first from then on: the conversation has moved.
         """
         cache, size, chain = self.cache, self._settings.block_size, job.request.chain
         source = self._peers[job.decision.pull_from].cache
@@ -205,6 +206,7 @@ class SimulatedReplica:
         if missing <= 0 or missing > cache.available_blocks - idle_hits:
             self._ready(job)
             return
+        source.demote(offered)
         cache.acquire(matched)
         blocks = [*matched, *cache.allocate(missing)]
 
