@@ -18,12 +18,14 @@ def work_with_pull(
 ) -> Floats:
     """Return by row the work of a request in prefill tokens, where missing KV is pulled if that is faster.
 
-    A pulled token costs the prefill tokens that would be computed meanwhile. ``own``: uncached tokens without a pull.
+    A pulled token costs ``pull_price`` x the prefill tokens that would be computed meanwhile. ``own``: uncached tokens
+    without a pull.
     """
     least = max(request.prompt_tokens - max(match.values()), 1)
     pulled = own - least
     pulled[pulled < settings.min_pull_tokens] = np.inf
-    pulled /= settings.pull_tokens_per_s * loads.seconds_per_token
+    pulled *= settings.pull_price / settings.pull_tokens_per_s
+    pulled /= loads.seconds_per_token
     pulled += least
     return np.minimum(own, pulled, out=pulled)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from router.pull import plan_pull, work_with_pull
 from router.ranking import PolicySettings, uncached_tokens
 from router.request import RoutedRequest
 
-PULLING = PolicySettings(pull_tokens_per_s=10_000.0, min_pull_tokens=100)
+PULLING = PolicySettings(pull_tokens_per_s=10_000.0, min_pull_tokens=100, pull_price=1.0)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 
@@ -37,6 +38,12 @@ def test_a_pulled_token_costs_its_share_of_prefill() -> None:
     assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
 
 
+def test_a_pull_has_its_price() -> None:
+    """At a price of 3 the same pull weighs three times as much, and never more than computing."""
+    assert work({"b": 600}, replace(PULLING, pull_price=3.0)) == pytest.approx([400 + 180, 400, 400 + 180])
+    assert work({"b": 600}, replace(PULLING, pull_price=99.0)) == pytest.approx([1000, 400, 1000])
+
+
 def test_a_short_pull_is_not_worth_its_set_up() -> None:
     """Below min_pull_tokens a replica computes."""
     assert work({"b": 600, "c": 501}) == pytest.approx([460, 400, 499])
@@ -44,7 +51,7 @@ def test_a_short_pull_is_not_worth_its_set_up() -> None:
 
 def test_a_slow_link_is_not_used() -> None:
     """Where copying is slower than computing, nothing changes, and no pull is planned."""
-    slow = PolicySettings(pull_tokens_per_s=900.0, min_pull_tokens=100)
+    slow = PolicySettings(pull_tokens_per_s=900.0, min_pull_tokens=100, pull_price=1.0)
     assert work({"b": 600}, slow) == pytest.approx([1000, 400, 1000])
     assert plan_pull("a", 0, {"b": 600}, loads_of(a=0, b=0), slow) == ("", 0)
 
