@@ -24,6 +24,7 @@ from rich.console import Console
 
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
+from serve_app.drafter import with_drafter
 from serve_app.launch import local_environment, port_in_use
 from serve_app.tenancy import make_api_key
 
@@ -64,7 +65,7 @@ def serve(
     try:
         with console.status(f"[1/4] model {settings.model}: building or finding it"):
             path = resolve_model(settings.model)
-            load_checkpoint_info(path)
+            with_drafter(load_checkpoint_info(path), settings)
     except CheckpointError as error:
         fail(str(error))
     console.print(f"[1/4] model {settings.model}: {path}")

@@ -41,6 +41,10 @@ class AppConfig(BaseModel):
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
     max_waiting_requests: int = Field(256, ge=1, description="requests waiting in a replica before it answers 429")
     enable_prefix_caching: bool = True
+    speculative_model: str | None = Field(
+        None, description="drafts tokens for the model: a checkpoint or built-in model of the same vocabulary"
+    )
+    num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")

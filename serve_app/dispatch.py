@@ -149,6 +149,7 @@ class Dispatcher:
             top_k=sampling.top_k,
             seed=sampling.seed,
             stop_token_ids=sampling.stop_token_ids,
+            disable_spec_decode=sampling.disable_spec_decode,
         )
         started_s = time.perf_counter()
         try:

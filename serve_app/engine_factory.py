@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from serve_app.checkpoint import CheckpointInfo
 from serve_app.config import AppConfig
+from serve_app.drafter import drafter_path
 from serve_app.engine.engine import TorchEngine, build_engine
 from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.model_runner import choose_device, choose_dtype
@@ -26,9 +27,12 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     """
     model_config = AutoConfig.from_pretrained(str(info.path), local_files_only=True)
     dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
+    drafter = drafter_path(config)
+    draft_config = AutoConfig.from_pretrained(str(drafter), local_files_only=True) if drafter else None
     settings = EngineSettings(
         block_size=config.block_size,
-        num_blocks=config.num_blocks or blocks_in_budget(model_config, dtype, config.block_size, config.kv_cache_bytes),
+        num_blocks=config.num_blocks
+        or blocks_in_budget(model_config, dtype, config.block_size, config.kv_cache_bytes, draft_config),
         max_model_len=max_model_len(config, info),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -37,6 +41,8 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         dtype=config.dtype,
         device=config.device,
         num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
+        speculative_model=str(drafter or ""),
+        num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
     )
     if config.engine == "torch":
         return build_engine(info.path, settings, event_sink)

@@ -34,6 +34,7 @@ from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.completions import Completions
 from serve_app.config import AppConfig
 from serve_app.dispatch import Dispatcher
+from serve_app.drafter import with_drafter
 from serve_app.engine_sizes import max_model_len
 from serve_app.errors import (
     AuthenticationFailed,
@@ -81,6 +82,7 @@ class Ingress:
         self._config = AppConfig.model_validate(config)
         path = await asyncio.to_thread(resolve_model, self._config.model)
         info = await asyncio.to_thread(load_checkpoint_info, path)
+        info = await asyncio.to_thread(with_drafter, info, self._config)
         secret = load_secret(secret_file=self._config.secret_file)
         self._tenants = Tenants(self._config.tenants, secret, operator_key_sha256=self._config.operator_key_sha256)
         if self._tenants.open:

@@ -167,6 +167,7 @@ class _SamplingMaker:
             top_k=max(0, request.top_k),
             seed=seed,
             stop_token_ids=self._stop_token_ids,
+            disable_spec_decode=request.disable_spec_decode,
         )
 
 

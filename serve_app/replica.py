@@ -25,6 +25,7 @@ from router.request import Decision, RoutedRequest
 from serve_app import wire
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
+from serve_app.drafter import with_drafter
 from serve_app.engine.protocol import (
     EngineError,
     EngineOutput,
@@ -76,6 +77,7 @@ class Replica:
         self._stopping = False
         path = await asyncio.to_thread(resolve_model, self._config.model)
         info = await asyncio.to_thread(load_checkpoint_info, path)
+        info = await asyncio.to_thread(with_drafter, info, self._config)
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)

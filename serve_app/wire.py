@@ -33,6 +33,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     seed: int
     stop_token_ids: tuple[int, ...]
+    disable_spec_decode: bool = False
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
@@ -48,6 +49,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
                 top_k=self.top_k,
                 seed=self.seed,
                 stop_token_ids=self.stop_token_ids,
+                disable_spec_decode=self.disable_spec_decode,
             ),
             block_hashes=block_hashes,
             tenant=self.tenant,

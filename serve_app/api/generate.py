@@ -38,6 +38,7 @@ class GenerateRequest:
     include_usage: bool = False
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    disable_spec_decode: bool = False
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

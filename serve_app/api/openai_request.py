@@ -142,6 +142,7 @@ def _common(fields: Body) -> dict[str, Any]:
         "include_usage": options is not None and options.boolean("include_usage", False),
         "cache_salt": fields.text("cache_salt", MAX_KEY_CHARS),
         "prompt_cache_key": fields.text("prompt_cache_key", MAX_KEY_CHARS),
+        "disable_spec_decode": fields.boolean("disable_spec_decode", False),
     }
 
 

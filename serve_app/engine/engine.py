@@ -35,6 +35,7 @@ from serve_app.engine.protocol import (
 from serve_app.engine.scheduler import Scheduled, Scheduler
 from serve_app.engine.sequence import Sequence as RequestSequence
 from serve_app.engine.sequence import check_request
+from serve_app.engine.speculation_meters import SpeculationMeters
 from serve_app.engine.step import Runner, Segment, SegmentResult
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class TorchEngine:
         )
         self._scheduler = Scheduler(self.settings, self._cache)
         self._meters = EngineMeters()
+        self._speculation = SpeculationMeters()
         self._outbox = Outbox(self._meters)
         self._changed = threading.Condition()
         self._inbox: dict[str, RequestSequence] = {}
@@ -150,7 +152,8 @@ class TorchEngine:
         gauges = gauge_samples(
             self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, self._waiting
         )
-        return StatsReport(samples=(*self._meters.samples(self._labels), *gauges))
+        counted = (*self._meters.samples(self._labels), *self._speculation.samples(self._labels))
+        return StatsReport(samples=(*counted, *gauges))
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step."""
@@ -218,7 +221,7 @@ class TorchEngine:
                 self._admitted(item.sequence, started)
             if item.sequence.prefilling:
                 prefill_tokens += item.tokens
-        results = self._execute([item.sequence.segment(item.tokens) for item in chosen])
+        results = self._execute([item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prefill_tokens
@@ -259,15 +262,20 @@ class TorchEngine:
         if result.error:
             self._drop(sequence, "error", error=result.error)
             return
-        self._scheduler.computed(item)
-        if sequence.prefilling:
-            return
         reason: FinishReason | None = "length"
         tokens: tuple[int, ...] = ()
+        taken = 0
         if result.token is not None:
-            reason = sequence.append_token(result.token)
-            tokens = () if reason == "stop" else (result.token,)
-            self._meters.generation_tokens += 1
+            tokens = (*result.accepted, result.token)
+            taken, reason = sequence.append_tokens(tokens)
+            tokens = tokens[: taken - 1 if reason == "stop" else taken]
+            self._meters.generation_tokens += taken
+        if result.drafted is not None:
+            sequence.drafted = result.drafted
+            self._speculation.settled(result, taken)
+        self._scheduler.computed(item, max(taken - 1, 0))
+        if sequence.prefilling:
+            return
         if reason is not None:
             self._drop(sequence, reason, tokens=tokens, now=now)
         else:
@@ -331,12 +339,18 @@ def build_engine(
 ) -> TorchEngine:
     """Load a local checkpoint and return its engine, not started.
 
-    Raises UnsupportedModel for attention this engine does not compute, OSError when there is no checkpoint.
+    Raises UnsupportedModel for attention this engine does not compute, OSError when there is no checkpoint,
+    ValueError when ``settings.speculative_model`` cannot draft for it.
     """
     from serve_app.engine.model_runner import ModelRunner
+    from serve_app.engine.speculative import load_speculative
+
+    load: Callable[[str | Path, EngineSettings], Runner] = (
+        load_speculative if settings.num_speculative_tokens else ModelRunner
+    )
 
     # Loaded in a thread that ends: OpenMP workers left to the caller's thread would share the cores with the loop's,
     # and libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
     with ThreadPoolExecutor(max_workers=1) as loader:
-        runner = loader.submit(ModelRunner, model_path, settings).result()
+        runner = loader.submit(load, model_path, settings).result()
     return TorchEngine(runner, settings, event_sink, clock=clock)

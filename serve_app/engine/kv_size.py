@@ -27,9 +27,16 @@ def kv_bytes_per_block(config: Any, dtype: str, block_size: int) -> int:
     return 2 * layers * block_size * kv_heads * head_dim * _DTYPE_BYTES[dtype]
 
 
-def blocks_in_budget(config: Any, dtype: str, block_size: int, budget_bytes: int) -> int:
-    """Return how many blocks fit ``budget_bytes``. Raises ValueError when not one does."""
+def blocks_in_budget(
+    config: Any, dtype: str, block_size: int, budget_bytes: int, draft_config: Any | None = None
+) -> int:
+    """Return how many blocks fit ``budget_bytes``. Raises ValueError when not one does.
+
+    With ``draft_config`` a block holds the drafter's KV beside the model's.
+    """
     per_block = kv_bytes_per_block(config, dtype, block_size)
+    if draft_config is not None:
+        per_block += kv_bytes_per_block(draft_config, dtype, block_size)
     if budget_bytes < per_block:
         raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {per_block} bytes")
     return budget_bytes // per_block

@@ -63,7 +63,9 @@ class Outbox:
     def _timed(self, sequence: Sequence, output: EngineOutput, now: float) -> EngineOutput:
         """Measure; a request's first output also says what was cached and how long it queued."""
         if sequence.last_token_s is not None:
-            self._meters.inter_token.observe(now - sequence.last_token_s)
+            together = max(1, len(output.token_ids))
+            for _ in range(together):
+                self._meters.inter_token.observe((now - sequence.last_token_s) / together)
         else:
             self._meters.ttft.observe(now - sequence.arrival_s)
             scheduled_s = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s

@@ -30,6 +30,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    disable_spec_decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them."""
+    """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
+
+    ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
+    """
 
     block_size: int = 16
     num_blocks: int = 4096
@@ -133,4 +137,6 @@ class EngineSettings:
     dtype: str = "auto"
     device: str = "auto"
     num_threads: int = 0
+    speculative_model: str = ""
+    num_speculative_tokens: int = 0
     labels: tuple[tuple[str, str], ...] = field(default=())

@@ -25,11 +25,12 @@ GROWTH_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A sequence's share of a step. ``admitted``: this is its first."""
+    """A sequence's share of a step. ``admitted``: this is its first. ``drafts``: tokens that may be drafted."""
 
     sequence: Sequence
     tokens: int
     admitted: bool = False
+    drafts: int = 0
 
 
 class Scheduler:
@@ -96,22 +97,31 @@ class Scheduler:
         budget = self._settings.max_num_batched_tokens
         chosen: list[Scheduled] = []
         prefilling: list[Sequence] = []
+        # Drafts never take more than half of a step from prefill, nor a decode's own token.
+        spare = budget // 2 - len(self._running) if self._settings.num_speculative_tokens else 0
         for sequence in self._running.values():
             if sequence.prefilling:
                 prefilling.append(sequence)
             elif budget > 0:
-                chosen.append(Scheduled(sequence, 1))
-                budget -= 1
+                drafts = 0
+                if spare > 0:
+                    drafts = sequence.wanted_drafts(min(self._settings.num_speculative_tokens, spare))
+                    spare -= drafts
+                chosen.append(Scheduled(sequence, 1, drafts=drafts))
+                budget -= 1 + drafts
         if budget > 0:
             self._schedule_prefill(budget, prefilling, chosen)
         for item in chosen:
-            self._grow(item.sequence, item.sequence.computed + item.tokens)
+            self._grow(item.sequence, item.sequence.computed + item.tokens + item.drafts)
         return chosen
 
-    def computed(self, item: Scheduled) -> None:
-        """Note that a scheduled part's forward succeeded: its complete blocks become reusable."""
+    def computed(self, item: Scheduled, accepted: int = 0) -> None:
+        """Note that a scheduled part's forward succeeded: its complete blocks become reusable.
+
+        ``accepted`` drafted tokens, appended already, have KV too; what was drafted beyond is forgotten.
+        """
         sequence = item.sequence
-        sequence.computed += item.tokens
+        sequence.computed += item.tokens + accepted
         sequence.publish(self._cache)
         self._land(sequence, sequence.computed // self._cache.block_size)
 
@@ -173,6 +183,8 @@ class Scheduler:
         sequence.add_blocks(matched)
         sequence.published = sequence.landed = hits
         sequence.computed = sequence.cached_tokens = hits * size
+        if self._settings.num_speculative_tokens:
+            sequence.drafted = sequence.computed
         sequence.reserved_blocks = needed
         self._promised_blocks += needed
         del self._waiting[sequence.request.request_id]

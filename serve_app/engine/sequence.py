@@ -18,7 +18,8 @@ from serve_app.engine.step import BlockRun, Segment, block_runs
 class Sequence:
     """A request on its way. Positions 0 to ``computed`` - 1 have KV; ``published`` leading blocks are indexed.
 
-    ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight).
+    ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
+    positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
     """
 
     __slots__ = (
@@ -30,6 +31,7 @@ class Sequence:
         "cached_tokens",
         "chain",
         "computed",
+        "drafted",
         "first_token_s",
         "held_blocks_hint",
         "landed",
@@ -53,6 +55,7 @@ class Sequence:
         self.length = len(prompt)
         self.blocks: list[int] = []
         self.computed = 0
+        self.drafted: int | None = None
         self.published = 0
         self.landed = 0
         self.cached_tokens = 0
@@ -98,7 +101,12 @@ class Sequence:
         """Append blocks for positions to come."""
         self.blocks.extend(blocks)
 
-    def segment(self, tokens: int) -> Segment:
+    def wanted_drafts(self, most: int) -> int:
+        """Return how many tokens are worth drafting in a decode step; their KV fits what admission promised."""
+        sampling = self.request.sampling
+        return 0 if sampling.disable_spec_decode else min(most, sampling.max_tokens - self.generated_tokens - 1)
+
+    def segment(self, tokens: int, drafts: int = 0) -> Segment:
         """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""
         end = self.computed + tokens
         wanted = end == self.length and self.request.sampling.max_tokens > 0
@@ -108,6 +116,8 @@ class Sequence:
             blocks=self.blocks,
             runs=self._current_runs(),
             sampling=self.request.sampling if wanted else None,
+            drafts=drafts,
+            behind=None if self.drafted is None else self._tokens[self.drafted : self.computed],
         )
 
     def append_token(self, token: int) -> FinishReason | None:
@@ -118,6 +128,14 @@ class Sequence:
         self._tokens[self.length] = token
         self.length += 1
         return "length" if self.generated_tokens >= sampling.max_tokens else None
+
+    def append_tokens(self, tokens: Blocks[int]) -> tuple[int, FinishReason | None]:
+        """Take tokens up to the one that ends generation; return how many were looked at, and why it ends."""
+        for taken, token in enumerate(tokens, 1):
+            reason = self.append_token(token)
+            if reason is not None:
+                return taken, reason
+        return len(tokens), None
 
     def publish(self, cache: PrefixCache) -> None:
         """Index every complete block computed so far; generated tokens go on with the prompt's chain."""

@@ -21,7 +21,9 @@ class Segment:
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
-    the token at position ``end`` is wanted.
+    the token at position ``end`` is wanted. With ``drafts`` up to that many tokens may be proposed after it, and
+    ``blocks`` reach as far; ``behind`` are the tokens just before ``start`` that the drafter has not read yet
+    (None: there is no drafter).
     """
 
     token_ids: TokenArray
@@ -29,6 +31,8 @@ class Segment:
     blocks: Sequence[int]
     runs: Sequence[BlockRun]
     sampling: SamplingParams | None
+    drafts: int = 0
+    behind: TokenArray | None = None
 
     @property
     def end(self) -> int:
@@ -38,10 +42,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """What a forward made of one segment: the sampled token, if one was wanted, or why it failed."""
+    """What a forward made of one segment: the sampled token, if one was wanted, or why it failed.
+
+    ``accepted``: drafted tokens found right, which come before ``token``, of ``proposed`` ones. ``drafted``: how
+    many positions have draft KV now; None without a drafter.
+    """
 
     token: int | None = None
     error: str = ""
+    accepted: tuple[int, ...] = ()
+    proposed: int = 0
+    drafted: int | None = None
 
 
 class Runner(Protocol):

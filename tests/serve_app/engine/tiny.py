@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from router.block_hash import PrefixScope
 from serve_app.engine.engine import TorchEngine
@@ -37,6 +37,17 @@ def save_tiny(kind: str, path: Path) -> Path:
         model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **_SIZES))
     else:
         model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    model.save_pretrained(path)
+    return path
+
+
+def save_draft(base: Path, path: Path, noise: float) -> Path:
+    """Save a copy of a model with noise on its weights: it agrees with the original the less, the more there is."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(path)
     return path
 

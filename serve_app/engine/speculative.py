@@ -1,0 +1,142 @@
+"""Speculative decoding: a drafter proposes tokens, one step of the base model verifies all of them.
+
+Owns acceptance: a draft counts only if it equals the token that the base samples at its position, whose random
+number depends on (seed, position) alone. The output is therefore that of plain decoding at every temperature; the
+drafter decides only how many base steps it takes. Knows nothing of how drafts come about, or of scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from serve_app.engine.draft_model import DraftModel
+from serve_app.engine.model_runner import ModelRunner
+from serve_app.engine.paging import KvPool
+from serve_app.engine.protocol import EngineSettings
+from serve_app.engine.step import Segment, SegmentResult
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Its KV lies in pools of its own under the same block ids as the base's."""
+
+    pools: tuple[KvPool, ...]
+    block_bytes: int
+
+    def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
+        """Return up to ``drafts`` tokens for each segment, to come after its own."""
+
+    def follow(
+        self, segments: Sequence[Segment], results: Sequence[SegmentResult], proposals: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Learn what the base accepted; return how many positions of each sequence have valid draft KV now.
+
+        Afterwards every block whose base KV is complete has complete draft KV.
+        """
+
+
+class SpeculativeRunner:
+    """A base model's runner and a drafter, as one runner."""
+
+    kind = "torch"
+
+    def __init__(self, base: ModelRunner, drafter: Drafter) -> None:
+        self.base = base
+        self.drafter = drafter
+        self.pool = base.pool
+        self.pools = (base.pool, *drafter.pools)
+        self.vocab_size = base.vocab_size
+        self.max_positions = base.max_positions
+        self.block_bytes = base.block_bytes + drafter.block_bytes
+
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        """Draft, verify, and let the drafter follow; results carry ``accepted``, ``proposed`` and ``drafted``."""
+        proposals = self.drafter.propose(segments)
+        rows = [row for pair in zip(segments, proposals, strict=True) for row in verification_rows(*pair)]
+        verdicts = iter(self.base.execute(rows))
+        results, spoiled = [], []
+        for i, drafts in enumerate(proposals):
+            mine = [next(verdicts) for _ in range(len(drafts) + 1)]
+            results.append(accept(mine, drafts))
+            if drafts and any(verdict.error for verdict in mine):
+                spoiled.append(i)
+        if spoiled:
+            self._redo(segments, proposals, results, spoiled)
+        drafted = self.drafter.follow(segments, results, proposals)
+        return [replace(result, drafted=positions) for result, positions in zip(results, drafted, strict=True)]
+
+    def _redo(
+        self,
+        segments: Sequence[Segment],
+        proposals: list[list[int]],
+        results: list[SegmentResult],
+        spoiled: Sequence[int],
+    ) -> None:
+        """Decode ``spoiled`` segments again without drafts: a guess whose KV is no number must harm nobody.
+
+        (Its position is masked out for the rows before it, but zero times NaN is NaN.)
+        """
+        for i in spoiled:
+            erase(self.pool, segments[i], len(proposals[i]))
+        plain = self.base.execute([replace(segments[i], drafts=0) for i in spoiled])
+        for i, result in zip(spoiled, plain, strict=True):
+            results[i] = result
+            proposals[i] = []
+
+
+def verification_rows(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
+    """Return a segment, or with ``drafts`` its token and each of them as decode rows over the same blocks.
+
+    A step writes the KV of all its rows before any of them attends, so row i sees the drafts before it; and rows
+    of one sequence share their reads of long runs.
+    """
+    if not drafts:
+        return [segment]
+    ids = np.array([segment.token_ids[-1], *drafts], dtype=np.int32)
+    return [
+        replace(segment, token_ids=ids[i : i + 1], start=segment.start + i, drafts=0) for i in range(len(drafts) + 1)
+    ]
+
+
+def accept(verdicts: Sequence[SegmentResult], drafts: Sequence[int]) -> SegmentResult:
+    """Return the result of a verified segment: the leading drafts that equal the base's tokens, and its next one."""
+    right = 0
+    while right < len(drafts) and verdicts[right].token == drafts[right]:
+        right += 1
+    return replace(verdicts[right], accepted=tuple(drafts[:right]), proposed=len(drafts))
+
+
+def erase(pool: KvPool, segment: Segment, count: int) -> None:
+    """Zero the KV of the ``count`` positions after ``segment``."""
+    for position in range(segment.end, segment.end + count):
+        pool.tensor[:, :, segment.blocks[position // pool.block_size], position % pool.block_size].zero_()
+
+
+def load_speculative(model_path: str | Path, settings: EngineSettings) -> SpeculativeRunner:
+    """Load a base model and ``settings.speculative_model``, its drafter.
+
+    Raises ValueError when the two do not fit, and what ``ModelRunner`` raises.
+    """
+    base = ModelRunner(model_path, settings)
+    draft = ModelRunner(settings.speculative_model, replace(settings, dtype=_name(base.dtype)))
+    if draft.vocab_size != base.vocab_size:
+        raise ValueError(
+            f"{settings.speculative_model} has {draft.vocab_size} tokens and cannot draft for {model_path}, which has "
+            f"{base.vocab_size}: both must have the same vocabulary"
+        )
+    wanted = min(settings.max_model_len, base.max_positions)
+    if draft.max_positions < wanted:
+        raise ValueError(
+            f"{settings.speculative_model} takes {draft.max_positions} positions, fewer than the {wanted} of "
+            f"{model_path}: set max_model_len={draft.max_positions}"
+        )
+    return SpeculativeRunner(base, DraftModel(draft))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
