@@ -60,7 +60,8 @@ def cluster() -> Iterator[dict[str, str]]:
             process.wait()
 
 
-def wait_for(url: str, seconds: float = 120) -> None:
+def wait_for(url: str, cluster: dict[str, str], seconds: float = 180) -> None:
+    """Wait for /health; on failure say what Serve says."""
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s:
         try:
@@ -69,7 +70,29 @@ def wait_for(url: str, seconds: float = 120) -> None:
         except httpx.HTTPError:
             pass
         time.sleep(0.3)
-    raise AssertionError(f"{url} did not become healthy")
+    status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    raise AssertionError(f"{url} did not become healthy: {status.stdout[-3000:]}")
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    """Wait until the ingress' router knows ``count`` replicas; while the app changes it may not answer at all."""
+    seen: object = None
+    for _ in range(400):
+        try:
+            seen = httpx.get(f"{url}/health", timeout=5).json()["replicas"]
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            seen = error
+        if seen == count:
+            return
+        time.sleep(0.3)
+    raise AssertionError(f"never {count} replicas, last {seen!r}")
+
+
+@pytest.fixture
+def shut_down(cluster: dict[str, str]) -> Iterator[None]:
+    """Leave the cluster without Serve, whatever the test did: the next one brings its own HTTP options."""
+    yield
+    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=120)
 
 
 def answer(url: str) -> str:
@@ -79,6 +102,7 @@ def answer(url: str) -> str:
     return str(response.json()["choices"][0]["message"]["content"])
 
 
+@pytest.mark.usefixtures("shut_down")
 def test_serve_deploy_of_the_config_file(cluster: dict[str, str], tmp_path: Path) -> None:
     """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place."""
     port = free_port()
@@ -88,26 +112,19 @@ def test_serve_deploy_of_the_config_file(cluster: dict[str, str], tmp_path: Path
     file.write_text(yaml.safe_dump(config))
     subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
     url = f"http://127.0.0.1:{port}"
-    wait_for(url)
+    wait_for(url, cluster)
+    replicas = config["applications"][0]["args"]["replicas"]
+    wait_for_replicas(url, replicas)
     before = answer(url)
-    assert len(httpx.get(f"{url}/v1/cache/state").json()["replicas"]) == config["applications"][0]["args"]["replicas"]
 
-    config["applications"][0]["args"]["replicas"] = 3
+    config["applications"][0]["args"]["replicas"] = replicas + 1
     file.write_text(yaml.safe_dump(config))
     subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
-    for _ in range(300):
-        try:
-            if httpx.get(f"{url}/health", timeout=5).json()["replicas"] == 3:
-                break
-        except (httpx.HTTPError, KeyError, ValueError):
-            pass
-        time.sleep(0.3)
-    else:
-        raise AssertionError("the third replica never came")
+    wait_for_replicas(url, replicas + 1)
     assert answer(url) == before
-    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=120)
 
 
+@pytest.mark.usefixtures("shut_down")
 def test_serve_run_with_an_argument(cluster: dict[str, str]) -> None:
     """`serve run serve_app.app:build_app model=PATH` serves on a running cluster."""
     process = subprocess.Popen(
@@ -119,7 +136,7 @@ def test_serve_run_with_an_argument(cluster: dict[str, str]) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for("http://127.0.0.1:8000")
+        wait_for("http://127.0.0.1:8000", cluster)
         assert answer("http://127.0.0.1:8000")
     finally:
         process.send_signal(signal.SIGINT)
