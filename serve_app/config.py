@@ -45,6 +45,13 @@ class AppConfig(BaseModel):
         None, description="drafts tokens for the model: a checkpoint or built-in model of the same vocabulary"
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
+    host_cache_bytes: int = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
+    disk_cache_bytes: int = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
+    disk_cache_dir: Path | None = Field(None, description="directory of the disk tier; replicas take a slot in it each")
+    disk_queue_bytes: int = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
+    tier_load_ratio: float = Field(
+        1.0, ge=0, description="load from a tier when that takes at most this part of computing the tokens"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")

@@ -9,6 +9,7 @@ import os
 
 from transformers import AutoConfig
 
+from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import CheckpointInfo
 from serve_app.config import AppConfig
 from serve_app.drafter import drafter_path
@@ -40,6 +41,14 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         enable_prefix_caching=config.enable_prefix_caching,
         dtype=config.dtype,
         device=config.device,
+        model_fingerprint=info.fingerprint,
+        tiers=TierSettings(
+            host_bytes=config.host_cache_bytes,
+            disk_bytes=config.disk_cache_bytes,
+            disk_dir=config.disk_cache_dir,
+            disk_queue_bytes=config.disk_queue_bytes,
+            load_ratio=config.tier_load_ratio,
+        ),
         num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
         speculative_model=str(drafter or ""),
         num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
@@ -53,4 +62,5 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         max_positions=settings.max_model_len,
         block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
     )
-    return TorchEngine(SimulatedRunner(cost), settings, event_sink)
+    runner = SimulatedRunner(cost, model_fingerprint=info.fingerprint, block_size=config.block_size)
+    return TorchEngine(runner, settings, event_sink)

@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,8 @@ class Replica:
             if chunk.finish_reason is not None:
                 break
         del self._streams["warm-up"]
-        await asyncio.to_thread(self._engine.reset_prefix_cache)
+        # What an earlier life left on disk stays.
+        await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
 
     def _stats(self) -> StatsReport:
         info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)

@@ -20,6 +20,9 @@ from serve_app.cache.block_pool import BlockPool
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 ChainHasher = Callable[[bytes, TokenArray, int], bytes]
 
+EvictionHook = Callable[[list["CachedBlock"]], None]
+"""Called with what is being evicted, children first, while the blocks' KV is still in place."""
+
 
 @dataclass(slots=True)
 class CachedBlock:
@@ -32,6 +35,8 @@ class CachedBlock:
     scope: PrefixScope
     children: int = 0
     released_at: int = 0
+    lineage: bytes = b""
+    """Filled by the tiers when they need it (see ``lineage``)."""
 
 
 class PrefixCache:
@@ -53,6 +58,7 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self.evicted_blocks = 0
+        self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
@@ -77,6 +83,15 @@ class PrefixCache:
     def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
         """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
         return self._hash_chain(parent, token_ids, self.block_size) if self.enabled else b""
+
+    def entry(self, block: int) -> CachedBlock | None:
+        """Return what is indexed of a block."""
+        return self._by_block.get(block)
+
+    def idle_leaves_first(self) -> list[CachedBlock]:
+        """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
+        idle = [entry for entry in self._by_block.values() if self.pool.is_idle(entry.block)]
+        return sorted(idle, key=lambda entry: entry.released_at)
 
     def held(self, block_hash: bytes) -> bool:
         """Return whether a block of that hash is indexed (unverified)."""
@@ -234,6 +249,7 @@ class PrefixCache:
 
     def _evict(self, count: int, *, counted: bool = True) -> None:
         removed = bytearray()
+        evicted: list[CachedBlock] = []
         while len(removed) < HASH_BYTES * count:
             released_at, block = heapq.heappop(self._leaves)
             if not self._evictable(released_at, block):
@@ -242,6 +258,7 @@ class PrefixCache:
             del self._by_hash[entry.block_hash]
             self.pool.free_idle(block)
             removed += entry.block_hash
+            evicted.append(entry)
             if entry.parent is not None:
                 parent = self._by_block[entry.parent]
                 parent.children -= 1
@@ -250,3 +267,5 @@ class PrefixCache:
         if removed:
             self._events.append(BlocksRemoved(bytes(removed)))
             self.evicted_blocks += count if counted else 0
+            if counted and self.on_evict is not None:
+                self.on_evict(evicted)

@@ -10,25 +10,31 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from router.block_hash import hash_blocks
-from router.events import LoadReport, StatsReport
+from router.block_hash import PrefixScope, TokenArray, hash_blocks
+from router.events import Event, LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
+from serve_app.cache.tiers import Tiers
+from serve_app.cache.transfer import KvChain
 from serve_app.engine.gauges import gauge_samples
 from serve_app.engine.load_view import LoadView
+from serve_app.engine.lower_tiers import LowerTiers
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.outbox import Outbox
+from serve_app.engine.prefix_transfer import PrefixTransfer
 from serve_app.engine.protocol import (
     EngineError,
     EngineRequest,
     EngineSettings,
     EventSink,
     FinishReason,
+    ImportedPrefix,
     OutputSink,
     QueueFull,
 )
@@ -44,6 +50,7 @@ STALL_AFTER_S = 120.0
 """A step that runs longer than this makes the engine unhealthy."""
 
 Clock = Callable[[], float]
+T = TypeVar("T")
 
 
 class TorchEngine:
@@ -75,11 +82,13 @@ class TorchEngine:
         self._scheduler = Scheduler(self.settings, self._cache)
         self._meters = EngineMeters()
         self._speculation = SpeculationMeters()
-        self._outbox = Outbox(self._meters)
         self._changed = threading.Condition()
+        self._lower = self._open_tiers()
+        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._on_loop)
+        self._outbox = Outbox(self._meters)
         self._inbox: dict[str, RequestSequence] = {}
         self._cancels: list[str] = []
-        self._resets: list[_Reset] = []
+        self._calls: list[Callable[[], None]] = []
         self._live: dict[str, None] = {}
         self._waiting = 0
         self._load = LoadView(self.settings)
@@ -153,20 +162,23 @@ class TorchEngine:
             self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, self._waiting
         )
         counted = (*self._meters.samples(self._labels), *self._speculation.samples(self._labels))
-        return StatsReport(samples=(*counted, *gauges))
+        tiers = self._lower.samples(self._labels) if self._lower is not None else ()
+        return StatsReport(samples=(*counted, *gauges, *tiers))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step."""
-        reset = _Reset()
-        with self._changed:
-            if self._thread is None or self._closed:
-                complete = self._cache.reset()
-                self._deliver()
-                return complete
-            self._resets.append(reset)
-            self._changed.notify_all()
-        reset.done.wait()
-        return reset.complete
+    def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
+        """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.
+
+        ``tiers``: also what lies below the pool.
+        """
+        return self._on_loop(lambda: self._reset(tiers))
+
+    def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
+        """Return the KV of the pool's longest prefix of ``token_ids``, in whole blocks; None when there is none."""
+        return self._transfer.export_prefix(scope, root, token_ids)
+
+    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes) -> ImportedPrefix:
+        """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
+        return self._transfer.import_prefix(chain, scope, root)
 
     def healthy(self) -> bool:
         """Return whether the loop is alive and its current step has not run for too long."""
@@ -190,7 +202,7 @@ class TorchEngine:
     def _drain(self) -> bool:
         """Wait for work, take in what was asked for since the last step; False once stopping."""
         with self._changed:
-            while not (self._stopping or self._inbox or self._cancels or self._resets or self._has_work()):
+            while not (self._stopping or self._inbox or self._cancels or self._calls or self._has_work()):
                 self._changed.wait()
             if self._stopping:
                 return False
@@ -202,13 +214,22 @@ class TorchEngine:
                 if found is not None:
                     self._drop(found, "cancelled")
             self._cancels.clear()
-            self._answer_resets()
             self._load.update(self._scheduler, self._meters, ())
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+        if self._lower is not None:
+            self._lower.begin_step()
         self._deliver()
         return True
 
     def _has_work(self) -> bool:
-        return bool(self._scheduler.running_count or self._scheduler.waiting_count)
+        if self._scheduler.running_count:
+            return True
+        lower = self._lower
+        if lower is None:
+            return self._scheduler.waiting_count > 0
+        return self._scheduler.waiting_count > lower.loading or lower.tiers.has_news
 
     def _step(self) -> None:
         chosen = self._scheduler.schedule()
@@ -294,12 +315,17 @@ class TorchEngine:
         request_id = sequence.request.request_id
         self._scheduler.remove(request_id)
         self._live.pop(request_id, None)
+        if self._lower is not None:
+            self._lower.forget(request_id)
         if sequence.scheduled_s is None:
             self._waiting -= 1
         self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
 
     def _deliver(self) -> None:
-        self._outbox.deliver(self._cache.take_events(), self._event_sink)
+        events: tuple[Event, ...] = self._cache.take_events()
+        if self._lower is not None:
+            events = (*events, *self._lower.take_events())
+        self._outbox.deliver(events, self._event_sink)
 
     def _fail_all(self, reason: str) -> None:
         with self._changed:
@@ -307,23 +333,57 @@ class TorchEngine:
             for sequence in [*self._inbox.values(), *self._scheduler.waiting, *self._scheduler.running]:
                 self._drop(sequence, "error", error=reason)
             self._inbox.clear()
-            self._answer_resets()
             self._load.update(self._scheduler, self._meters, ())
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
         self._deliver()
+        if self._lower is not None:
+            self._lower.close()
 
-    def _answer_resets(self) -> None:
-        for reset in self._resets:
-            reset.complete = self._cache.reset()
-            reset.done.set()
-        self._resets.clear()
+    def _on_loop(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, run by the loop between two steps; at once where no loop runs."""
+        answer: Future[T] = Future()
 
+        def call() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
 
-class _Reset:
-    """A request to reset the prefix cache, and its answer."""
+        with self._changed:
+            if self._thread is None or self._closed or self._thread is threading.current_thread():
+                call()
+                self._deliver()
+            else:
+                self._calls.append(call)
+                self._changed.notify_all()
+        return answer.result()
 
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.complete = False
+    def _reset(self, tiers: bool) -> bool:
+        if self._lower is not None and tiers:
+            self._lower.tiers.clear()
+        complete = self._cache.reset()
+        if self._lower is not None and not tiers:
+            # A cleared pool is announced as a cleared replica.
+            self._deliver()
+            self._lower.tiers.announce()
+        return complete
+
+    def _open_tiers(self) -> LowerTiers | None:
+        settings, runner = self.settings, self._runner
+        if not (settings.tiers.on and settings.enable_prefix_caching):
+            return None
+        tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, self._wake)
+        lower = LowerTiers(
+            self._cache, runner, tiers, settings.tiers.load_ratio, lambda: self._meters.prefill_tokens_per_s
+        )
+        self._scheduler.fetch = lower.fetch
+        return lower
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 def _reason(error: Exception) -> str:

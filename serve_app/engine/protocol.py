@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 from router.block_hash import PrefixScope, TokenArray
 from router.events import Event, LoadReport, StatsReport
+from serve_app.cache.tiers import TierSettings
+from serve_app.cache.transfer import KvChain
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -92,6 +94,14 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
+@dataclass(frozen=True, slots=True)
+class ImportedPrefix:
+    """What became of an imported chain: leading blocks held now, and how many of them are new."""
+
+    held_blocks: int
+    new_blocks: int
+
+
 class Engine(Protocol):
     """A continuous-batching engine with a prefix cache."""
 
@@ -113,8 +123,14 @@ class Engine(Protocol):
     def stats(self) -> StatsReport:
         """Counters and gauges (any thread)."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached block not in use; False when blocks in use were kept."""
+    def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
+        """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
+
+    def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
+        """Return the KV of the longest cached prefix, in whole blocks (any thread); None when nothing is cached."""
+
+    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes) -> ImportedPrefix:
+        """Take what ``export_prefix`` of another engine gave (any thread). Raises a TransferError, taking nothing."""
 
     def healthy(self) -> bool:
         """False once the loop has died or stalled."""
@@ -140,3 +156,5 @@ class EngineSettings:
     speculative_model: str = ""
     num_speculative_tokens: int = 0
     labels: tuple[tuple[str, str], ...] = field(default=())
+    model_fingerprint: str = ""
+    tiers: TierSettings = field(default_factory=TierSettings)

@@ -8,11 +8,12 @@ running sequence never lacks one. Mutates sequences and the prefix cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.block_hash import HASH_BYTES
 from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.lower_tiers import Fetched
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sequence import Sequence
 
@@ -44,6 +45,8 @@ class Scheduler:
         self._promised_blocks = 0
         self._in_flight: dict[bytes, Sequence] = {}
         self._parked: dict[bytes, list[Sequence]] = {}
+        self.fetch: Callable[[Sequence, list[int]], Fetched] | None = None
+        """Asked before a prefill for the blocks that continue what the pool holds; see ``LowerTiers.fetch``."""
 
     @property
     def waiting(self) -> Iterable[Sequence]:
@@ -165,7 +168,7 @@ class Scheduler:
         sequence.held_blocks_hint = hint
 
     def _admit(self, sequence: Sequence) -> bool | None:
-        """Admit a waiting sequence: True; False when it is parked; None when there are too few blocks."""
+        """Admit a waiting sequence: True; False when it is parked or loads; None when there are too few blocks."""
         cache, size = self._cache, self._cache.block_size
         matched = cache.match(sequence.request.scope, sequence.request.token_ids, sequence.chain)
         limit = cache.reusable_blocks(sequence.prompt_tokens)
@@ -179,6 +182,12 @@ class Scheduler:
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         if needed > cache.available_blocks - idle_hits - self._promised_blocks:
             return None
+        if hits < limit and self.fetch is not None:
+            fetched = self.fetch(sequence, matched)
+            if fetched is Fetched.WAIT:
+                return False
+            if fetched is Fetched.LOADED:
+                return self._admit(sequence)
         cache.acquire(matched)
         sequence.add_blocks(matched)
         sequence.published = sequence.landed = hits

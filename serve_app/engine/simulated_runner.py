@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from serve_app.cache.transfer import KvFormat, KvPart, Row
 from serve_app.engine.sampling import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -60,8 +61,11 @@ class SimulatedRunner:
 
     kind = "simulated"
 
-    def __init__(self, cost: CostModel, *, sleep: Sleep = time.sleep) -> None:
+    def __init__(
+        self, cost: CostModel, *, sleep: Sleep = time.sleep, model_fingerprint: str = "", block_size: int = 16
+    ) -> None:
         self.cost = cost
+        self.kv_format = KvFormat(model_fingerprint, block_size, (KvPart("simulated", ()),))
         self.vocab_size = cost.vocab_size
         self.max_positions = cost.max_positions
         self.block_bytes = cost.block_bytes
@@ -73,6 +77,12 @@ class SimulatedRunner:
         tokens = sum(len(segment.token_ids) for segment in segments)
         self._sleep(self.cost.step_s(tokens - decodes, decodes))
         return [SegmentResult(token=self._token(s) if s.sampling else None) for s in segments]
+
+    def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: simulated KV has no bytes."""
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: simulated KV has no bytes."""
 
     def _token(self, segment: Segment) -> int:
         """Draw from (last token, position, seed), avoiding stop tokens so that lengths are as asked for."""

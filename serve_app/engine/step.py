@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.block_hash import TokenArray
+from serve_app.cache.transfer import KvFormat, Row
 from serve_app.engine.protocol import SamplingParams
 
 BlockRun = tuple[int, int]
@@ -63,9 +64,17 @@ class Runner(Protocol):
     vocab_size: int
     max_positions: int
     block_bytes: int
+    kv_format: KvFormat
+    """What KV must be like to be loaded here; ``block_bytes`` of it is what a block really carries."""
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and return one result a segment. What it raises concerns the step as a whole."""
+
+    def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy each block's KV into its row of ``kv_format.block_bytes`` bytes."""
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy rows into blocks: the inverse of ``read_blocks``."""
 
 
 def block_runs(blocks: Sequence[int]) -> list[BlockRun]:

@@ -1,0 +1,138 @@
+"""One KV block a file: written whole or not at all, checked before it is believed.
+
+Owns names, modes and the atomic write. Knows nothing of order, bounds or the index. A saved block's name ends in
+``.saved``, so that a rename is all it takes to mark one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from router.block_hash import HASH_BYTES
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.transfer import (
+    PREFIX_BYTES,
+    ChainHeader,
+    KvFormat,
+    Row,
+    Truncated,
+    WrongChain,
+    check_format,
+    check_payload,
+    checksum,
+    decode_header,
+    encode_header,
+    header_bytes,
+)
+
+_NAME = re.compile(r"([0-9a-f]{32})\.(kv|saved)")
+_TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file with one of our names. ``used_ns``: when it was last used."""
+
+    block_hash: bytes
+    saved: bool
+    size: int
+    used_ns: int
+
+
+class BlockFiles:
+    """The files of one private directory."""
+
+    def __init__(self, directory: Path, kv_format: KvFormat) -> None:
+        self.directory = directory
+        self.format = kv_format
+
+    def encode(self, block: TierBlock, row: Row) -> bytes:
+        """Return the whole content of a block's file."""
+        header = ChainHeader(
+            format=self.format,
+            scope=block.scope,
+            lora=block.lora,
+            hashes=block.block_hash,
+            token_ids=block.token_bytes,
+            lineage=block.lineage,
+            checksum=checksum(row),
+        )
+        return encode_header(header) + row.tobytes()
+
+    def write(self, block_hash: bytes, content: bytes, *, saved: bool, used_ns: int) -> None:
+        """Make a block's file appear, whole, with its time of use. Raises OSError and leaves nothing half-done."""
+        temporary = self.directory / f"{block_hash.hex()}.tmp"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                view = memoryview(content)
+                while view:
+                    view = view[file.write(view) or 0 :]
+            os.utime(temporary, ns=(used_ns, used_ns))
+            temporary.replace(self._path(block_hash, saved))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def read(self, block_hash: bytes, *, saved: bool) -> tuple[TierBlock, Row]:
+        """Return a block and its bytes. Raises OSError or a TransferError: then the file is worth nothing."""
+        data = self._path(block_hash, saved).read_bytes()
+        header, start = decode_header(data)
+        block = self._block(header, block_hash)
+        payload = np.frombuffer(data, dtype=np.uint8)[start:]
+        if payload.size != self.format.block_bytes:
+            raise Truncated(f"{payload.size} payload bytes, not {self.format.block_bytes}")
+        check_payload(header, payload.reshape(1, -1))
+        return block, payload
+
+    def read_header(self, found: FoundFile) -> TierBlock:
+        """Return what a file's header says, its payload unread. Raises OSError or a TransferError."""
+        with self._path(found.block_hash, found.saved).open("rb") as file:
+            prefix = file.read(PREFIX_BYTES)
+            data = prefix + file.read(header_bytes(prefix) - PREFIX_BYTES)
+        header, start = decode_header(data)
+        if start + header.payload_bytes != found.size:
+            raise Truncated(f"{found.size} bytes where the header names {start + header.payload_bytes}")
+        return self._block(header, found.block_hash)
+
+    def mark(self, block_hash: bytes, *, saved: bool) -> None:
+        """Rename a block's file from unsaved to saved or back. Raises OSError."""
+        self._path(block_hash, not saved).replace(self._path(block_hash, saved))
+
+    def touch(self, block_hash: bytes, *, saved: bool, used_ns: int) -> None:
+        """Note a use. Raises OSError."""
+        os.utime(self._path(block_hash, saved), ns=(used_ns, used_ns))
+
+    def remove(self, block_hash: bytes, *, saved: bool) -> None:
+        """Unlink a block's file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(block_hash, saved).unlink()
+
+    def scan(self) -> Iterator[FoundFile]:
+        """Yield every file with a block's name; remnants of torn writes are unlinked, other files left alone."""
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                name = _NAME.fullmatch(entry.name)
+                if name is not None and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
+                    yield FoundFile(bytes.fromhex(name[1]), name[2] == "saved", stat.st_size, stat.st_mtime_ns)
+                elif _TEMPORARY.fullmatch(entry.name):
+                    with contextlib.suppress(OSError):
+                        Path(entry.path).unlink()
+
+    def _path(self, block_hash: bytes, saved: bool) -> Path:
+        return self.directory / f"{block_hash.hex()}.{'saved' if saved else 'kv'}"
+
+    def _block(self, header: ChainHeader, block_hash: bytes) -> TierBlock:
+        check_format(header, self.format)
+        if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
+            raise WrongChain("the file holds another block than its name says")
+        return TierBlock(block_hash, header.lineage, header.scope, header.lora, header.token_ids)

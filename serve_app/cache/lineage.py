@@ -1,0 +1,42 @@
+"""What a block outside the pool is verified by: one digest of its scope and of all tokens up to its end.
+
+Owns the digest's bytes. The chained xxHash that names a block can be made to collide and proves nothing of the blocks
+before it; in the pool a parent's identity proves those, and a tier or another replica has only this. Knows nothing
+of pools or files.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+from router.block_hash import PrefixScope, TokenArray
+
+LINEAGE_BYTES = 32
+
+
+@lru_cache(maxsize=1024)
+def scope_digest(scope: PrefixScope) -> bytes:
+    """Return the 32-byte digest of a scope's length-prefixed fields; it tells nothing of a secret salt."""
+    digest = blake2b(digest_size=LINEAGE_BYTES)
+    for field in (scope.model.encode(), scope.lora.encode(), scope.salt):
+        digest.update(len(field).to_bytes(8, "little"))
+        digest.update(field)
+    return digest.digest()
+
+
+def next_lineage(parent: bytes, scope: bytes, token_bytes: bytes) -> bytes:
+    """Return the lineage of a block under ``parent``'s (b"": the first) with a scope's digest and its own ids."""
+    return blake2b(parent + scope + token_bytes, digest_size=LINEAGE_BYTES).digest()
+
+
+def extend_lineage(parent: bytes, scope: PrefixScope, token_ids: TokenArray, block_size: int) -> list[bytes]:
+    """Return the lineages of the full blocks of ``token_ids`` that follow ``parent``."""
+    raw = token_ids.astype("<i4", copy=False).tobytes()
+    digest = scope_digest(scope)
+    step = 4 * block_size
+    lineages = []
+    for start in range(0, len(raw) - step + 1, step):
+        parent = next_lineage(parent, digest, raw[start : start + step])
+        lineages.append(parent)
+    return lineages

@@ -1,0 +1,52 @@
+"""Whether loading blocks from a lower tier beats computing them.
+
+Owns the measured bandwidth of each tier and the rule: load when bytes / bandwidth <= ratio * tokens / prefill rate.
+Knows nothing of blocks. Not thread-safe: the engine's loop owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+_EXPECTED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
+_EXPECTED_WEIGHT_S = 0.05
+_MEMORY_S = 1.0
+_FORGET = 0.9
+
+
+class LoadRule:
+    """Bandwidth by tier over about the last second of loading, beginning at an expectation."""
+
+    def __init__(self, ratio: float) -> None:
+        self.ratio = ratio
+        self._bytes = {tier: rate * _EXPECTED_WEIGHT_S for tier, rate in _EXPECTED_BYTES_PER_S.items()}
+        self._seconds = dict.fromkeys(_EXPECTED_BYTES_PER_S, _EXPECTED_WEIGHT_S)
+
+    def bytes_per_s(self, tier: str) -> float:
+        """Return the bandwidth as it is believed to be."""
+        return self._bytes[tier] / self._seconds[tier]
+
+    def observe(self, tier: str, loaded_bytes: int, duration_s: float) -> None:
+        """Take a load's measured duration into account."""
+        kept = math.exp(-duration_s / _MEMORY_S)
+        self._bytes[tier] = self._bytes[tier] * kept + loaded_bytes
+        self._seconds[tier] = self._seconds[tier] * kept + duration_s
+
+    def worthwhile(self, bytes_of_tier: Mapping[str, int], tokens: int, prefill_tokens_per_s: float) -> bool:
+        """Return whether to load; while the prefill rate is unknown (0) everything is loaded.
+
+        A refusal moves the bandwidths towards the expectation: a tier that once was slow is tried again.
+        """
+        if self.ratio <= 0.0:
+            return False
+        if prefill_tokens_per_s <= 0.0:
+            return True
+        load_s = sum(size / self.bytes_per_s(tier) for tier, size in bytes_of_tier.items())
+        if load_s <= self.ratio * tokens / prefill_tokens_per_s:
+            return True
+        for tier in bytes_of_tier:
+            expected = _EXPECTED_BYTES_PER_S[tier] * _EXPECTED_WEIGHT_S
+            self._bytes[tier] = _FORGET * self._bytes[tier] + (1 - _FORGET) * expected
+            self._seconds[tier] = _FORGET * self._seconds[tier] + (1 - _FORGET) * _EXPECTED_WEIGHT_S
+        return False

@@ -1,0 +1,298 @@
+"""The tiers below the pool as one: pool -> host memory -> disk.
+
+Owns what moves down and in which order, the events of the host tier, and the counters. Knows nothing of the pool's
+tensors (a callback reads them) or of requests. The engine's loop owns it; only the disk queue has a thread.
+A batch comes children before parents, so the heads of prefixes are always the last to go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from router.events import BlocksRemoved, BlocksStored
+from serve_app.cache.disk_files import BlockFiles
+from serve_app.cache.disk_queue import DiskLoad, DiskQueue, Wake
+from serve_app.cache.disk_slot import DiskSlot
+from serve_app.cache.disk_tier import DiskTier
+from serve_app.cache.host_tier import HostTier
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.transfer import KvFormat, Row
+
+TierEvent = BlocksStored | BlocksRemoved
+ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
+"""Copies the batch's blocks of these indices out of the pool, each into its row."""
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """Bounds of the tiers; 0 bytes is off. ``load_ratio``: see ``LoadRule``."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: Path | None = None
+    disk_queue_bytes: int = 256 * 1024 * 1024
+    load_ratio: float = 1.0
+
+    @property
+    def on(self) -> bool:
+        """Whether there is any tier below the pool."""
+        return bool(self.host_bytes or self.disk_bytes)
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks over an engine's life."""
+
+    hits: int = 0
+    stores: int = 0
+    drops: int = 0
+    evicted: int = 0
+
+
+@dataclass(slots=True)
+class _Announced:
+    events: list[TierEvent] = field(default_factory=list)
+
+    def stored(self, hashes: bytes) -> None:
+        if hashes:
+            self.events.append(BlocksStored(hashes, "host"))
+
+    def removed(self, hashes: bytes) -> None:
+        if hashes:
+            self.events.append(BlocksRemoved(hashes, "host"))
+
+
+class Tiers:
+    """Host memory and disk under one pool. ``size_bytes``: what a block counts."""
+
+    def __init__(
+        self, settings: TierSettings, kv_format: KvFormat, size_bytes: int, wake: Wake, *, start: bool = True
+    ) -> None:
+        """Open the tiers, the disk's with what an earlier life left. Raises DiskTierError or ValueError."""
+        for name, bound in (("host_cache_bytes", settings.host_bytes), ("disk_cache_bytes", settings.disk_bytes)):
+            if 0 < bound < size_bytes:
+                raise ValueError(f"{name}={bound} cannot hold one KV block of {size_bytes} bytes")
+        self.size_bytes = size_bytes
+        self._row_bytes = kv_format.block_bytes
+        self.counts = {"host": TierCounts(), "disk": TierCounts()}
+        self._host = HostTier(settings.host_bytes, size_bytes, self._row_bytes) if settings.host_bytes else None
+        self._slot: DiskSlot | None = None
+        self._disk: DiskQueue | None = None
+        self._announced = _Announced()
+        if settings.disk_bytes:
+            if settings.disk_dir is None:
+                raise ValueError("disk_cache_bytes needs disk_cache_dir")
+            self._slot = DiskSlot(settings.disk_dir)
+            tier = DiskTier(BlockFiles(self._slot.path, kv_format), settings.disk_bytes)
+            self._disk = DiskQueue(tier, settings.disk_queue_bytes, size_bytes, wake)
+            if start:
+                self._disk.start()
+
+    @property
+    def disk(self) -> DiskQueue | None:
+        """The disk tier's queue, where there is one."""
+        return self._disk
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``take_events`` has anything."""
+        return bool(self._announced.events) or (self._disk is not None and self._disk.tier.has_events)
+
+    def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
+        """Return what is known of a block and its fastest tier."""
+        if self._host is not None:
+            held = self._host.get(block_hash)
+            if held is not None:
+                return held, "host"
+        filed = self._disk.find(block_hash) if self._disk is not None else None
+        return (filed, "disk") if filed is not None else None
+
+    def row(self, block_hash: bytes) -> Row | None:
+        """Return the bytes of a block in host memory, a view until the next spill."""
+        return self._host.row(block_hash) if self._host is not None and block_hash in self._host else None
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """Note that blocks in host memory (parents first) are wanted: they are the last to go."""
+        for block_hash in reversed(hashes):
+            if self._host is not None and block_hash in self._host:
+                self._host.touch(block_hash)
+
+    def load(self, hashes: Sequence[bytes]) -> DiskLoad:
+        """Start reading blocks from disk, parents first."""
+        assert self._disk is not None
+        return self._disk.load(hashes)
+
+    def spill(self, blocks: Sequence[TierBlock], read: ReadRows) -> None:
+        """Take blocks that leave the pool, children first; what is held already is only used again."""
+        if self._host is None:
+            self._to_disk(blocks, read)
+            return
+        step = self._host.capacity_blocks
+        for start in range(0, len(blocks), step):
+            self._to_host(self._host, blocks[start : start + step], start, read)
+
+    def save(self, blocks: Sequence[TierBlock], read: ReadRows) -> bool:
+        """Write blocks of the pool (children first) to disk as saved; False without a disk tier or room in its queue.
+
+        What is filed already is marked.
+        """
+        return self._to_disk(blocks, read, saved=True) if self._disk is not None else False
+
+    def mark_saved(self, hashes: Iterable[bytes], *, saved: bool = True) -> None:
+        """Mark blocks on disk as saved (evicted after all that are not), or as ordinary ones again."""
+        if self._disk is not None:
+            self._disk.mark(hashes, saved=saved)
+
+    def saved_hashes(self) -> frozenset[bytes]:
+        """Return the saved blocks on disk, those of earlier lives included."""
+        return self._disk.tier.hashes(saved=True) if self._disk is not None else frozenset()
+
+    def clear(self) -> None:
+        """Forget everything, the saved too."""
+        if self._host is not None:
+            self._announced.removed(b"".join(block.block_hash for block in self._host.blocks()))
+            self._host.clear()
+        if self._disk is not None:
+            self._disk.clear()
+
+    def announce(self) -> None:
+        """Tell again what is held: for routers that were told to forget the whole replica."""
+        self.take_events()
+        if self._host is not None:
+            self._announced.stored(b"".join(reversed([block.block_hash for block in self._host.blocks()])))
+        event = self._disk.tier.announce() if self._disk is not None else None
+        if event is not None:
+            self._announced.events.append(event)
+
+    def take_events(self) -> list[TierEvent]:
+        """Return the events since the last call; each tier's own are in order."""
+        events, self._announced.events = self._announced.events, []
+        if self._disk is not None:
+            events.extend(self._disk.tier.take_events())
+        return events
+
+    def wait_for_room(self, blocks: int, deadline_s: float) -> None:
+        """Block until the disk's queue has room for ``blocks`` (or is empty), or until ``monotonic()`` is later."""
+        while (disk := self._disk) is not None and disk.pending_blocks and disk.room() < blocks:
+            if time.monotonic() >= deadline_s:
+                return
+            time.sleep(0.002)
+
+    def close(self, deadline_s: float) -> None:
+        """Write what host memory alone holds, end the thread at about ``deadline_s``, let the directory go."""
+        if self._disk is not None:
+            if self._host is not None:
+                for block in list(self._host.blocks()):
+                    self.wait_for_room(1, deadline_s)
+                    self._file(self._disk, block, self._host.row(block.block_hash))
+            self._disk.stop(max(0.0, deadline_s - time.monotonic()))
+            self._disk = None
+        if self._slot is not None:
+            self._slot.release()
+
+    def samples(self, labels: Labels) -> Iterable[tuple[str, Labels, float]]:
+        """Yield blocks, bytes and counters by tier."""
+        disk = self._disk
+        held: dict[str, tuple[int, int]] = {}
+        if self._host is not None:
+            held["host"] = len(self._host), self._host.used_bytes
+        if disk is not None:
+            held["disk"] = len(disk.tier), disk.tier.used_bytes
+            counts = self.counts["disk"]
+            counts.stores, counts.drops, counts.evicted = (
+                disk.stored_blocks,
+                disk.dropped_blocks,
+                disk.tier.evicted_blocks,
+            )
+        for tier, (blocks, used_bytes) in held.items():
+            by_tier = (*labels, ("tier", tier))
+            counts = self.counts[tier]
+            yield "warmpath_kv_tier_blocks", by_tier, float(blocks)
+            yield "warmpath_kv_tier_bytes", by_tier, float(used_bytes)
+            yield "warmpath_kv_tier_hits_total", by_tier, float(counts.hits)
+            yield "warmpath_kv_tier_stores_total", by_tier, float(counts.stores)
+            yield "warmpath_kv_tier_drops_total", by_tier, float(counts.drops)
+            yield "warmpath_kv_tier_evicted_blocks_total", by_tier, float(counts.evicted)
+        if disk is not None:
+            by_tier = (*labels, ("tier", "disk"))
+            yield "warmpath_kv_tier_refused_files_total", by_tier, float(disk.tier.refused_files)
+            yield "warmpath_kv_tier_pending_blocks", by_tier, float(disk.pending_blocks)
+
+    def _to_host(self, host: HostTier, batch: Sequence[TierBlock], base: int, read: ReadRows) -> None:
+        """Put a batch that fits the tier; reading comes last, since rows of the batch itself are never evicted."""
+        for block in batch:
+            if block.block_hash in host:
+                host.touch(block.block_hash)
+        wanted: list[int] = []
+        rows: list[Row] = []
+        stored: list[bytes] = []
+        for i, block in enumerate(batch):
+            held = host.get(block.block_hash)
+            if held is None:
+                if host.full:
+                    self._evict_host(host)
+                rows.append(host.put(block))
+                wanted.append(base + i)
+                stored.append(block.block_hash)
+            elif held.lineage == block.lineage:
+                host.touch(block.block_hash)
+            else:
+                self.counts["host"].drops += 1
+        if rows:
+            read(wanted, rows)
+        self.counts["host"].stores += len(rows)
+        self._announced.stored(b"".join(reversed(stored)))
+
+    def _evict_host(self, host: HostTier) -> None:
+        block = host.oldest()
+        if self._disk is not None:
+            self._file(self._disk, block, host.row(block.block_hash))
+        host.evict(block.block_hash)
+        self.counts["host"].evicted += 1
+        self._announced.removed(block.block_hash)
+
+    @staticmethod
+    def _file(disk: DiskQueue, block: TierBlock, row: Row) -> None:
+        known = disk.find(block.block_hash)
+        if known is not None and known.lineage == block.lineage:
+            disk.touch([block.block_hash])
+        elif known is not None or disk.room() <= 0:
+            disk.drop(1)
+        else:
+            disk.offer(block, row.copy())
+
+    def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, *, saved: bool = False) -> bool:
+        """Offer a batch straight from the pool. Where the queue is short of room, the heads go in and tails do not."""
+        disk = self._disk
+        if disk is None:
+            return False
+        fresh: list[int] = []
+        held: list[bytes] = []
+        foreign = 0
+        for i, block in enumerate(batch):
+            known = disk.find(block.block_hash)
+            if known is None:
+                fresh.append(i)
+            elif known.lineage == block.lineage:
+                held.append(block.block_hash)
+            else:
+                foreign += 1
+        if held:
+            disk.touch(held)
+            if saved:
+                disk.mark(held, saved=True)
+        excess = max(0, len(fresh) - max(0, disk.room()))
+        disk.drop(excess + foreign)
+        fresh = fresh[excess:]
+        rows = list(np.empty((len(fresh), self._row_bytes), dtype=np.uint8))
+        if fresh:
+            read(fresh, rows)
+        taken = [disk.offer(batch[i], row, saved=saved) for i, row in zip(fresh, rows, strict=True)]
+        return all(taken) and not excess and not foreign

@@ -1,0 +1,242 @@
+"""KV of a chain of blocks as it travels: to another replica, or to a file.
+
+Owns the header, its byte layout, and every reason to refuse what arrives. Knows nothing of pools, runners or files.
+Layout: magic, version, header length, xxh3 of the header, header (msgpack), payload. The payload is block after
+block, so that a part of a chain is a slice and a file holds one block; numbers travel as raw bytes, since numpy
+has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from serve_app.cache.lineage import LINEAGE_BYTES, extend_lineage, scope_digest
+
+MAGIC = b"WPKV"
+VERSION = 1
+MAX_HEADER_BYTES = 1 << 26
+
+ChainHasher = Callable[[bytes, TokenArray, int], bytes]
+
+_PREFIX = struct.Struct("<4sHxxIQ")
+PREFIX_BYTES = _PREFIX.size
+
+Row = npt.NDArray[np.uint8]
+"""One block's KV: ``KvFormat.block_bytes`` bytes."""
+
+
+class TransferError(ValueError):
+    """KV that must not be loaded."""
+
+
+class NotAChain(TransferError):
+    """The bytes are no block chain, or not one of this version."""
+
+
+class Truncated(TransferError):
+    """Bytes are missing, or there are more than the header says."""
+
+
+class BadChecksum(TransferError):
+    """Header or payload changed on the way."""
+
+
+class FormatMismatch(TransferError):
+    """Another model, dtype, layout or block size."""
+
+
+class WrongScope(TransferError):
+    """The KV belongs to another tenant, salt, adapter or model."""
+
+
+class WrongChain(TransferError):
+    """Hashes, tokens and lineage do not belong together, or another secret made them."""
+
+
+class KvPart(msgspec.Struct, frozen=True):
+    """One tensor of a block, ``axes`` by ``shape``; a draft model's KV is a part of its own."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axes: str = "layers,kv,block_size,kv_heads,head_dim"
+
+
+class KvFormat(msgspec.Struct, frozen=True):
+    """What must be equal for KV to be loaded: the model's fingerprint, tokens in a block, and each part's layout."""
+
+    model: str
+    block_size: int
+    parts: tuple[KvPart, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload bytes of one block."""
+        return sum(_DTYPE_BYTES[part.dtype] * prod(part.shape) for part in self.parts)
+
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "simulated": 0}
+
+
+class ChainHeader(msgspec.Struct, frozen=True):
+    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``lineage``: of the last block.
+
+    ``checksum``: xxh3_128 of the payload. A file holds one block from anywhere in a chain, an export a chain's start.
+    """
+
+    format: KvFormat
+    scope: bytes
+    lora: str
+    hashes: bytes
+    token_ids: bytes
+    lineage: bytes
+    checksum: bytes
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the payload."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes after the header."""
+        return self.blocks * self.format.block_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvChain:
+    """A header and its payload [blocks, block_bytes]; numpy, so that it crosses Ray's object store without a copy."""
+
+    header: ChainHeader
+    payload: Row
+
+    def to_bytes(self) -> bytes:
+        """Return header and payload as one piece."""
+        return encode_header(self.header) + self.payload.tobytes()
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> KvChain:
+        """Parse ``to_bytes``; the payload is a view. Raises a TransferError on anything that is not whole."""
+        header, start = decode_header(data)
+        if len(data) - start != header.payload_bytes:
+            raise Truncated(f"{len(data) - start} payload bytes where the header names {header.payload_bytes}")
+        payload = np.frombuffer(data, dtype=np.uint8, offset=start) if header.payload_bytes else _EMPTY
+        chain = KvChain(header, payload.reshape(header.blocks, header.format.block_bytes))
+        check_payload(header, chain.payload)
+        return chain
+
+
+_EMPTY = np.empty(0, dtype=np.uint8)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ChainHeader)
+
+
+def checksum(payload: Row) -> bytes:
+    """Return the xxh3_128 of a C-contiguous payload."""
+    return xxhash.xxh3_128_digest(payload.data if payload.size else b"")
+
+
+def encode_header(header: ChainHeader) -> bytes:
+    """Return the bytes that precede a payload."""
+    body = _encoder.encode(header)
+    return _PREFIX.pack(MAGIC, VERSION, len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def header_bytes(prefix: bytes | memoryview) -> int:
+    """Return where the payload starts, from the first ``PREFIX_BYTES``. Raises NotAChain or Truncated."""
+    if len(prefix) < PREFIX_BYTES:
+        raise Truncated(f"{len(prefix)} bytes hold no header")
+    magic, version, length, _ = _PREFIX.unpack_from(prefix)
+    if magic != MAGIC:
+        raise NotAChain("the magic number is another one")
+    if version != VERSION:
+        raise NotAChain(f"version {version}, and this is {VERSION}")
+    if length > MAX_HEADER_BYTES:
+        raise NotAChain(f"a header of {length} bytes")
+    return PREFIX_BYTES + int(length)
+
+
+def decode_header(data: bytes | memoryview) -> tuple[ChainHeader, int]:
+    """Return the header and where the payload starts. Raises NotAChain, Truncated or BadChecksum."""
+    start = header_bytes(data)
+    if len(data) < start:
+        raise Truncated(f"a header of {start} bytes in {len(data)}")
+    body = bytes(data[PREFIX_BYTES:start])
+    if xxhash.xxh3_64_intdigest(body) != _PREFIX.unpack_from(data)[3]:
+        raise BadChecksum("the header's checksum is wrong")
+    try:
+        header = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise NotAChain(f"the header cannot be read: {error}") from error
+    sizes = (len(header.hashes) % HASH_BYTES, len(header.lineage) - LINEAGE_BYTES, header.format.block_size < 1)
+    if any(sizes) or any(part.dtype not in _DTYPE_BYTES for part in header.format.parts):
+        raise NotAChain("the header's fields have impossible sizes")
+    if len(header.token_ids) != header.blocks * header.format.block_size * 4:
+        raise NotAChain("the header's tokens do not fill its blocks")
+    return header, start
+
+
+def check_payload(header: ChainHeader, payload: Row) -> None:
+    """Raise Truncated or BadChecksum where the payload is not the header's."""
+    if payload.dtype != np.uint8 or payload.shape != (header.blocks, header.format.block_bytes):
+        raise Truncated(f"a payload of shape {payload.shape} for {header.blocks} blocks")
+    if checksum(np.ascontiguousarray(payload)) != header.checksum:
+        raise BadChecksum("the payload's checksum is wrong")
+
+
+def check_format(header: ChainHeader, expected: KvFormat) -> None:
+    """Raise FormatMismatch, naming the field, where the header's format is another one."""
+    for field in KvFormat.__struct_fields__:
+        theirs, ours = getattr(header.format, field), getattr(expected, field)
+        if theirs != ours:
+            raise FormatMismatch(f"{field} is {theirs}, not {ours}")
+
+
+def check_scope(header: ChainHeader, scope: PrefixScope) -> None:
+    """Raise WrongScope where the KV was computed under another scope."""
+    if header.lora != scope.lora:
+        raise WrongScope(f"the KV was computed with adapter {header.lora!r}, not {scope.lora!r}")
+    if header.scope != scope_digest(scope):
+        raise WrongScope("the KV belongs to another scope")
+
+
+def make_header(
+    kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, payload: Row
+) -> ChainHeader:
+    """Describe a whole chain: ``token_ids`` are the full blocks' ids from the prompt's start."""
+    lineages = extend_lineage(b"", scope, token_ids, kv_format.block_size)
+    return ChainHeader(
+        format=kv_format,
+        scope=scope_digest(scope),
+        lora=scope.lora,
+        hashes=hashes,
+        token_ids=token_ids.astype("<i4", copy=False).tobytes(),
+        lineage=lineages[-1],
+        checksum=checksum(payload),
+    )
+
+
+def verify_chain(
+    chain: KvChain, kv_format: KvFormat, scope: PrefixScope, root: bytes, hash_chain: ChainHasher = hash_blocks
+) -> TokenArray:
+    """Return a whole chain's token ids once everything about it is proven; raises a TransferError otherwise."""
+    header = chain.header
+    check_format(header, kv_format)
+    check_scope(header, scope)
+    check_payload(header, chain.payload)
+    token_ids = np.frombuffer(header.token_ids, dtype="<i4").astype(np.int32)
+    if not header.blocks:
+        raise WrongChain("the chain is empty")
+    if extend_lineage(b"", scope, token_ids, kv_format.block_size)[-1] != header.lineage:
+        raise WrongChain("the lineage is not that of the tokens")
+    if hash_chain(root, token_ids, kv_format.block_size) != header.hashes:
+        raise WrongChain("the hashes are not those of the tokens under this root")
+    return token_ids

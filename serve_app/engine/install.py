@@ -1,0 +1,46 @@
+"""KV from elsewhere into the pool, published exactly as if it had been computed.
+
+Owns the order of steps in which no promise is broken and no half-written block can be hit. Knows nothing of where the
+bytes come from. Runs in the engine's loop, between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.block_hash import PrefixScope, TokenArray
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.transfer import Row
+from serve_app.engine.step import Runner
+
+Rows = Callable[[], Sequence[Row]]
+"""Asked once blocks are allocated (an eviction may have moved what was to be read): the rows still there, in order."""
+
+
+def install_blocks(
+    cache: PrefixCache,
+    runner: Runner,
+    scope: PrefixScope,
+    token_ids: TokenArray,
+    chain: bytes,
+    matched: Sequence[int],
+    count: int,
+    rows: Rows,
+) -> int:
+    """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
+
+    The caller has made sure that ``count`` blocks are available besides those matched and promised. What is loaded
+    is idle afterwards, and the last in line to be evicted.
+    """
+    cache.acquire(matched)
+    fresh: list[int] = []
+    try:
+        fresh = cache.allocate(count)
+        found = rows()
+        runner.write_blocks(fresh[: len(found)], found)
+        blocks = [*matched, *fresh]
+        done = cache.publish(scope, token_ids, chain, blocks, len(matched), len(matched) + len(found))
+        fresh = blocks[len(matched) :]
+        return done - len(matched)
+    finally:
+        cache.release([*matched, *fresh])
