@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _EXPECTED_BYTES_PER_S = {"host": 4e9, "disk": 5e8}
 _EXPECTED_WEIGHT_S = 0.05
 _MEMORY_S = 1.0
-_FORGET = 0.9
+_FORGET = 0.99
 
 
 class LoadRule:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 
 from router.block_hash import PrefixScope, TokenArray, hash_blocks
-from router.events import Event, LoadReport, StatsReport
+from router.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
 from serve_app.cache.tiers import Tiers
 from serve_app.cache.transfer import KvChain
@@ -321,11 +321,12 @@ class TorchEngine:
             self._waiting -= 1
         self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> tuple[Event, ...]:
         events: tuple[Event, ...] = self._cache.take_events()
         if self._lower is not None:
             events = (*events, *self._lower.take_events())
         self._outbox.deliver(events, self._event_sink)
+        return events
 
     def _fail_all(self, reason: str) -> None:
         with self._changed:
@@ -363,10 +364,10 @@ class TorchEngine:
     def _reset(self, tiers: bool) -> bool:
         if self._lower is not None and tiers:
             self._lower.tiers.clear()
-        complete = self._cache.reset()
-        if self._lower is not None and not tiers:
-            # A cleared pool is announced as a cleared replica.
             self._deliver()
+        complete = self._cache.reset()
+        # A cleared pool is announced as a cleared replica: what stays below has to be told again.
+        if CacheCleared() in self._deliver() and self._lower is not None:
             self._lower.tiers.announce()
         return complete
 

@@ -1,0 +1,49 @@
+"""What one life of an instance computed, the next one reuses: the disk tier through a real restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.server import instance
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(url: str, words: str) -> tuple[int, str]:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "system", "content": words * 120}, {"role": "user", "content": "hi"}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    answer = httpx.post(url + CHAT, json=body, timeout=60).json()
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(url + "/metrics", timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+
+def test_a_restart_with_the_same_secret_reuses_the_disk_tier(tmp_path: Path) -> None:
+    """A pool too small for two prompts: the evicted one comes back from disk, and both do after a restart."""
+    settings = ["--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=96", "--set", "tier_load_ratio=1000"]
+    settings += ["--set", f"disk_cache_dir={tmp_path}", "--set", "disk_cache_bytes=100000000"]
+    env = {"WARMPATH_SECRET": "a secret of the test's own"}
+    with instance(*settings, env=env) as url:
+        first = {words: ask(url, words) for words in ("Some words. ", "Other words! ", "Third words? ")}
+        assert {cached for cached, _ in first.values()} == {0}
+    assert list(tmp_path.glob("slot-0/*.kv"))
+    with instance(*settings, env=env) as url:
+        for words, (_, text) in first.items():
+            cached, again = ask(url, words)
+            assert cached > 100, words
+            assert again == text
+        assert metric(url, "warmpath_kv_tier_hits_total") > 0
+    with instance(*settings, env={"WARMPATH_SECRET": "another secret of the test"}) as url:
+        assert ask(url, "Some words. ")[0] == 0

@@ -1,0 +1,265 @@
+"""The disk tier's promises: private, bounded, never a lie, and there again after a restart."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from router.block_hash import split_chain
+from router.events import BlocksRemoved, BlocksStored
+from serve_app.cache.disk_files import BlockFiles
+from serve_app.cache.disk_queue import DiskQueue
+from serve_app.cache.disk_slot import DiskSlot, DiskTierError
+from serve_app.cache.disk_tier import DiskTier
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.transfer import KvFormat
+from tests.serve_app.cache.tier_blocks import BYTES, FORMAT, content, path
+
+FILE = len(BlockFiles(Path(), FORMAT).encode(path(1)[0], content(path(1)[0])))
+
+
+def tier(directory: Path, blocks: int = 100, kv_format: KvFormat = FORMAT) -> DiskTier:
+    return DiskTier(BlockFiles(directory, kv_format), blocks * FILE)
+
+
+def fill(disk: DiskTier, blocks: list[TierBlock], *, saved: bool = False) -> None:
+    for block in reversed(blocks):
+        assert disk.store(block, content(block), saved=saved)
+
+
+def on_disk(directory: Path) -> int:
+    return sum(entry.stat().st_size for entry in directory.iterdir())
+
+
+def test_what_is_stored_is_loaded_and_private(tmp_path: Path) -> None:
+    os.umask(previous := os.umask(0))
+    try:
+        slot = DiskSlot(tmp_path / "cache")
+        disk = tier(slot.path)
+        fill(disk, path(1, 2, 3))
+    finally:
+        os.umask(previous)
+    for block in path(1, 2, 3):
+        found = disk.load(block.block_hash)
+        assert found is not None
+        assert found[0] == block
+        assert np.array_equal(found[1], content(block))
+    assert stat.S_IMODE(slot.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in slot.path.iterdir()} == {0o600}
+    assert disk.used_bytes == on_disk(slot.path) == 3 * FILE
+
+
+def test_engines_of_one_machine_keep_apart_and_find_their_slot_again(tmp_path: Path) -> None:
+    first, second = DiskSlot(tmp_path), DiskSlot(tmp_path)
+    assert first.path != second.path
+    first.release()
+    again = DiskSlot(tmp_path)
+    assert again.path == first.path
+    again.path.chmod(0o755)
+    again.release()
+    assert stat.S_IMODE(DiskSlot(tmp_path).path.stat().st_mode) == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskTierError, match="disk_cache_dir"):
+        DiskSlot(tmp_path / "file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "slot-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DiskTierError, match="not a directory of this user"):
+        DiskSlot(tmp_path / "links")
+
+
+def test_a_restart_finds_blocks_order_and_marks(tmp_path: Path) -> None:
+    """After a restart the same blocks are announced, parents first, and the same ones are evicted first."""
+    disk = tier(tmp_path)
+    fill(disk, path(1, 2))
+    fill(disk, path(3, 4))
+    fill(disk, path(5), saved=True)
+    disk.touch(block.block_hash for block in reversed(path(1, 2)))
+    again = tier(tmp_path)
+    assert again.hashes() == disk.hashes()
+    assert again.hashes(saved=True) == {path(5)[0].block_hash}
+    (event,) = again.take_events()
+    assert isinstance(event, BlocksStored)
+    told = list(split_chain(event.hashes))
+    assert told.index(path(1, 2)[0].block_hash) < told.index(path(1, 2)[1].block_hash)
+    small = tier(tmp_path, blocks=3)
+    assert small.hashes() == {path(5)[0].block_hash, *(block.block_hash for block in path(1, 2))}
+    assert on_disk(tmp_path) == small.used_bytes == 3 * FILE
+
+
+def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
+    """When headers take too long the files not reached are dropped, so that the bound in bytes holds."""
+    fill(tier(tmp_path), path(*range(10)))
+    now = iter(range(1000))
+    slow = DiskTier(BlockFiles(tmp_path, FORMAT), 100 * FILE, clock=lambda: next(now), scan_limit_s=4.5)
+    assert 0 < len(slow) < 10
+    assert on_disk(tmp_path) == slow.used_bytes
+    assert path(0)[0].block_hash in slow.hashes(), "the head of the prefix was used last and is kept"
+
+
+def test_saved_blocks_go_last(tmp_path: Path) -> None:
+    disk = tier(tmp_path, blocks=3)
+    fill(disk, path(1), saved=True)
+    fill(disk, path(2))
+    assert disk.mark([path(2)[0].block_hash, b"unknown"], saved=True) == 1
+    fill(disk, path(3))
+    fill(disk, path(4))
+    assert disk.hashes() == {p[0].block_hash for p in (path(1), path(2), path(4))}
+    fill(disk, path(5), saved=True)
+    assert path(4)[0].block_hash not in disk.hashes()
+    # Three saved ones fill it: an ordinary block does not displace them, a saved one takes the oldest's place.
+    assert not disk.store(path(6)[0], content(path(6)[0]))
+    fill(disk, path(7), saved=True)
+    assert disk.hashes() == disk.hashes(saved=True) == {p[0].block_hash for p in (path(2), path(5), path(7))}
+    assert disk.mark([path(2)[0].block_hash], saved=False) == 1
+    fill(disk, path(8))
+    assert path(2)[0].block_hash not in disk.hashes()
+
+
+@pytest.mark.parametrize("length", [0, 1, 19, 20, 21, 100, FILE - BYTES, FILE - 1, FILE + 1])
+def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, caplog: pytest.LogCaptureFixture) -> None:
+    """At a scan, and when it was torn while the tier was running."""
+    disk = tier(tmp_path)
+    fill(disk, path(1, 2))
+    victim = path(1, 2)[1].block_hash
+    file = tmp_path / f"{victim.hex()}.kv"
+    whole = file.read_bytes()
+    file.write_bytes((whole + b"\0")[:length])
+    with caplog.at_level(logging.WARNING):
+        again = tier(tmp_path)
+    assert "dropped" in caplog.text
+    assert again.hashes() == {path(1, 2)[0].block_hash}
+    assert not file.exists()
+    file.write_bytes((whole + b"\0")[:length])
+    disk.take_events()
+    assert disk.load(victim) is None
+    assert disk.take_events() == [BlocksRemoved(victim, "disk")]
+    assert not file.exists()
+    assert (disk.refused_files, again.refused_files) == (1, 1)
+
+
+def test_no_truncation_is_ever_believed(tmp_path: Path) -> None:
+    disk = tier(tmp_path)
+    (block,) = path(1)
+    fill(disk, [block])
+    file = tmp_path / f"{block.block_hash.hex()}.kv"
+    whole = file.read_bytes()
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        assert len(tier(tmp_path)) == 0, length
+
+
+def test_a_damaged_payload_is_never_loaded(tmp_path: Path) -> None:
+    """The scan reads headers only; the payload's checksum is looked at when it counts."""
+    disk = tier(tmp_path)
+    (block,) = path(1)
+    fill(disk, [block])
+    file = tmp_path / f"{block.block_hash.hex()}.kv"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    again = tier(tmp_path)
+    assert len(again) == 1
+    assert again.load(block.block_hash) is None
+    assert len(again) == again.used_bytes == 0
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    """Another model's blocks and an exchanged file are dropped; what does not look like ours is left alone."""
+    fill(tier(tmp_path, kv_format=KvFormat("other", FORMAT.block_size, FORMAT.parts)), path(1))
+    disk = tier(tmp_path)
+    assert len(disk) == 0
+    fill(disk, path(2))
+    (tmp_path / "README").write_text("mine")
+    (tmp_path / f"{'0' * 32}.tmp").write_text("torn")
+    mine = tmp_path / f"{path(2)[0].block_hash.hex()}.kv"
+    mine.rename(tmp_path / f"{path(3)[0].block_hash.hex()}.kv")
+    again = tier(tmp_path)
+    assert len(again) == again.used_bytes == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["README"]
+
+
+def test_a_write_that_fails_costs_the_block_only(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    disk = tier(directory)
+    directory.rmdir()
+    assert not disk.store(path(1)[0], content(path(1)[0]))
+    assert (disk.failed_writes, disk.used_bytes, disk.take_events()) == (1, 0, [])
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from serve_app.cache.disk_files import BlockFiles
+from tests.serve_app.cache.tier_blocks import FORMAT, content, path
+from tests.serve_app.cache.test_disk_tier import tier
+disk = tier(Path(sys.argv[1]), blocks=50)
+print("ready", flush=True)
+i = 0
+while True:
+    i += 1
+    for block in reversed(path(i, i, i)):
+        disk.store(block, content(block))
+"""
+
+
+def test_a_killed_writer_leaves_no_lie(tmp_path: Path) -> None:
+    """SIGKILL in the middle of writing, three times: every block found afterwards is whole and right."""
+    for delay_s in (0.01, 0.05, 0.1):
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        time.sleep(delay_s)
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        disk = tier(tmp_path, blocks=50)
+        assert len(disk) > 3
+        assert disk.used_bytes == on_disk(tmp_path) <= 50 * FILE
+        assert disk.refused_files == 0
+        for block_hash in disk.hashes():
+            found = disk.load(block_hash)
+            assert found is not None
+            assert np.array_equal(found[1], content(found[0]))
+
+
+def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path) -> None:
+    woken: list[None] = []
+    queue = DiskQueue(tier(tmp_path), 2 * BYTES, BYTES, lambda: woken.append(None))
+    blocks = path(1, 2, 3)
+    assert [queue.offer(block, content(block)) for block in blocks] == [True, True, False]
+    assert (queue.dropped_blocks, queue.pending_blocks, queue.room()) == (1, 2, 0)
+    load = queue.load([block.block_hash for block in blocks])
+    assert queue.run()
+    assert load.done
+    assert list(load.blocks) == [block.block_hash for block in blocks[:2]]
+    assert len(woken) == 1
+    assert not any(tmp_path.iterdir())
+    queue.stop(1.0)
+    assert (queue.stored_blocks, queue.pending_blocks) == (2, 0)
+    assert not queue.offer(blocks[2], content(blocks[2]))
+    assert len(tier(tmp_path)) == 2
+
+
+def test_a_reset_forgets_what_waits_and_unlinks_what_is_filed(tmp_path: Path) -> None:
+    disk = tier(tmp_path)
+    queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
+    fill(disk, path(1, 2))
+    queue.offer(path(3)[0], content(path(3)[0]))
+    queue.clear()
+    assert queue.find(path(3)[0].block_hash) is None
+    assert (len(disk), disk.used_bytes) == (0, 0)
+    queue.clear()
+    while queue.run():
+        pass
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,230 @@
+"""Laws of host and disk tier under any sequence of spills, loads, saves and restarts, with naive models as oracles."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from router.block_hash import split_chain
+from router.events import BlocksRemoved, BlocksStored
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.tiers import Tiers, TierSettings
+from tests.serve_app.cache.test_disk_tier import FILE
+from tests.serve_app.cache.tier_blocks import BYTES, FORMAT, Source, content, path
+
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
+
+
+class NaiveHost:
+    """An ordered list: what was put or used last is at the end, what is over the bound falls off the front."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks, self.line = blocks, list[bytes]()
+
+    def put(self, block_hash: bytes) -> list[bytes]:
+        self.line = [h for h in self.line if h != block_hash] + [block_hash]
+        fallen = self.line[: max(0, len(self.line) - self.blocks)]
+        self.line = self.line[len(fallen) :]
+        return fallen
+
+
+class TierMachine(RuleBasedStateMachine):
+    """A pool that holds a tree of prefixes: evictions spill leaves, and the heads are the last to go."""
+
+    @initialize(host=st.sampled_from([0, 1, 3, 6]), disk=st.sampled_from([0, 2, 7, 40]))
+    def begin(self, host: int, disk: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="tiers-"))
+        self.host_blocks, self.disk_blocks = host, disk
+        self.settings = TierSettings(host * BYTES, disk * FILE, self.directory if disk else None)
+        self.known: dict[bytes, TierBlock] = {}
+        self.saved: set[bytes] = set()
+        self.open()
+
+    def open(self) -> None:
+        self.tiers = Tiers(self.settings, FORMAT, BYTES, lambda: None, start=False)
+        self.naive = NaiveHost(self.host_blocks)
+        self.announced: dict[str, set[bytes]] = {"host": set(), "disk": set()}
+
+    def work(self) -> None:
+        while self.tiers.disk is not None and self.tiers.disk.run():
+            pass
+
+    @rule(branches=PATHS)
+    def spill(self, branches: list[int]) -> None:
+        """A prefix leaves the pool, tail first; the oracle says what host memory holds then, in which order."""
+        blocks = path(*branches)[::-1]
+        self.known.update({block.block_hash: block for block in blocks})
+        step = self.host_blocks or len(blocks)
+        fallen: list[bytes] = []
+        for start in range(0, len(blocks), step):
+            batch = [block.block_hash for block in blocks[start : start + step]]
+            for block_hash in batch:
+                if block_hash in self.naive.line:
+                    self.naive.put(block_hash)
+            for block_hash in batch:
+                fallen += self.naive.put(block_hash)
+        self.tiers.spill(blocks, Source(blocks))
+        if self.disk_blocks >= 40:
+            for block_hash in fallen:
+                found = self.tiers.find(block_hash)
+                assert found is not None, "what falls out of host memory is on its way to disk"
+
+    @rule(branches=PATHS)
+    def use(self, branches: list[int]) -> None:
+        wanted = [block.block_hash for block in path(*branches)]
+        for block_hash in reversed(wanted):
+            if block_hash in self.naive.line:
+                self.naive.put(block_hash)
+        self.tiers.use(wanted)
+
+    @rule(branches=PATHS)
+    def load(self, branches: list[int]) -> None:
+        """Whatever comes up is the block that was asked for, byte by byte."""
+        if self.tiers.disk is None:
+            return
+        load = self.tiers.load([block.block_hash for block in path(*branches)])
+        self.work()
+        assert load.done
+        for block_hash, (block, row) in load.blocks.items():
+            assert block == self.known[block_hash]
+            assert np.array_equal(row, content(block))
+
+    @rule(branches=PATHS)
+    def save(self, branches: list[int]) -> None:
+        """Everything else may go before a saved block does, as long as the saved ones fit."""
+        blocks = path(*branches)[::-1]
+        wanted = {block.block_hash for block in blocks}
+        self.known.update({block.block_hash: block for block in blocks})
+        self.work()
+        complete = self.tiers.save(blocks, Source(blocks))
+        assert complete == (self.tiers.disk is not None)
+        self.work()
+        if len(self.saved | wanted) <= self.disk_blocks:
+            self.saved |= wanted
+            assert wanted <= self.tiers.saved_hashes()
+
+    @rule(branches=PATHS)
+    def unsave(self, branches: list[int]) -> None:
+        gone = {block.block_hash for block in path(*branches)}
+        self.tiers.mark_saved(gone, saved=False)
+        self.work()
+        self.saved -= gone
+        assert not gone & self.tiers.saved_hashes()
+
+    @rule()
+    def settle(self) -> None:
+        self.work()
+
+    @rule()
+    def reset(self) -> None:
+        self.tiers.clear()
+        self.naive.line.clear()
+        self.saved.clear()
+        self.work()
+        assert all(self.tiers.find(block_hash) is None for block_hash in self.known)
+
+    @rule()
+    def restart(self) -> None:
+        """A closed engine's disk is a new engine's disk; host memory went down to it first."""
+        disk = self.tiers.disk
+        held = set(self.naive.line)
+        if disk is not None:
+            self.work()
+            held |= disk.tier.hashes()
+        self.tiers.close(1e9)
+        self.open()
+        if self.tiers.disk is not None and len(held) <= self.disk_blocks:
+            assert self.tiers.disk.tier.hashes() == held
+
+    @invariant()
+    def announced_equals_held(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        for event in self.tiers.take_events():
+            held = self.announced[event.tier]
+            if isinstance(event, BlocksStored):
+                for block_hash in split_chain(event.hashes):
+                    assert block_hash not in held
+                    held.add(block_hash)
+            else:
+                assert isinstance(event, BlocksRemoved)
+                for block_hash in split_chain(event.hashes):
+                    held.remove(block_hash)
+        assert self.announced["host"] == set(self.naive.line)
+        assert self.announced["disk"] == (self.tiers.disk.tier.hashes() if self.tiers.disk is not None else set())
+
+    @invariant()
+    def rows_are_right(self) -> None:
+        if hasattr(self, "tiers"):
+            for block_hash in self.naive.line:
+                row = self.tiers.row(block_hash)
+                assert row is not None
+                assert np.array_equal(row, content(self.known[block_hash]))
+
+    @invariant()
+    def bytes_are_exact_and_bounded(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        told = {(name, dict(labels)["tier"]): value for name, labels, value in self.tiers.samples(())}
+        if self.host_blocks:
+            assert told["warmpath_kv_tier_bytes", "host"] == len(self.naive.line) * BYTES <= self.host_blocks * BYTES
+        if self.disk_blocks:
+            real = sum(file.stat().st_size for file in self.directory.rglob("slot-*/*"))
+            assert told["warmpath_kv_tier_bytes", "disk"] == real <= self.disk_blocks * FILE
+            assert told["warmpath_kv_tier_blocks", "disk"] == len(self.announced["disk"])
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            self.tiers.close(0.0)
+            shutil.rmtree(self.directory)
+
+
+TestTierLaws = TierMachine.TestCase
+TestTierLaws.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+class PoolAndHost(RuleBasedStateMachine):
+    """Nothing between is ever lost: pool and host memory together hold with a block all blocks before it."""
+
+    @initialize(host=st.integers(1, 6))
+    def begin(self, host: int) -> None:
+        self.tiers = Tiers(TierSettings(host * BYTES), FORMAT, BYTES, lambda: None)
+        self.pool: list[tuple[int, ...]] = []
+
+    def hash_of(self, prefix: tuple[int, ...]) -> bytes:
+        return path(*prefix)[-1].block_hash
+
+    @rule(branches=PATHS)
+    def request(self, branches: list[int]) -> None:
+        """Blocks come up from host memory, or are computed; then the whole prefix is used, tail first."""
+        prefixes = [tuple(branches[: i + 1]) for i in range(len(branches))]
+        self.tiers.use([self.hash_of(prefix) for prefix in prefixes])
+        self.pool = [prefix for prefix in self.pool if prefix not in prefixes] + prefixes[::-1]
+
+    @rule(count=st.integers(1, 6))
+    def evict(self, count: int) -> None:
+        leaves = []
+        while self.pool and len(leaves) < count:
+            leaf = next(p for p in self.pool if not any(q[:-1] == p for q in self.pool))
+            self.pool.remove(leaf)
+            leaves.append(path(*leaf)[-1])
+        if leaves:
+            self.tiers.spill(leaves, Source(leaves))
+
+    @invariant()
+    def prefixes_are_whole(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        every = [p for n in range(1, 5) for p in np.ndindex(*(2,) * n)]
+        held = {p for p in every if p in self.pool or self.tiers.find(self.hash_of(p)) is not None}
+        assert all(len(p) == 1 or p[:-1] in held for p in held)
+
+
+TestPoolAndHost = PoolAndHost.TestCase
+TestPoolAndHost.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

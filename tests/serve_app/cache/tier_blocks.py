@@ -1,0 +1,47 @@
+"""Blocks for the tests of tiers: a prefix tree of them, each with bytes that tell which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.block_hash import PrefixScope, hash_blocks
+from serve_app.cache.lineage import extend_lineage, scope_digest
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.transfer import KvFormat, KvPart, Row
+
+SIZE = 2
+FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
+BYTES = FORMAT.block_bytes
+SCOPE = PrefixScope("m", salt=b"a")
+ROOT = SCOPE.root(b"k")
+
+
+def path(*branches: int, scope: PrefixScope = SCOPE) -> list[TierBlock]:
+    """The blocks of the prefix that takes these branches, parents first."""
+    ids = np.repeat(np.array(branches, dtype=np.int32), SIZE)
+    hashes = hash_blocks(scope.root(b"k"), ids, SIZE)
+    raw = ids.astype("<i4").tobytes()
+    return [
+        TierBlock(hashes[16 * i : 16 * i + 16], lineage, scope_digest(scope), scope.lora, raw[8 * i : 8 * i + 8])
+        for i, lineage in enumerate(extend_lineage(b"", scope, ids, SIZE))
+    ]
+
+
+def content(block: TierBlock) -> Row:
+    """The bytes that a block's KV would be."""
+    return np.frombuffer((block.lineage * (BYTES // 32 + 1))[:BYTES], dtype=np.uint8)
+
+
+class Source:
+    """Reads of a batch, as the pool would answer them."""
+
+    def __init__(self, blocks: Sequence[TierBlock]) -> None:
+        self.blocks = blocks
+        self.read = 0
+
+    def __call__(self, wanted: Sequence[int], rows: Sequence[Row]) -> None:
+        for i, row in zip(wanted, rows, strict=True):
+            row[...] = content(self.blocks[i])
+            self.read += 1
