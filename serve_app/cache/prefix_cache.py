@@ -90,7 +90,8 @@ class PrefixCache:
 
     def idle_leaves_first(self) -> list[CachedBlock]:
         """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
-        idle = [entry for entry in self._by_block.values() if self.pool.is_idle(entry.block)]
+        # Blocks of equal age (demoted ones) keep the reversed order of indexing, in which parents come last too.
+        idle = [entry for entry in reversed(self._by_block.values()) if self.pool.is_idle(entry.block)]
         return sorted(idle, key=lambda entry: entry.released_at)
 
     def held(self, block_hash: bytes) -> bool:
