@@ -10,7 +10,7 @@ import os
 from transformers import AutoConfig
 
 from serve_app.cache.tiers import TierSettings
-from serve_app.checkpoint import CheckpointInfo
+from serve_app.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config import AppConfig
 from serve_app.drafter import drafter_path
 from serve_app.engine.engine import TorchEngine, build_engine
@@ -42,6 +42,7 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         dtype=config.dtype,
         device=config.device,
         model_fingerprint=info.fingerprint,
+        speculative_fingerprint=load_checkpoint_info(drafter).fingerprint if drafter else "",
         tiers=TierSettings(
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,

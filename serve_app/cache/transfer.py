@@ -63,10 +63,11 @@ class WrongChain(TransferError):
 
 
 class KvPart(msgspec.Struct, frozen=True):
-    """One tensor of a block, ``axes`` by ``shape``; a draft model's KV is a part of its own."""
+    """One tensor of a block, ``axes`` by ``shape``; a draft model's KV is a part of its own, with its fingerprint."""
 
     dtype: str
     shape: tuple[int, ...]
+    model: str = ""
     axes: str = "layers,kv,block_size,kv_heads,head_dim"
 
 

@@ -1,4 +1,4 @@
-"""Blocks out of a pool tensor and back, as raw bytes.
+"""Blocks out of pool tensors and back, as raw bytes: a base model's, and a drafter's after it.
 
 Owns the copy on either kind of device. Knows nothing of which blocks, or why. On the CPU a copy per block through
 numpy is three times as fast as torch's gather (65 MB: 10 ms against 35) and wakes no OpenMP workers.
@@ -11,10 +11,34 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from serve_app.cache.transfer import Row
+from serve_app.cache.transfer import KvPart, Row
 
 
-def copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:
+    """Describe what a block of ``pool`` carries."""
+    layers, pair, _, *rest = pool.shape
+    return KvPart(str(pool.dtype).removeprefix("torch."), (layers, pair, *rest), model)
+
+
+def copy_out(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill each row with its block of every pool, one after another."""
+    start = 0
+    for pool in pools:
+        end = start + pool[:, :, 0].nbytes
+        _copy_out(pool, blocks, [row[start:end] for row in rows])
+        start = end
+
+
+def copy_in(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of every pool from rows; mutates the pools."""
+    start = 0
+    for pool in pools:
+        end = start + pool[:, :, 0].nbytes
+        _copy_in(pool, blocks, [row[start:end] for row in rows])
+        start = end
+
+
+def _copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
     """Fill ``rows`` with the blocks of ``pool`` [layers, 2, blocks, block_size, kv_heads, head_dim]."""
     if pool.device.type == "cpu":
         raw = pool.view(torch.uint8).numpy()
@@ -27,7 +51,7 @@ def copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> 
         row[...] = taken
 
 
-def copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+def _copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
     """Fill blocks of ``pool`` from ``rows``; mutates the pool."""
     if pool.device.type == "cpu":
         raw = pool.view(torch.uint8).numpy()

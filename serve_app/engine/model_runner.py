@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.cache.transfer import KvFormat, KvPart, Row
+from serve_app.cache.transfer import KvFormat, Row
 from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
-from serve_app.engine.kv_copy import copy_in, copy_out
+from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.protocol import EngineSettings
@@ -79,16 +79,15 @@ class ModelRunner:
         self.pool = KvPool(
             layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
-        part = KvPart(str(self.dtype).removeprefix("torch."), (layers, 2, settings.block_size, kv_heads, head_dim))
-        self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (part,))
+        self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
-        copy_out(self.pool.tensor, blocks, rows)
+        copy_out([self.pool.tensor], blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in(self.pool.tensor, blocks, rows)
+        copy_in([self.pool.tensor], blocks, rows)
 
     @torch.inference_mode()
     def forward(self, step: PagedStep, logit_rows: Sequence[int]) -> torch.Tensor:

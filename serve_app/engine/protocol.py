@@ -157,4 +157,5 @@ class EngineSettings:
     num_speculative_tokens: int = 0
     labels: tuple[tuple[str, str], ...] = field(default=())
     model_fingerprint: str = ""
+    speculative_fingerprint: str = ""
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -14,8 +14,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace as replace_parts
 
+from serve_app.cache.transfer import Row
 from serve_app.engine.draft_model import DraftModel
+from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.paging import KvPool
 from serve_app.engine.protocol import EngineSettings
@@ -45,7 +48,7 @@ class SpeculativeRunner:
 
     kind = "torch"
 
-    def __init__(self, base: ModelRunner, drafter: Drafter) -> None:
+    def __init__(self, base: ModelRunner, drafter: Drafter, drafter_fingerprint: str = "") -> None:
         self.base = base
         self.drafter = drafter
         self.pool = base.pool
@@ -53,6 +56,16 @@ class SpeculativeRunner:
         self.vocab_size = base.vocab_size
         self.max_positions = base.max_positions
         self.block_bytes = base.block_bytes + drafter.block_bytes
+        drafted = (kv_part(pool.tensor, drafter_fingerprint) for pool in drafter.pools)
+        self.kv_format = replace_parts(base.kv_format, parts=(*base.kv_format.parts, *drafted))
+
+    def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy each block's KV, the drafter's after the base's, into its row."""
+        copy_out([pool.tensor for pool in self.pools], blocks, rows)
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy rows into blocks: the inverse of ``read_blocks``."""
+        copy_in([pool.tensor for pool in self.pools], blocks, rows)
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Draft, verify, and let the drafter follow; results carry ``accepted``, ``proposed`` and ``drafted``."""
@@ -135,7 +148,7 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
             f"{settings.speculative_model} takes {draft.max_positions} positions, fewer than the {wanted} of "
             f"{model_path}: set max_model_len={draft.max_positions}"
         )
-    return SpeculativeRunner(base, DraftModel(draft))
+    return SpeculativeRunner(base, DraftModel(draft), settings.speculative_fingerprint)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -55,7 +55,7 @@ def test_what_is_whole_arrives_unchanged() -> None:
         KvFormat("another", SIZE, FORMAT.parts),
         KvFormat("model", SIZE, (KvPart("float16", FORMAT.parts[0].shape),)),
         KvFormat("model", SIZE, (KvPart("bfloat16", (2, 2, SIZE, 3, 1)),)),
-        KvFormat("model", SIZE, (KvPart("bfloat16", FORMAT.parts[0].shape, "kv,layers,block_size,kv_heads,head_dim"),)),
+        KvFormat("model", SIZE, (KvPart("bfloat16", FORMAT.parts[0].shape, axes="kv,layers,block_size"),)),
         KvFormat("model", SIZE, (*FORMAT.parts, *FORMAT.parts)),
         KvFormat("model", 2 * SIZE, FORMAT.parts),
     ],
