@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo "python venv failed; on Debian: apt-get install python3.11-venv"; exit 1; }
 	@echo "[2/2] installing warmpath and its dependencies (about a minute; torch is the large one)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -q -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@
 
 serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of the built-in demo model (ARGS="--replicas 4 ...")
