@@ -1,0 +1,109 @@
+"""The engine alone against its peers: time to first token cold and warm, decode, and a batch of long prompts.
+
+Every system runs in a process of its own, one after the other, with the same prompts (`benchmarks.peers.workload`).
+`python -m benchmarks.engine --json FILE [--vllm-python /path/to/env/bin/python]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.metrics import spread, write
+from serve_app.checkpoint import load_checkpoint_info, resolve_model
+
+MODULES = {
+    "warmpath": "benchmarks.peers.warmpath_engine",
+    "vllm_cpu": "benchmarks.peers.vllm_cpu",
+    "transformers_cb": "benchmarks.peers.transformers_cb",
+}
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 1800
+
+
+def main() -> None:
+    """Parse flags, run each system, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prefix-tokens", type=int, default=8000)
+    parser.add_argument("--question-tokens", type=int, default=32)
+    parser.add_argument("--batch-new-tokens", type=int, default=64)
+    parser.add_argument("--systems", default=",".join(MODULES))
+    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""))
+    arguments = parser.parse_args()
+    info = load_checkpoint_info(resolve_model(arguments.model))
+    workload = {
+        "model": str(info.path),
+        "vocab_size": info.vocab_size,
+        "max_model_len": min(info.max_model_len, 16384),
+        "cache_tokens": 131072,
+        **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs")},
+        "prefix_tokens": arguments.prefix_tokens,
+        "question_tokens": arguments.question_tokens,
+        "batch_new_tokens": arguments.batch_new_tokens,
+    }
+    results = {name: run(name, workload, arguments) for name in arguments.systems.split(",")}
+    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)})
+
+
+def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one system; one that cannot run is named with the reason."""
+    python = sys.executable
+    if name == "vllm_cpu":
+        python = arguments.vllm_python
+        if not python:
+            return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
+    done = subprocess.run(
+        [python, "-m", MODULES[name]],
+        input=json.dumps({**workload, "system": name}),
+        stdout=subprocess.PIPE,
+        stderr=None if name != "vllm_cpu" else subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        return {"not_measured": f"its process ended with status {done.returncode}"}
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"version": answer["version"], **figures(answer["seconds"], workload)}
+
+
+def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[str, Any]:
+    """Turn seconds into the contract's figures: medians, with their spread."""
+    prompt = workload["prefix_tokens"] + workload["question_tokens"]
+    cold, warm = spread(seconds["cold_s"]), spread(seconds["warm_s"])
+    decode, batch = spread(seconds["decode_s"]), spread(seconds["batch_s"])
+    return {
+        "cold_ttft_ms": 1000 * cold["p50"],
+        "warm_ttft_ms": 1000 * warm["p50"],
+        "prefill_tok_s": prompt / cold["p50"],
+        "decode_tok_s": 16 * 64 / decode["p50"],
+        "throughput_32x1024_tok_s": 32 * workload["batch_new_tokens"] / batch["p50"],
+        "spread_s": {"cold": cold, "warm": warm, "decode": decode, "batch": batch},
+    }
+
+
+def ratios(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return ours / theirs for every figure and every peer that was measured."""
+    names = ("cold_ttft_ms", "warm_ttft_ms", "prefill_tok_s", "decode_tok_s", "throughput_32x1024_tok_s")
+    ours = results.get("warmpath", {})
+    return {
+        peer: {name: ours[name] / theirs[name] for name in names}
+        for peer, theirs in results.items()
+        if peer != "warmpath" and names[0] in theirs and names[0] in ours
+    }
+
+
+if __name__ == "__main__":
+    main()

