@@ -1,7 +1,9 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, batched.
 
-Owns the random numbers: the one for position p depends on (seed, p) alone, never on the batch, so a request that
-is sent again with the tokens it already has goes on identically. Knows nothing of sequences.
+Owns the random numbers: those for position p depend on (seed, p) alone, never on the batch, so a request that is
+sent again with the tokens it already has goes on identically. Each token has a number of its own and the largest
+sum of logit and Gumbel noise wins: logits that differ by little, as a drafter's or another batch's do, choose the
+same token. (Inverting the cumulative distribution shifts every token behind a difference.) Knows no sequences.
 """
 
 from __future__ import annotations
@@ -14,18 +16,45 @@ from serve_app.engine.protocol import SamplingParams
 
 _MASK = (1 << 64) - 1
 _FIRST_CANDIDATES = 256
+_STRIDE = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def position_uniform(seed: int, position: int) -> float:
     """Return a uniform number in [0, 1) from (seed, position): two rounds of splitmix64 over both."""
-    state = _mix((seed & _MASK) ^ _mix(position & _MASK))
-    return (state >> 11) * 2.0**-53
+    return (_key(seed, position) >> 11) * 2.0**-53
+
+
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> torch.Tensor:
+    """Return standard Gumbel numbers [n, vocab], float32: row i is a splitmix64 stream from (seed, position) i."""
+    keys = torch.tensor([_signed(_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
+    state = keys[:, None] + torch.arange(1, vocab + 1, device=device) * _signed(_STRIDE)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        state ^= _shifted(state, shift)
+        state *= _signed(factor)
+    state ^= _shifted(state, 31)
+    # The winners' numbers come from those near 0, where float32 is fine enough; the bounds keep both logarithms finite.
+    uniform = _shifted(state, 1).float().mul_(2.0**-63).clamp_(2.0**-63, 1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right without dragging the sign along: torch's shift of int64 is arithmetic."""
+    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _key(seed: int, position: int) -> int:
+    return _mix((seed & _MASK) ^ _mix(position & _MASK))
 
 
 def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = (value + _STRIDE) & _MASK
+    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
     return value ^ (value >> 31)
 
 
@@ -43,12 +72,8 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     scaled = logits[drawn].double()
     scaled /= torch.tensor([[p.temperature] for p in chosen], dtype=torch.float64, device=logits.device)
     scaled = _filtered(scaled, chosen)
-    cumulative = torch.softmax(scaled, dim=-1).cumsum(dim=-1)
-    uniform = [position_uniform(p.seed, positions[i]) for i, p in zip(drawn, chosen, strict=True)]
-    mark = torch.tensor(uniform, dtype=torch.float64, device=logits.device)[:, None] * cumulative[:, -1:]
-    # The first token whose cumulative mass exceeds the mark; a token of zero mass never is.
-    found = torch.searchsorted(cumulative, mark, right=True).clamp_(max=logits.shape[-1] - 1)
-    for i, token in zip(drawn, found[:, 0].tolist(), strict=True):
+    scaled += gumbel_noise([p.seed for p in chosen], [positions[i] for i in drawn], logits.shape[-1], logits.device)
+    for i, token in zip(drawn, torch.argmax(scaled, dim=-1).tolist(), strict=True):
         tokens[i] = token
     return tokens
 
