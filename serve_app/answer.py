@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve_app.dispatch import Dispatcher, Generation
+from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed
 from serve_app.stream_text import StopChecker, StreamDecoder
 
@@ -21,13 +22,14 @@ EndReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that one choice gained (maybe none). ``cached_tokens`` only in a choice's first piece."""
+    """Text that one choice gained (maybe none). ``cached_tokens`` and ``save`` only in its first piece."""
 
     index: int
     text: str
     new_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: EndReason | None = None
+    save: SaveOutcome | None = None
 
 
 async def choice_pieces(
@@ -47,7 +49,7 @@ async def choice_pieces(
                 reason = tokens.finish_reason
             if stopped:
                 reason = "stop"
-            yield Piece(index, text, len(tokens.token_ids), tokens.cached_tokens, reason)
+            yield Piece(index, text, len(tokens.token_ids), tokens.cached_tokens, reason, tokens.save)
             if reason is not None:
                 return
 

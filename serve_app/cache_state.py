@@ -24,6 +24,7 @@ _GAUGES = {
     ("warmpath_kv_cache_bytes", "cached"): "bytes_cached",
     ("warmpath_kv_cache_bytes", "free"): "bytes_free",
 }
+_FIELDS = {"warmpath_pinned_blocks": "blocks_pinned", "warmpath_pinned_bytes": "bytes_pinned"}
 
 
 @dataclass(slots=True)
@@ -86,7 +87,9 @@ def cache_state(
             of = dict(labels)
             if name == "warmpath_replica_info":
                 replica["pid"] = int(of["pid"])
-            field = _GAUGES.get((name, of.get("state", "")))
+            if name == "warmpath_tenant_kv_cache_bytes":
+                replica.setdefault("bytes_by_tenant", {})[of["tenant"]] = int(value)
+            field = _GAUGES.get((name, of.get("state", "")), _FIELDS.get(name))
             if field is not None:
                 replica[field] = int(value)
         if "blocks_cached" in replica:

@@ -24,6 +24,7 @@ from serve_app.api.openai_response import ChatStream, Choice, CompletionStream, 
 from serve_app.cache_state import TrafficTable
 from serve_app.config import AppConfig
 from serve_app.dispatch import Dispatcher, Generation
+from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.http import json_response, until_disconnect
 from serve_app.metrics import IngressMetrics
@@ -32,6 +33,13 @@ from serve_app.tenancy import Tenant
 from serve_app.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
+
+_SAVE_WARNINGS = {
+    "over_budget": "not saved, because the pin budget of the replica is full",
+    "too_short": "not saved, because the system prompt does not fill a KV block",
+    "failed": "not saved, because its prefill failed",
+    "off": "not saved, because prefix caching is switched off",
+}
 
 
 class Completions:
@@ -69,8 +77,7 @@ class Completions:
         )
         response_id = f"{'chatcmpl' if wanted.kind == 'chat' else 'cmpl'}-{internal_id}"
         if not wanted.stream:
-            body = await until_disconnect(request, self._collect(wanted, generations, pieces, response_id))
-            return json_response(body)
+            return await until_disconnect(request, self._collect(wanted, generations, pieces, response_id))
         try:
             # Errors before the first token still have a status of their own.
             first = await until_disconnect(request, anext(pieces))
@@ -78,7 +85,8 @@ class Completions:
             await pieces.aclose()
             raise
         events = self._events(wanted, generations, first, pieces, response_id)
-        return StreamingResponse(events, headers=sse.HEADERS, media_type=sse.CONTENT_TYPE)
+        headers = {**sse.HEADERS, **warning_headers(first.save)}
+        return StreamingResponse(events, headers=headers, media_type=sse.CONTENT_TYPE)
 
     async def _timed(
         self,
@@ -127,7 +135,7 @@ class Completions:
         generations: list[Generation],
         pieces: AsyncGenerator[Piece, None],
         response_id: str,
-    ) -> dict[str, Any]:
+    ) -> Response:
         tally = _Tally(wanted, generations)
         texts = [""] * len(generations)
         reasons: list[Any] = ["length"] * len(generations)
@@ -139,7 +147,8 @@ class Completions:
                     reasons[piece.index] = piece.finish_reason
         choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
         build = chat_completion if wanted.kind == "chat" else completion
-        return build(response_id, int(time.time()), self._config.model_name, choices, tally.usage())
+        body = build(response_id, int(time.time()), self._config.model_name, choices, tally.usage())
+        return json_response(body, headers=warning_headers(tally.save))
 
     async def _events(
         self,
@@ -190,6 +199,12 @@ class Completions:
                 self._metrics.disconnects.inc()
 
 
+def warning_headers(save: SaveOutcome | None) -> dict[str, str]:
+    """Return ``x-warmpath-warning`` where a save was asked for and could not be had; the answer itself is whole."""
+    reason = _SAVE_WARNINGS.get(save or "")
+    return {"x-warmpath-warning": f"save_system_prompt_kv_cache: {reason}"} if reason else {}
+
+
 class _Tally:
     """Adds up a request's usage; a prompt counts once, however many choices it has."""
 
@@ -198,9 +213,11 @@ class _Tally:
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
         self._completion_tokens = 0
         self._cached_tokens = 0
+        self.save: SaveOutcome | None = None
 
     def add(self, piece: Piece) -> None:
         self._completion_tokens += piece.new_tokens
+        self.save = self.save or piece.save
         if piece.cached_tokens is not None and piece.index % self._choices == 0:
             self._cached_tokens += piece.cached_tokens
 

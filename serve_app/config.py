@@ -52,6 +52,12 @@ class AppConfig(BaseModel):
     tier_load_ratio: float = Field(
         1.0, ge=0, description="load from a tier when that takes at most this part of computing the tokens"
     )
+    pin_budget: float = Field(
+        0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
+    )
+    save_ttl_s: float | None = Field(
+        None, gt=0, description="seconds after its last use that a saved prompt stays; default: until a reset"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")

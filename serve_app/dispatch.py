@@ -22,7 +22,7 @@ from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.core import RoutingCore
 from router.request import Decision, RoutedRequest
 from serve_app import wire
-from serve_app.engine.protocol import FinishReason, SamplingParams
+from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
 from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -50,15 +50,17 @@ class Generation:
     placement_key: bytes
     tenant: str
     sampling: SamplingParams
+    save: Save | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item."""
+    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
+    save: SaveOutcome | None = None
 
 
 class DispatchObserver(Protocol):
@@ -109,7 +111,7 @@ class Dispatcher:
                         received.extend(chunk.token_ids)
                         first = None if cached_reported else chunk.cached_tokens
                         cached_reported = cached_reported or chunk.cached_tokens is not None
-                        yield Tokens(chunk.token_ids, first, chunk.finish_reason)
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save)
                         if chunk.finish_reason is not None:
                             return
                 raise _ReplicaLost("the stream ended without a finish reason")
@@ -150,6 +152,7 @@ class Dispatcher:
             seed=sampling.seed,
             stop_token_ids=sampling.stop_token_ids,
             disable_spec_decode=sampling.disable_spec_decode,
+            save=generation.save,
         )
         started_s = time.perf_counter()
         try:

@@ -18,7 +18,7 @@ from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.model_runner import choose_device, choose_dtype
 from serve_app.engine.protocol import Engine, EngineSettings, EventSink
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine_sizes import max_model_len
+from serve_app.engine_sizes import max_model_len, pin_budget_blocks
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -30,15 +30,19 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
     drafter = drafter_path(config)
     draft_config = AutoConfig.from_pretrained(str(drafter), local_files_only=True) if drafter else None
+    num_blocks = config.num_blocks or blocks_in_budget(
+        model_config, dtype, config.block_size, config.kv_cache_bytes, draft_config
+    )
     settings = EngineSettings(
         block_size=config.block_size,
-        num_blocks=config.num_blocks
-        or blocks_in_budget(model_config, dtype, config.block_size, config.kv_cache_bytes, draft_config),
+        num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting_requests=config.max_waiting_requests,
         enable_prefix_caching=config.enable_prefix_caching,
+        pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
+        tenant_shares={tenant.name: tenant.cache_share for tenant in config.tenants},
         dtype=config.dtype,
         device=config.device,
         model_fingerprint=info.fingerprint,

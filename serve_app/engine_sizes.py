@@ -9,6 +9,14 @@ from serve_app.checkpoint import CheckpointInfo
 from serve_app.config import AppConfig
 
 
+def pin_budget_blocks(config: AppConfig, num_blocks: int) -> int:
+    """Return the blocks that saves may keep. Raises ValueError when they leave no room for requests."""
+    budget = config.pin_budget * num_blocks if config.pin_budget < 1 else config.pin_budget
+    if int(budget) >= num_blocks:
+        raise ValueError(f"pin_budget={config.pin_budget:g} leaves nothing of {num_blocks} blocks to requests")
+    return int(budget)
+
+
 def max_model_len(config: AppConfig, info: CheckpointInfo) -> int:
     """Return the tokens that prompt plus output may have. Raises ValueError when more is asked than the model has."""
     if config.max_model_len is None:

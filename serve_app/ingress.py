@@ -115,6 +115,7 @@ class Ingress:
                 model_name=self._config.model_name,
                 max_model_len=self._max_model_len,
                 default_max_tokens=self._config.default_max_tokens,
+                save_ttl_s=self._config.save_ttl_s,
             ),
             Dispatcher(replica, self._core, self._config.block_size, self._metrics),
             self._tokenizer,

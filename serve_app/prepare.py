@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from itertools import takewhile
 
+import numpy as np
 import xxhash
 
 from router.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import CheckpointInfo
 from serve_app.dispatch import Generation
-from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.protocol import SamplingParams, Save
 from serve_app.errors import ContextLengthExceeded, ModelNotFound
 from serve_app.tenancy import Tenant, Tenants
 from serve_app.tokenizer import EncodedPrompt, PromptTokenizer
@@ -42,6 +44,7 @@ class Preparer:
         model_name: str,
         max_model_len: int,
         default_max_tokens: int,
+        save_ttl_s: float | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
@@ -50,6 +53,7 @@ class Preparer:
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
+        self._save_ttl_s = save_ttl_s
         self._scopes: OrderedDict[tuple[str, str | None], tuple[PrefixScope, bytes]] = OrderedDict()
 
     async def prepare(self, request: GenerateRequest, tenant: Tenant, request_id: str) -> list[Generation]:
@@ -62,6 +66,7 @@ class Preparer:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         generations: list[Generation] = []
         for encoded, system_text in await self._encode(request, root):
+            save = await self._save(request, root, encoded, system_text)
             sampling = self._sampling(request, len(encoded.token_ids))
             placement_key = self._placement_key(request, root, encoded, system_text)
             for choice in range(request.n):
@@ -77,6 +82,7 @@ class Preparer:
                         tenant=tenant.name,
                         # Choices of one request must differ; the first is what a single one would have been.
                         sampling=sampling(seed + choice),
+                        save=save,
                     )
                 )
         return generations
@@ -98,7 +104,9 @@ class Preparer:
         if request.kind == "chat":
             if not request.apply_chat_template:
                 text = "".join(str(message.get("content") or "") for message in request.messages)
-                return [(await tokenizer.encode_async(text, root, add_special_tokens=True), "")]
+                leading = takewhile(lambda message: message["role"] == "system", request.messages)
+                system_text = "".join(str(message.get("content") or "") for message in leading)
+                return [(await tokenizer.encode_async(text, root, add_special_tokens=True), system_text)]
             rendered = tokenizer.render_chat(
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
@@ -114,6 +122,24 @@ class Preparer:
             )
             for prompt in request.prompts
         ]
+
+    async def _save(
+        self, request: GenerateRequest, root: bytes, encoded: EncodedPrompt, system_text: str
+    ) -> Save | None:
+        """Return what to keep of a prompt: the tokens that the formatted system prompt alone has in common with it.
+
+        They are fewer than the system prompt's own where its last token merges with what follows. None when
+        nothing is to be saved, or there is no system prompt.
+        """
+        if not request.save_system_prompt_kv_cache or not system_text:
+            return None
+        alone = await self._tokenizer.encode_async(
+            system_text, root, add_special_tokens=not request.apply_chat_template
+        )
+        length = min(len(alone.token_ids), len(encoded.token_ids))
+        differs = np.flatnonzero(alone.token_ids[:length] != encoded.token_ids[:length])
+        tokens = int(differs[0]) if len(differs) else length
+        return Save(system_prompt_key(root, system_text), tokens, self._save_ttl_s)
 
     def _sampling(self, request: GenerateRequest, prompt_tokens: int) -> _SamplingMaker:
         field = "messages" if request.kind == "chat" else "prompt"

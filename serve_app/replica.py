@@ -34,6 +34,7 @@ from serve_app.engine.protocol import (
     QueueFull,
     RequestTooLong,
     SamplingParams,
+    SaveOutcome,
 )
 from serve_app.engine_factory import make_engine
 from serve_app.engine_sizes import max_model_len
@@ -164,10 +165,11 @@ class Replica:
         token_ids: tuple[int, ...] = ()
         cached_tokens: int | None = None
         queue_s = 0.0
+        save: SaveOutcome | None = None
         for output in outputs:
             token_ids += output.token_ids
             if output.cached_tokens is not None:
-                cached_tokens, queue_s = output.cached_tokens, output.queue_s
+                cached_tokens, queue_s, save = output.cached_tokens, output.queue_s, output.save
         last = outputs[-1]
         if last.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
@@ -179,6 +181,7 @@ class Replica:
             cached_tokens=cached_tokens,
             queue_s=queue_s,
             finish_reason=last.finish_reason,
+            save=save,
         )
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:

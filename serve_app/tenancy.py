@@ -40,6 +40,7 @@ class TenantConfig(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="shown in metrics")
     key_sha256: list[Sha256Hex] = Field(min_length=1, description="SHA-256 of each of the tenant's API keys")
+    cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from router.block_hash import PrefixScope
-from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams
+from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveOutcome
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable"]
 
@@ -34,6 +34,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     stop_token_ids: tuple[int, ...]
     disable_spec_decode: bool = False
+    save: Save | None = None
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
@@ -55,11 +56,12 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             tenant=self.tenant,
             router_id=router_id,
             reservation=reservation,
+            save=self.save,
         )
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that were ready together. The first chunk carries ``replica_id``, ``cached_tokens`` and ``queue_s``.
+    """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
     ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk.
     """
@@ -72,6 +74,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     error: ChunkError = ""
     message: str = ""
     retry_after_s: float = 0.0
+    save: SaveOutcome | None = None
 
 
 _call_encoder = msgspec.msgpack.Encoder()

@@ -39,6 +39,7 @@ class GenerateRequest:
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     disable_spec_decode: bool = False
+    save_system_prompt_kv_cache: bool = False
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -63,7 +63,6 @@ _REFUSED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
 }
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "lora_name": (),
-    "save_system_prompt_kv_cache": (False,),
     "prompt_ref": (),
 }
 
@@ -143,6 +142,7 @@ def _common(fields: Body) -> dict[str, Any]:
         "cache_salt": fields.text("cache_salt", MAX_KEY_CHARS),
         "prompt_cache_key": fields.text("prompt_cache_key", MAX_KEY_CHARS),
         "disable_spec_decode": fields.boolean("disable_spec_decode", False),
+        "save_system_prompt_kv_cache": fields.boolean("save_system_prompt_kv_cache", False),
     }
 
 

@@ -62,11 +62,13 @@ class BlockPool:
             self._references[block] = 1
         return taken
 
-    def retain(self, block: int) -> None:
-        """Add a reference to a block that is idle or in use."""
-        if self._references[block] == 0:
+    def retain(self, block: int) -> bool:
+        """Add a reference to a block that is idle or in use; return whether it was idle."""
+        was_idle = self._references[block] == 0
+        if was_idle:
             self._idle.remove(block)
         self._references[block] += 1
+        return was_idle
 
     def release(self, block: int, *, keep: bool) -> bool:
         """Drop a reference and return whether it was the last; the block is then idle (``keep``) or free."""

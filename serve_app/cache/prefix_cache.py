@@ -1,14 +1,15 @@
 """Which computed KV blocks can be used again, and for whom.
 
-Owns the index block hash -> block, verified hits, leaf-first LRU eviction, and the events that tell routers of
-it. Knows nothing of tensors or of scheduling. Tokens and chains flow in; block ids and events flow out. Not
-thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
+Owns the index block hash -> block, verified hits, eviction (leaf first, LRU, from whoever is most over their
+share), pins, and the events that tell routers of it. Knows nothing of tensors or of scheduling. Tokens and chains
+flow in; block ids and events flow out. Not thread-safe, except ``held`` and ``count_held``, which any thread may
+ask for a hint.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ import numpy as np
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.block_pool import BlockPool
+from serve_app.cache.pins import PinOutcome, Pins
+from serve_app.cache.quota import Quota
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 ChainHasher = Callable[[bytes, TokenArray, int], bytes]
@@ -43,7 +46,8 @@ class PrefixCache:
     """Block allocation with reuse of computed prefixes.
 
     Invariants: a cached block's parent is cached; a block in use has its parents in use; the hashes announced in
-    events equal the hashes indexed. ``hash_chain`` is a parameter so that tests can force collisions.
+    events equal the hashes indexed; a pinned block is never evicted. ``shares``: weights of tenants' shares.
+    ``hash_chain`` is a parameter so that tests can force collisions.
     """
 
     def __init__(
@@ -53,8 +57,13 @@ class PrefixCache:
         *,
         enabled: bool = True,
         hash_chain: ChainHasher = hash_blocks,
+        pin_budget_blocks: int = 0,
+        shares: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.pins = Pins(pin_budget_blocks)
+        self.quota = Quota(num_blocks, shares or {}, clock)
         self.block_size = block_size
         self.enabled = enabled
         self.evicted_blocks = 0
@@ -62,7 +71,7 @@ class PrefixCache:
         self._hash_chain = hash_chain
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
-        self._leaves: list[tuple[int, int]] = []
+        self._clock = clock
         self._ticks = 0
         self._events: list[CacheEvent] = []
 
@@ -137,29 +146,37 @@ class PrefixCache:
         return matched
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each matched block, so that none can be evicted."""
+        """Add a reference to each matched block, so that none can be evicted, and renew the pins among them."""
         for block in blocks:
-            self.pool.retain(block)
+            self._retain(block)
+        self.pins.read(blocks, self._clock())
 
-    def allocate(self, count: int) -> list[int]:
-        """Return ``count`` blocks with one reference each, evicting the least recently used leaves as needed.
+    def allocate(self, count: int, tenant: str = "default") -> list[int]:
+        """Return ``count`` blocks of ``tenant`` with one reference each, evicting leaves as needed.
 
         Raises PoolExhausted, changing nothing, when fewer are available.
         """
         missing = count - self.pool.free_blocks
         if 0 < missing <= self.pool.idle_blocks:
             self._evict(missing)
-        return self.pool.take(count)
+        taken = self.pool.take(count)
+        self.quota.take(taken, tenant)
+        return taken
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block, last first, so that the tail of a prefix is evicted before its head."""
         for block in reversed(blocks):
             entry = self._by_block.get(block)
-            if self.pool.release(block, keep=entry is not None) and entry is not None:
-                self._ticks += 1
-                entry.released_at = self._ticks
-                if entry.children == 0:
-                    self._queue_leaf(entry)
+            if not self.pool.release(block, keep=entry is not None):
+                continue
+            if entry is None:
+                self.quota.freed(block, idle=False)
+                continue
+            self.quota.idled(block)
+            self._ticks += 1
+            entry.released_at = self._ticks
+            if entry.children == 0:
+                self._queue_leaf(entry)
 
     def demote(self, blocks: Sequence[int]) -> int:
         """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
@@ -207,8 +224,9 @@ class PrefixCache:
             elif entry.parent != parent_block or entry.token_bytes != content or entry.scope != scope:
                 break
             elif entry.block != blocks[i]:
-                self.pool.retain(entry.block)
+                self._retain(entry.block)
                 self.pool.release(blocks[i], keep=False)
+                self.quota.freed(blocks[i], idle=False)
                 blocks[i] = entry.block
             parent = entry
             done = i + 1
@@ -216,18 +234,61 @@ class PrefixCache:
             self._events.append(BlocksStored(bytes(stored)))
         return done
 
+    def unpinned_blocks(self, chain: bytes, blocks: int) -> int:
+        """Return how many of the first ``blocks`` of a chain a pin would add to the pinned ones (unverified)."""
+        for i in range(blocks):
+            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+            if entry is None or not self.pins.holds(entry.block):
+                return blocks - i
+        return 0
+
+    def pin(self, key: bytes, blocks: Sequence[int], ttl_s: float | None = None) -> PinOutcome:
+        """Keep a prefix of indexed blocks under ``key`` for ``ttl_s`` after its last read; None: until unpinned.
+
+        Nothing changes when it does not fit the budget, or when the key is taken, except that its time runs anew.
+        """
+        if not blocks or any(block not in self._by_block for block in blocks):
+            raise ValueError("a pin needs at least one block, and only indexed ones")
+        outcome = self.pins.add(key, blocks, ttl_s, self._clock())
+        if outcome == "pinned":
+            for block in blocks:
+                self._retain(block)
+        return outcome
+
+    def renew_pin(self, key: bytes, ttl_s: float | None) -> bool:
+        """Let the time of a pin run anew, by the longer of its TTL and ``ttl_s``; False when there is no such pin."""
+        return self.pins.renew(key, ttl_s, self._clock())
+
+    def unpin(self, key: bytes) -> bool:
+        """Let a pinned prefix be evicted again, as the most recently used; False when there is none of that key."""
+        blocks = self.pins.remove(key)
+        self.release(blocks)
+        return bool(blocks)
+
+    def expire_pins(self) -> None:
+        """Unpin what nobody read for its TTL."""
+        if self.pins.next_expiry_s is not None:
+            for key in self.pins.expired(self._clock()):
+                self.unpin(key)
+
+    def pinned_idle_blocks(self) -> int:
+        """Return how many blocks a pin alone keeps in use (any thread; exact between steps)."""
+        return sum(1 for block, pins in self.pins.counts().items() if self.pool.references(block) == pins)
+
     def reset(self) -> bool:
-        """Forget every block not in use; return whether nothing was kept."""
+        """Release every pin and forget every block not in use; return whether nothing was kept."""
+        for key in self.pins:
+            self.unpin(key)
         if self.pool.used_blocks and self._by_hash:
             self._evict(self.pool.idle_blocks, counted=False)
             return not self._by_hash
         for block in self._by_block:
             self.pool.free_idle(block)
+            self.quota.freed(block, idle=True)
         if self._by_hash:
             self._events.append(CacheCleared())
         self._by_hash.clear()
         self._by_block.clear()
-        self._leaves.clear()
         return True
 
     def take_events(self) -> tuple[CacheEvent, ...]:
@@ -236,11 +297,12 @@ class PrefixCache:
         self._events.clear()
         return events
 
+    def _retain(self, block: int) -> None:
+        if self.pool.retain(block):
+            self.quota.reused(block)
+
     def _queue_leaf(self, entry: CachedBlock) -> None:
-        heapq.heappush(self._leaves, (entry.released_at, entry.block))
-        if len(self._leaves) > 2 * self.pool.total_blocks + 64:
-            self._leaves = [leaf for leaf in set(self._leaves) if self._evictable(*leaf)]
-            heapq.heapify(self._leaves)
+        self.quota.queue_leaf(entry.released_at, entry.block, self._evictable)
 
     def _evictable(self, released_at: int, block: int) -> bool:
         entry = self._by_block.get(block)
@@ -251,22 +313,24 @@ class PrefixCache:
     def _evict(self, count: int, *, counted: bool = True) -> None:
         removed = bytearray()
         evicted: list[CachedBlock] = []
-        while len(removed) < HASH_BYTES * count:
-            released_at, block = heapq.heappop(self._leaves)
-            if not self._evictable(released_at, block):
-                continue
-            entry = self._by_block.pop(block)
-            del self._by_hash[entry.block_hash]
-            self.pool.free_idle(block)
+        for _ in range(count):
+            entry = self._by_block[self.quota.next_leaf(self._evictable)]
             removed += entry.block_hash
             evicted.append(entry)
-            if entry.parent is not None:
-                parent = self._by_block[entry.parent]
-                parent.children -= 1
-                if parent.children == 0 and self.pool.is_idle(parent.block):
-                    self._queue_leaf(parent)
+            self._forget(entry)
         if removed:
             self._events.append(BlocksRemoved(bytes(removed)))
             self.evicted_blocks += count if counted else 0
             if counted and self.on_evict is not None:
                 self.on_evict(evicted)
+
+    def _forget(self, entry: CachedBlock) -> None:
+        """Take one idle leaf out of the index and free its block."""
+        del self._by_block[entry.block], self._by_hash[entry.block_hash]
+        self.pool.free_idle(entry.block)
+        self.quota.freed(entry.block, idle=True)
+        if entry.parent is not None:
+            parent = self._by_block[entry.parent]
+            parent.children -= 1
+            if parent.children == 0 and self.pool.is_idle(parent.block):
+                self._queue_leaf(parent)

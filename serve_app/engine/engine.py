@@ -38,6 +38,7 @@ from serve_app.engine.protocol import (
     OutputSink,
     QueueFull,
 )
+from serve_app.engine.saves import Saves
 from serve_app.engine.scheduler import Scheduled, Scheduler
 from serve_app.engine.sequence import Sequence as RequestSequence
 from serve_app.engine.sequence import check_request
@@ -77,11 +78,18 @@ class TorchEngine:
         self._clock = clock
         self._stall_after_s = stall_after_s
         self._cache = PrefixCache(
-            settings.num_blocks, settings.block_size, enabled=settings.enable_prefix_caching, hash_chain=hash_chain
+            settings.num_blocks,
+            settings.block_size,
+            enabled=settings.enable_prefix_caching,
+            hash_chain=hash_chain,
+            pin_budget_blocks=settings.pin_budget_blocks,
+            shares=settings.tenant_shares,
+            clock=clock,
         )
         self._scheduler = Scheduler(self.settings, self._cache)
         self._meters = EngineMeters()
         self._speculation = SpeculationMeters()
+        self._saves = Saves(self._cache, self._meters)
         self._changed = threading.Condition()
         self._lower = self._open_tiers()
         self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._on_loop)
@@ -122,7 +130,7 @@ class TorchEngine:
             request,
             vocab_size=self._runner.vocab_size,
             max_model_len=settings.max_model_len,
-            max_blocks=settings.num_blocks,
+            max_blocks=settings.num_blocks - settings.pin_budget_blocks,
             block_size=settings.block_size,
         )
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
@@ -203,16 +211,26 @@ class TorchEngine:
         """Wait for work, take in what was asked for since the last step; False once stopping."""
         with self._changed:
             while not (self._stopping or self._inbox or self._cancels or self._calls or self._has_work()):
-                self._changed.wait()
+                self._changed.wait(self._until_expiry_s())
+                self._cache.expire_pins()
             if self._stopping:
                 return False
+            self._cache.expire_pins()
             for sequence in self._inbox.values():
+                first = self._saves.arrived(sequence)
+                if first is not None:
+                    self._live[first.request.request_id] = None
+                    self._waiting += 1
+                    self._scheduler.add(first)
                 self._scheduler.add(sequence)
             self._inbox.clear()
             for request_id in self._cancels:
                 found = self._scheduler.find(request_id)
                 if found is not None:
                     self._drop(found, "cancelled")
+                    unwanted = self._scheduler.find(self._saves.abandoned(found) or "")
+                    if unwanted is not None:
+                        self._drop(unwanted, "cancelled")
             self._cancels.clear()
             self._load.update(self._scheduler, self._meters, ())
             calls, self._calls = self._calls, []
@@ -222,6 +240,11 @@ class TorchEngine:
             self._lower.begin_step()
         self._deliver()
         return True
+
+    def _until_expiry_s(self) -> float | None:
+        """Return how long an idle loop may sleep before a pin's time is over."""
+        expiry_s = self._cache.pins.next_expiry_s
+        return None if expiry_s is None else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
         if self._scheduler.running_count:
@@ -313,13 +336,15 @@ class TorchEngine:
     ) -> None:
         """End a request and free its blocks. The lock is held."""
         request_id = sequence.request.request_id
+        is_save = self._saves.ended(sequence, reason)
         self._scheduler.remove(request_id)
         self._live.pop(request_id, None)
         if self._lower is not None:
             self._lower.forget(request_id)
         if sequence.scheduled_s is None:
             self._waiting -= 1
-        self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
+        if not is_save:
+            self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
 
     def _deliver(self) -> tuple[Event, ...]:
         events: tuple[Event, ...] = self._cache.take_events()

@@ -59,6 +59,7 @@ class EngineMeters:
         self.computed_prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: dict[str, int] = {}
+        self.saves: dict[str, int] = {}
         self.ttft = Histogram("warmpath_time_to_first_token_seconds", _TTFT_BUCKETS)
         self.inter_token = Histogram("warmpath_inter_token_latency_seconds", _TOKEN_BUCKETS)
         self.queue_time = Histogram("warmpath_request_queue_time_seconds", _QUEUE_BUCKETS)
@@ -94,6 +95,10 @@ class EngineMeters:
         """Count a finished request."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
+    def saved(self, outcome: str) -> None:
+        """Count what became of a request's save."""
+        self.saves[outcome] = self.saves.get(outcome, 0) + 1
+
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield every counter, histogram and rate."""
         hits = dict(self._hits)
@@ -107,6 +112,8 @@ class EngineMeters:
         yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)
         for reason, count in dict(self.finished).items():
             yield "warmpath_requests_finished_total", (*labels, ("finished_reason", reason)), float(count)
+        for outcome, count in dict(self.saves).items():
+            yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
         yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s
         yield "warmpath_decode_step_seconds", labels, self.decode_step_s
         for histogram in (self.ttft, self.inter_token, self.queue_time):

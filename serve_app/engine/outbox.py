@@ -69,6 +69,7 @@ class Outbox:
         else:
             self._meters.ttft.observe(now - sequence.arrival_s)
             scheduled_s = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
-            output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=scheduled_s - sequence.arrival_s)
+            queue_s = scheduled_s - sequence.arrival_s
+            output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=sequence.save_outcome)
         sequence.last_token_s = now
         return output

@@ -6,7 +6,7 @@ that satisfies ``Engine`` can stand in a replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -16,6 +16,9 @@ from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]
+"""What became of a save: "present" when it was there or on its way; the last four are warnings ("off": no cache)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Save:
+    """Keep the full blocks of a request's first ``tokens`` tokens, computed before the request itself.
+
+    ``key`` names the save, within the scope of the request. ``ttl_s`` counts from the last read; None: no end.
+    """
+
+    key: bytes
+    tokens: int
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
 
@@ -52,21 +67,23 @@ class EngineRequest:
     tenant: str = "default"
     router_id: str = ""
     reservation: int = 0
+    save: Save | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
     """Tokens of one request that became ready in one step.
 
-    ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with
-    ``queue_s`` (arrival to first scheduling). The last output carries ``finish_reason``; with "error",
-    ``error`` says why. A stop token is not among ``token_ids``.
+    ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with ``queue_s``
+    (arrival to first scheduling) and, where one was asked for, what became of the ``save``. The last output
+    carries ``finish_reason``; with "error", ``error`` says why. A stop token is not among ``token_ids``.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     cached_tokens: int | None = None
     queue_s: float = 0.0
+    save: SaveOutcome | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -141,6 +158,7 @@ class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
+    ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     """
 
     block_size: int = 16
@@ -155,6 +173,8 @@ class EngineSettings:
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0
+    pin_budget_blocks: int = 0
+    tenant_shares: Mapping[str, float] = field(default_factory=dict)
     labels: tuple[tuple[str, str], ...] = field(default=())
     model_fingerprint: str = ""
     speculative_fingerprint: str = ""

@@ -1,24 +1,28 @@
 """Which sequences run in the next step, and with how many tokens.
 
-Owns the waiting line, the running set and the promise of blocks made to it. Knows nothing of tensors, threads or
-clients. Rules: decode first; then prefill, least uncached work first, aged; a sequence whose next missing block
-another one is computing waits for that block (single flight); admission promises the worst case in blocks, so a
-running sequence never lacks one. Mutates sequences and the prefix cache.
+Owns the waiting line and the running set. Knows nothing of tensors, threads or clients. Rules: decode first; then
+prefill in turns of tenants (``turns``), a tenant's least uncached work first, aged; a sequence whose next missing
+block another one is computing waits for that block (single flight); admission (``admission``) promises the worst
+case in blocks, so a running sequence never lacks one. Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.block_hash import HASH_BYTES
 from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.admission import Admission, Verdict
 from serve_app.engine.lower_tiers import Fetched
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sequence import Sequence
+from serve_app.engine.turns import TenantTurns
 
 AGING_TOKENS_PER_S = 2000.0
-"""A sequence with u uncached tokens can be overtaken only by those that arrive within u / 2000 seconds after it."""
+"""A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
+seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
 
 GROWTH_BLOCKS = 4
 """Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
@@ -42,7 +46,10 @@ class Scheduler:
         self._cache = cache
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
-        self._promised_blocks = 0
+        self._admission = Admission(settings, cache)
+        self._turns = TenantTurns(settings.max_num_batched_tokens)
+        self._claim: str | None = None
+        self._stopped: set[str] = set()
         self._in_flight: dict[bytes, Sequence] = {}
         self._parked: dict[bytes, list[Sequence]] = {}
         self.fetch: Callable[[Sequence, list[int]], Fetched] | None = None
@@ -71,11 +78,12 @@ class Scheduler:
     @property
     def promised_blocks(self) -> int:
         """Blocks promised to running sequences and not taken yet."""
-        return self._promised_blocks
+        return self._admission.promised_blocks
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
         self._waiting[sequence.request.request_id] = sequence
+        self._cache.quota.touch(sequence.request.tenant)
 
     def find(self, request_id: str) -> Sequence | None:
         """Return a sequence that waits or runs here."""
@@ -89,7 +97,7 @@ class Scheduler:
         sequence = self._running.pop(request_id, None)
         if sequence is None:
             return None
-        self._promised_blocks -= sequence.reserved_blocks
+        self._admission.ended(sequence.request.tenant, sequence.reserved_blocks)
         sequence.reserved_blocks = 0
         self._land(sequence, sequence.prompt_tokens)
         sequence.release(self._cache)
@@ -132,27 +140,63 @@ class Scheduler:
         if not prefilling and len(self._running) >= self._settings.max_num_seqs:
             return
         parked = {id(sequence) for line in self._parked.values() for sequence in line}
-        candidates = [sequence for sequence in self._waiting.values() if id(sequence) not in parked]
+        candidates = [
+            sequence
+            for sequence in self._waiting.values()
+            if id(sequence) not in parked and not (sequence.after and self.find(sequence.after))
+        ]
+        lines: dict[str, deque[Sequence]] = {}
         for sequence in candidates:
             self._refresh_hint(sequence)
-        line = sorted([*prefilling, *candidates], key=self._rank)
-        admitting = True
-        for sequence in line:
-            if budget <= 0:
-                return
-            admitted = not sequence.blocks
-            if admitted and not (admitting and len(self._running) < self._settings.max_num_seqs):
+        for sequence in sorted([*prefilling, *candidates], key=self._rank):
+            lines.setdefault(sequence.request.tenant, deque()).append(sequence)
+        self._turns.begin(lines)
+        self._stopped.clear()
+        if self._claim not in lines:
+            self._claim = None
+        plan: dict[Sequence, Scheduled] = {}
+        while budget > 0 and (turn := self._turns.turn()):
+            tenant, credit = turn
+            spent = self._serve(lines[tenant], min(budget, credit), plan)
+            budget -= spent
+            if lines[tenant]:
+                self._turns.charge(tenant, spent)
+            else:
+                self._turns.leave(tenant)
+        chosen.extend(plan.values())
+
+    def _serve(self, line: deque[Sequence], limit: int, plan: dict[Sequence, Scheduled]) -> int:
+        """Plan up to ``limit`` tokens of one tenant's line; return how many. Leaves in it what has more to compute."""
+        spent = 0
+        while line and spent < limit:
+            sequence = line[0]
+            planned = plan.get(sequence)
+            starts = not sequence.blocks
+            if starts and not self._start(sequence):
+                line.popleft()
                 continue
-            if admitted:
-                verdict = self._admit(sequence)
-                if verdict is None:
-                    # Nobody overtakes a sequence for which there are no blocks yet, or it might wait for ever.
-                    admitting = False
-                if not verdict:
-                    continue
-            tokens = min(sequence.prompt_tokens - sequence.computed, budget)
-            budget -= tokens
-            chosen.append(Scheduled(sequence, tokens, admitted))
+            before = planned.tokens if planned is not None else 0
+            left = sequence.prompt_tokens - sequence.computed - before
+            tokens = min(left, limit - spent)
+            spent += tokens
+            plan[sequence] = Scheduled(sequence, before + tokens, starts or (planned is not None and planned.admitted))
+            if tokens == left:
+                line.popleft()
+        return spent
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Admit a waiting sequence if its turn, the slots and the blocks allow it."""
+        tenant = sequence.request.tenant
+        if len(self._running) >= self._settings.max_num_seqs or tenant in self._stopped:
+            return False
+        if self._claim not in (None, tenant):
+            return False
+        verdict = self._admit(sequence)
+        # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
+        self._claim = tenant if verdict == "no_room" else None
+        if verdict in ("no_room", "over_share"):
+            self._stopped.add(tenant)
+        return verdict == "admitted"
 
     def _rank(self, sequence: Sequence) -> float:
         return sequence.uncached_tokens(self._cache.block_size) + AGING_TOKENS_PER_S * sequence.arrival_s
@@ -167,8 +211,8 @@ class Scheduler:
             hint = self._cache.count_held(chain, limit)
         sequence.held_blocks_hint = hint
 
-    def _admit(self, sequence: Sequence) -> bool | None:
-        """Admit a waiting sequence: True; False when it is parked or loads; None when there are too few blocks."""
+    def _admit(self, sequence: Sequence) -> Verdict:
+        """Admit a waiting sequence, park it behind a flight or a load, or say what it lacks."""
         cache, size = self._cache, self._cache.block_size
         matched = cache.match(sequence.request.scope, sequence.request.token_ids, sequence.chain)
         limit = cache.reusable_blocks(sequence.prompt_tokens)
@@ -177,15 +221,17 @@ class Scheduler:
             missing = sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]
             if missing in self._in_flight:
                 self._parked.setdefault(missing, []).append(sequence)
-                return False
+                return "parked"
         needed = -(-sequence.most_tokens // size) - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        if needed > cache.available_blocks - idle_hits - self._promised_blocks:
-            return None
+        tenant = sequence.request.tenant
+        verdict = self._admission.verdict(tenant, needed, idle_hits)
+        if verdict != "admitted":
+            return verdict
         if hits < limit and self.fetch is not None:
             fetched = self.fetch(sequence, matched)
             if fetched is Fetched.WAIT:
-                return False
+                return "parked"
             if fetched is Fetched.LOADED:
                 return self._admit(sequence)
         cache.acquire(matched)
@@ -195,14 +241,14 @@ class Scheduler:
         if self._settings.num_speculative_tokens:
             sequence.drafted = sequence.computed
         sequence.reserved_blocks = needed
-        self._promised_blocks += needed
+        self._admission.started(tenant, needed)
         del self._waiting[sequence.request.request_id]
         self._running[sequence.request.request_id] = sequence
         # The whole prompt at once, so that it lies in one run where the pool allows it.
         self._take(sequence, -(-sequence.prompt_tokens // size) - hits)
         for i in range(hits, limit):
             self._in_flight.setdefault(sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)], sequence)
-        return True
+        return verdict
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         missing = -(-tokens // self._cache.block_size) - len(sequence.blocks)
@@ -210,9 +256,10 @@ class Scheduler:
             self._take(sequence, min(max(missing, GROWTH_BLOCKS), sequence.reserved_blocks))
 
     def _take(self, sequence: Sequence, count: int) -> None:
-        sequence.add_blocks(self._cache.allocate(count))
+        tenant = sequence.request.tenant
+        sequence.add_blocks(self._cache.allocate(count, tenant))
         sequence.reserved_blocks -= count
-        self._promised_blocks -= count
+        self._admission.taken(tenant, count)
 
     def _land(self, sequence: Sequence, blocks: int) -> None:
         """End the flight of a sequence's first ``blocks`` prompt blocks and wake who waited for them."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from router.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong
+from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
 from serve_app.engine.step import BlockRun, Segment, block_runs
 
 
@@ -20,12 +20,14 @@ class Sequence:
 
     ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
     positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
+    ``after``: the request that has to end before this one may start; ``save_outcome``: of the save it asked for.
     """
 
     __slots__ = (
         "_runs",
         "_runs_cover",
         "_tokens",
+        "after",
         "arrival_s",
         "blocks",
         "cached_tokens",
@@ -40,6 +42,7 @@ class Sequence:
         "published",
         "request",
         "reserved_blocks",
+        "save_outcome",
         "scheduled_s",
         "sink",
     )
@@ -61,6 +64,8 @@ class Sequence:
         self.cached_tokens = 0
         self.reserved_blocks = 0
         self.held_blocks_hint = 0
+        self.after = ""
+        self.save_outcome: SaveOutcome | None = None
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None

@@ -44,12 +44,13 @@ def test_every_field_arrives() -> None:
         n=2, max_tokens=7, temperature=0, top_p=0.5, top_k=-1, seed=-5, stop=["a", "b", "a"], stream=True,
         stream_options={"include_usage": True}, ignore_eos=True, cache_salt="s", prompt_cache_key="k",
         apply_chat_template=False, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False},
+        save_system_prompt_kv_cache=True,
     )  # fmt: skip
     assert request == GenerateRequest(
         kind="chat", model="demo", messages=({"role": "user", "content": "Hi"},), n=2, max_tokens=7, temperature=0.0,
         top_p=0.5, top_k=0, seed=-5, stop=("a", "b"), stream=True, include_usage=True, ignore_eos=True,
         cache_salt="s", prompt_cache_key="k", apply_chat_template=False, add_generation_prompt=False,
-        chat_template_kwargs={"enable_thinking": False},
+        chat_template_kwargs={"enable_thinking": False}, save_system_prompt_kv_cache=True,
     )  # fmt: skip
 
 
@@ -130,6 +131,7 @@ def test_prompts_come_in_four_forms(prompt: Any, prompts: tuple[Any, ...]) -> No
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"cache_salt": ""}, "cache_salt"), ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"cache_salt": 1}, "cache_salt"), ({"prompt_cache_key": ""}, "prompt_cache_key"),
+        ({"save_system_prompt_kv_cache": "yes"}, "save_system_prompt_kv_cache"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": None}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs"),
@@ -197,7 +199,6 @@ def test_what_completions_lack_is_refused_by_name(fields: dict[str, Any]) -> Non
     ("fields", "neutral"),
     [
         ({"lora_name": "a"}, {"lora_name": None}),
-        ({"save_system_prompt_kv_cache": True}, {"save_system_prompt_kv_cache": False}),
         ({"prompt_ref": "a@1"}, {"prompt_ref": None}),
     ],
 )

@@ -1,0 +1,49 @@
+"""Whose turn it is to have prompt tokens computed: deficit round robin over tenants.
+
+Owns the order of tenants and their credit, in uncached prompt tokens. Knows nothing of sequences or blocks. Bound:
+a tenant that gets work is served before the others had more than one quantum each, so with n tenants at work it
+waits for at most (n - 1) quanta. Who has no work has no credit: nobody saves up.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+QUANTUM_TOKENS = 512
+"""Tokens a turn, at most a quarter of a step: small enough that a step serves several tenants."""
+
+
+class TenantTurns:
+    """The ring of tenants with prefill work. The first one has the turn until its credit is spent."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self.quantum_tokens = max(1, min(QUANTUM_TOKENS, max_num_batched_tokens // 4))
+        self._credit: OrderedDict[str, int] = OrderedDict()
+
+    def begin(self, tenants: Iterable[str]) -> None:
+        """Start a step: who has work now keeps its place; who is new comes last."""
+        before, self._credit = self._credit, OrderedDict()
+        at_work = dict.fromkeys(tenants)
+        self._credit.update((tenant, credit) for tenant, credit in before.items() if tenant in at_work)
+        for tenant in at_work:
+            self._credit.setdefault(tenant, 0)
+
+    def turn(self) -> tuple[str, int] | None:
+        """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
+        if not self._credit:
+            return None
+        tenant, credit = next(iter(self._credit.items()))
+        if credit <= 0:
+            credit = self._credit[tenant] = self.quantum_tokens
+        return tenant, credit
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Take tokens from a tenant's credit; without any left its turn is over."""
+        self._credit[tenant] -= tokens
+        if self._credit[tenant] <= 0:
+            self._credit.move_to_end(tenant)
+
+    def leave(self, tenant: str) -> None:
+        """Take a tenant out that has nothing more to compute in this step; its credit is lost."""
+        del self._credit[tenant]
