@@ -24,7 +24,7 @@ class Pin:
     key: bytes
     blocks: tuple[int, ...]
     ttl_s: float | None
-    expires_s: float = math.inf
+    expires_s: float
 
 
 class Pins:
@@ -76,10 +76,10 @@ class Pins:
             return "present"
         if not self.fits(sum(1 for block in blocks if block not in self._counts)):
             return "over_budget"
-        pin = self._pins[key] = Pin(key, tuple(blocks), ttl_s)
+        pin = self._pins[key] = Pin(key, tuple(blocks), ttl_s, math.inf if ttl_s is None else now_s + ttl_s)
         self._counts.update(pin.blocks)
         self._tails.setdefault(pin.blocks[-1], []).append(pin)
-        self._queue(pin, now_s)
+        self._queue(pin)
         return "pinned"
 
     def renew(self, key: bytes, ttl_s: float | None, now_s: float) -> bool:
@@ -124,14 +124,13 @@ class Pins:
             if self._pins.get(pin.key) is not pin:
                 continue
             if pin.expires_s > now_s:
-                self._queue(pin, pin.expires_s - (pin.ttl_s or 0.0))
+                self._queue(pin)
             else:
                 keys.append(pin.key)
         return keys
 
-    def _queue(self, pin: Pin, read_s: float) -> None:
-        """Let a pin's time run from its last read. One entry stands in the line; reads move only ``expires_s``."""
+    def _queue(self, pin: Pin) -> None:
+        """Put a pin that will end in the line, once; a read moves only its ``expires_s``, looked at when it is due."""
         if pin.ttl_s is not None:
-            pin.expires_s = read_s + pin.ttl_s
             self._entries += 1
             heapq.heappush(self._expiries, (pin.expires_s, self._entries, pin))

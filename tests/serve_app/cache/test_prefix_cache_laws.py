@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,11 +12,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router.block_hash import PrefixScope, hash_blocks, split_chain
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix_cache import PrefixCache
-from tests.serve_app.cache.naive_cache import NaiveCache
+from serve_app.cache.quota import ACTIVE_S
+from tests.serve_app.cache.naive_cache import NaiveCache, NaivePins
 
-BLOCKS, SIZE = 12, 2
+BLOCKS, SIZE, PIN_BUDGET = 12, 2, 5
 SCOPES = (PrefixScope("m", salt=b"a"), PrefixScope("m", salt=b"b"))
 ROOTS = {scope: scope.root(b"k") for scope in SCOPES}
+TENANTS = {SCOPES[0]: "a", SCOPES[1]: "b"}
+SHARES = {"a": 1.0, "b": 2.0}
 
 
 class Running:
@@ -25,14 +30,18 @@ class Running:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Admit, publish part by part, release, reset: then look whether every law still holds."""
+    """Admit, publish part by part, pin, let time pass, release, reset: then look whether every law still holds."""
 
     running = Bundle("running")
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(BLOCKS, SIZE)
+        self.now_s = 0.0
+        self.cache = PrefixCache(BLOCKS, SIZE, pin_budget_blocks=PIN_BUDGET, shares=SHARES, clock=lambda: self.now_s)
         self.oracle = NaiveCache(SIZE)
+        self.pins = NaivePins(PIN_BUDGET)
+        self.owner: dict[int, str] = {}
+        self.seen_s: dict[str, float] = {}
         self.held: list[Running] = []
         self.announced: set[bytes] = set()
 
@@ -42,17 +51,58 @@ class CacheMachine(RuleBasedStateMachine):
         matched = self.cache.match(scope, array, self.cache.chain(ROOTS[scope], array))
         assert len(matched) == self.oracle.match(scope, ids)
         self.cache.acquire(matched)
+        self.pins.read(matched, self.now_s)
         missing = -(-len(ids) // SIZE) - len(matched)
         if missing > self.cache.available_blocks:
             self.cache.release(matched)
             return multiple()
-        before = {block for one in self.held for block in one.blocks}
-        fresh = self.cache.allocate(missing)
-        assert not before & set(fresh), "a block in use was handed out again"
+        before = {block for one in self.held for block in one.blocks} | self.pins.blocks()
+        fresh = self.allocate(missing, TENANTS[scope])
+        assert not before & set(fresh), "a block in use or pinned was handed out again"
         assert not set(matched) & set(fresh)
         one = Running(scope, ids, matched + fresh, len(matched))
         self.held.append(one)
         return one
+
+    def allocate(self, count: int, tenant: str) -> list[int]:
+        """Allocate, and compare who lost blocks with who was over their share."""
+        cache = self.cache
+        held, free = cache.quota.holdings(), cache.pool.free_blocks
+        idle = Counter(self.owner[block] for block in range(BLOCKS) if cache.pool.is_idle(block))
+        fresh = cache.allocate(count, tenant)
+        lost = Counter(self.owner[block] for block in fresh if block in self.owner)
+        assert lost.total() == max(0, count - free)
+        active = [name for name, seen_s in self.seen_s.items() if self.now_s - seen_s <= ACTIVE_S]
+        for name in lost:
+            left = held[name] - lost[name]
+            share = BLOCKS * SHARES[name] / sum(SHARES[other] for other in active) if name in active else 0.0
+            for other in idle:
+                if idle[other] > lost[other] and other != name:
+                    others_share = BLOCKS * SHARES[other] / sum(SHARES[n] for n in active) if other in active else 0.0
+                    over = held[other] - lost[other] > others_share
+                    assert not (over and left + 1 <= share), f"{name} gave a block while {other} was over its share"
+        self.seen_s[tenant] = self.now_s
+        self.owner.update(dict.fromkeys(fresh, tenant))
+        return fresh
+
+    @rule(
+        one=running, blocks=st.integers(1, 4), key=st.sampled_from([b"x", b"y", b"z"]), ttl=st.sampled_from([None, 4])
+    )
+    def pin(self, one: Running, blocks: int, key: bytes, ttl: float | None) -> None:
+        chosen = one.blocks[: min(blocks, one.published)]
+        if one in self.held and chosen:
+            expected = self.pins.add(key, chosen, ttl, self.now_s)
+            assert self.cache.pin(key, chosen, ttl) == expected
+
+    @rule(key=st.sampled_from([b"x", b"y"]))
+    def unpin(self, key: bytes) -> None:
+        assert self.cache.unpin(key) == self.pins.remove(key)
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, ACTIVE_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.cache.expire_pins()
+        self.pins.expire(self.now_s)
 
     @rule(one=running, blocks=st.integers(1, 5))
     def publish(self, one: Running, blocks: int) -> None:
@@ -75,6 +125,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         complete = self.cache.reset()
+        self.pins.clear()
         assert complete == (not any(one.published for one in self.held))
 
     @invariant()
@@ -103,11 +154,28 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_are_conserved(self) -> None:
         pool = self.cache.pool
-        used = [block for one in self.held for block in one.blocks]
+        used = [block for one in self.held for block in one.blocks] + self.pins.all_blocks()
         assert pool.used_blocks == len(set(used))
         assert all(pool.references(block) == used.count(block) for block in range(BLOCKS))
         assert pool.free_blocks + pool.idle_blocks + len(set(used)) == BLOCKS
         assert pool.idle_blocks <= self.cache.indexed_blocks <= pool.idle_blocks + len(set(used))
+
+    @invariant()
+    def pins_are_kept_and_counted(self) -> None:
+        assert self.cache.pins.blocks == len(self.pins.blocks()) <= PIN_BUDGET
+        assert set(self.cache.pins) == set(self.pins.pins)
+        in_use = {block for one in self.held for block in one.blocks}
+        assert self.cache.pinned_idle_blocks() == len(self.pins.blocks() - in_use)
+
+    @invariant()
+    def every_taken_block_is_somebodys(self) -> None:
+        pool = self.cache.pool
+        taken = [block for block in range(BLOCKS) if pool.references(block) or pool.is_idle(block)]
+        self.owner = {block: self.owner[block] for block in taken}
+        assert self.cache.quota.holdings() == Counter(self.owner.values())
+        for tenant in SHARES:
+            used = sum(1 for block in taken if self.owner[block] == tenant and not pool.is_idle(block))
+            assert self.cache.quota.in_use(tenant) == used
 
     @staticmethod
     def _hash(key: tuple[PrefixScope, tuple[int, ...]]) -> bytes:

@@ -1,0 +1,161 @@
+"""Rules of the tenants' shares: who gives blocks up, who may borrow, and what it costs to find out."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from router.block_hash import PrefixScope
+from serve_app.cache.block_pool import PoolExhausted
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.quota import ACTIVE_S, Quota
+
+
+class Bench:
+    """A cache of one-token blocks whose prompts are named by tenant and number."""
+
+    def __init__(self, blocks: int, **shares: float) -> None:
+        self.now_s = 0.0
+        self.cache = PrefixCache(blocks, 1, shares=shares, clock=lambda: self.now_s)
+
+    def fill(self, tenant: str, blocks: int, number: int = 0, *, keep: bool = False) -> list[int]:
+        """Compute and publish a prompt of ``tenant``; give it back unless ``keep``."""
+        scope = PrefixScope("m", salt=tenant.encode())
+        ids = np.arange(blocks, dtype=np.int32) + 1000 * number
+        taken = self.cache.allocate(blocks, tenant)
+        self.cache.publish(scope, ids, self.cache.chain(scope.root(b"k"), ids), taken, 0, blocks)
+        if not keep:
+            self.cache.release(taken)
+        return taken
+
+    def held(self, tenant: str) -> int:
+        return self.cache.quota.holdings().get(tenant, 0)
+
+
+def test_idle_room_is_borrowed_and_given_back_first() -> None:
+    """One tenant fills a pool nobody else wants; when another comes, the borrower gives, the newcomer keeps its own."""
+    bench = Bench(10)
+    for number in range(5):
+        bench.fill("flood", 2, number)
+    assert bench.held("flood") == 10
+    bench.fill("small", 4)
+    assert (bench.held("flood"), bench.held("small")) == (6, 4)
+    for number in range(5, 30):
+        bench.fill("flood", 2, number)
+    assert (bench.held("flood"), bench.held("small")) == (6, 4)
+
+
+def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
+    """The newest blocks of whoever is over stay, the oldest go, tail first."""
+    bench = Bench(8)
+    old, new = bench.fill("a", 3, 0), bench.fill("a", 3, 1)
+    bench.fill("b", 2)
+    assert bench.cache.allocate(1, "b") == [old[2]]
+    assert bench.cache.allocate(1, "b") == [old[1]]
+    assert bench.held("a") == len([old[0], *new])
+
+
+def test_who_was_over_and_is_no_more_gives_nothing() -> None:
+    """A tenant that held most of the pool a moment ago, and gave it back, is judged by what it holds now."""
+    bench = Bench(12)
+    bench.fill("a", 2)
+    big = bench.cache.allocate(8, "a")
+    bench.cache.release(big)
+    bench.fill("b", 10)
+    bench.cache.allocate(3, "c")
+    assert (bench.held("a"), bench.held("b"), bench.held("c")) == (2, 7, 3)
+
+
+def test_shares_follow_the_weights() -> None:
+    """Three parts and one part of twelve blocks, both always hungry."""
+    bench = Bench(12, gold=3.0, plain=1.0)
+    order = random.Random(1)
+    for number in range(200):
+        bench.fill(order.choice(["gold", "plain"]), 1, number)
+    assert (bench.held("gold"), bench.held("plain")) == (9, 3)
+    assert bench.cache.quota.fraction("gold") == 0.75
+
+
+def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
+    """A tenant without requests has no share to defend; its next request gives it one."""
+    bench = Bench(10)
+    bench.fill("gone", 5)
+    bench.fill("here", 5)
+    bench.now_s = ACTIVE_S + 1
+    bench.fill("here", 1, 1)
+    assert (bench.held("gone"), bench.held("here")) == (4, 6)
+    assert bench.cache.quota.fraction("here") == 1.0
+    bench.cache.quota.touch("gone")
+    assert bench.cache.quota.fraction("here") == 0.5
+    bench.fill("here", 1, 2)
+    assert (bench.held("gone"), bench.held("here")) == (4, 6)
+
+
+def test_blocks_in_use_are_never_taken_from_anybody() -> None:
+    """However far over its share, a tenant's running sequences keep their blocks: others' leaves go instead."""
+    bench = Bench(10)
+    running = bench.fill("over", 7, keep=True)
+    bench.fill("under", 3)
+    assert not set(bench.cache.allocate(2, "over")) & set(running)
+    assert bench.held("under") == 1
+    with pytest.raises(PoolExhausted):
+        bench.cache.allocate(2, "over")
+
+
+def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
+    """Of others' ten idle blocks only those up to their share count, less what they use anyway."""
+    bench = Bench(30)
+    bench.fill("a", 12)
+    bench.fill("b", 4, 0, keep=True)
+    bench.fill("b", 3, 1)
+    quota = bench.cache.quota
+    quota.touch("c")
+    assert quota.protected("c") == 10 + 3
+    assert quota.protected("a") == 3
+    assert (quota.in_use("a"), quota.in_use("b"), quota.in_use("never seen")) == (0, 4, 0)
+
+
+def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> None:
+    """So that a share is ready for whoever comes; where only one exists, everything is its own."""
+    assert Bench(8, a=1.0, b=1.0).cache.quota.fraction("a") == 0.5
+    assert Bench(8).cache.quota.fraction("a") == 1.0
+
+
+def test_a_share_must_be_positive() -> None:
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="share"):
+            Quota(4, {"a": weight}, lambda: 0.0)
+
+
+def test_tenants_that_left_leave_nothing_behind() -> None:
+    """A thousand passing tenants: accounts and lines stay in proportion to who holds blocks."""
+    bench = Bench(64)
+    for number in range(1000):
+        bench.fill(f"t{number}", 1)
+        bench.now_s += 100.0
+    assert len(bench.cache.quota._accounts) <= 64 + ACTIVE_S / 100 + 1
+    assert len(bench.cache.quota._line) <= 3 * 64 + 64
+
+
+def test_an_eviction_costs_about_the_same_with_many_tenants() -> None:
+    """2,000 evictions among 4 or 400 tenants look at as many leaves."""
+
+    def looks(tenants: int) -> int:
+        bench = Bench(800)
+        looked = 0
+        evictable = bench.cache._evictable
+
+        def counting(released_at: int, block: int) -> bool:
+            nonlocal looked
+            looked += 1
+            return evictable(released_at, block)
+
+        bench.cache._evictable = counting  # type: ignore[method-assign]
+        for number in range(2800):
+            bench.fill(f"t{number % tenants}", 1, number)
+        assert bench.cache.evicted_blocks == 2000
+        return looked
+
+    assert looks(400) <= 1.2 * looks(4) <= 2 * 2000
