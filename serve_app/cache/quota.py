@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 ACTIVE_S = 600.0
 """Seconds without a request after which a tenant's blocks are the first to go."""
 
+GUARD_S = 60.0
+"""Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
+longer guard would leave a replica idle for the sake of caches that may never be asked for again."""
+
 Evictable = Callable[[int, int], bool]
 """(tick of the block's last release, block) -> whether that entry of a line still stands for an evictable leaf."""
 
@@ -79,9 +83,11 @@ class Quota:
         return account.held - account.idle if account is not None else 0
 
     def protected(self, tenant: str) -> int:
-        """Return the idle blocks of other active tenants that lie within their shares. O(active tenants)."""
-        kept = 0
-        for name, account in self._recent.items():
+        """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``. O(such tenants)."""
+        kept, since_s = 0, self._clock() - GUARD_S
+        for name, account in reversed(self._recent.items()):
+            if account.used_s < since_s:
+                break
             if name != tenant and account.idle:
                 within = int(self._total_blocks * account.weight / self._active_weight) - (account.held - account.idle)
                 kept += min(account.idle, max(0, within))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +23,7 @@ from router.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
 from serve_app.cache.tiers import Tiers
 from serve_app.cache.transfer import KvChain
+from serve_app.engine.admission import RESERVE
 from serve_app.engine.gauges import gauge_samples
 from serve_app.engine.load_view import LoadView
 from serve_app.engine.lower_tiers import LowerTiers
@@ -98,7 +100,7 @@ class TorchEngine:
         self._cancels: list[str] = []
         self._calls: list[Callable[[], None]] = []
         self._live: dict[str, None] = {}
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
         self._load = LoadView(self.settings)
         self._stopping = False
         self._closed = False
@@ -144,10 +146,10 @@ class TorchEngine:
                 raise EngineError("the engine is stopped")
             if request.request_id in self._live:
                 raise ValueError(f"request id {request.request_id!r} is in use")
-            if self._waiting >= settings.max_waiting_requests:
-                raise QueueFull(f"{self._waiting} requests are waiting", self._load.retry_after_s())
+            if self._waiting.total() >= self._most_waiting(request.tenant):
+                raise QueueFull(f"{self._waiting.total()} requests are waiting", self._load.retry_after_s())
             self._live[request.request_id] = None
-            self._waiting += 1
+            self._waiting[request.tenant] += 1
             self._inbox[request.request_id] = sequence
             self._load.arrived(sequence)
             self._changed.notify_all()
@@ -166,8 +168,10 @@ class TorchEngine:
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
+        with self._changed:
+            waiting = self._waiting.total()
         gauges = gauge_samples(
-            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, self._waiting
+            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
         )
         counted = (*self._meters.samples(self._labels), *self._speculation.samples(self._labels))
         tiers = self._lower.samples(self._labels) if self._lower is not None else ()
@@ -220,7 +224,7 @@ class TorchEngine:
                 first = self._saves.arrived(sequence)
                 if first is not None:
                     self._live[first.request.request_id] = None
-                    self._waiting += 1
+                    self._waiting[first.request.tenant] += 1
                     self._scheduler.add(first)
                 self._scheduler.add(sequence)
             self._inbox.clear()
@@ -245,6 +249,23 @@ class TorchEngine:
         """Return how long an idle loop may sleep before a pin's time is over."""
         expiry_s = self._cache.pins.next_expiry_s
         return None if expiry_s is None else min(max(0.05, expiry_s - self._clock()), 3600.0)
+
+    def _most_waiting(self, tenant: str) -> int:
+        """Return the length of the waiting line beyond which a tenant is refused.
+
+        Among several tenants the last eighth is for those that do not fill more than their part of the line.
+        """
+        most, tenants = self.settings.max_waiting_requests, len(self.settings.tenant_shares)
+        others = sum(1 for other in self._waiting if other != tenant)
+        if tenants > 1 and self._waiting[tenant] >= max(1, most // (others + 2)):
+            return most - most // RESERVE
+        return most
+
+    def _waits_no_more(self, sequence: RequestSequence) -> None:
+        tenant = sequence.request.tenant
+        self._waiting[tenant] -= 1
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
 
     def _has_work(self) -> bool:
         if self._scheduler.running_count:
@@ -294,7 +315,7 @@ class TorchEngine:
     def _admitted(self, sequence: RequestSequence, now: float) -> None:
         sequence.scheduled_s = now
         with self._changed:
-            self._waiting -= 1
+            self._waits_no_more(sequence)
         self._meters.queue_time.observe(now - sequence.arrival_s)
         self._meters.admitted(
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
@@ -342,7 +363,7 @@ class TorchEngine:
         if self._lower is not None:
             self._lower.forget(request_id)
         if sequence.scheduled_s is None:
-            self._waiting -= 1
+            self._waits_no_more(sequence)
         if not is_save:
             self._outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
 

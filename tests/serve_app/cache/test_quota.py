@@ -10,7 +10,7 @@ import pytest
 from router.block_hash import PrefixScope
 from serve_app.cache.block_pool import PoolExhausted
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.quota import ACTIVE_S, Quota
+from serve_app.cache.quota import ACTIVE_S, GUARD_S, Quota
 
 
 class Bench:
@@ -114,6 +114,9 @@ def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
     quota.touch("c")
     assert quota.protected("c") == 10 + 3
     assert quota.protected("a") == 3
+    bench.now_s = GUARD_S + 1
+    quota.touch("b")
+    assert quota.protected("c") == 3, "a has not been seen for a minute"
     assert (quota.in_use("a"), quota.in_use("b"), quota.in_use("never seen")) == (0, 4, 0)
 
 

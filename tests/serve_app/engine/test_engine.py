@@ -150,6 +150,24 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     engine.stop()
 
 
+def test_a_flooding_tenant_leaves_an_eighth_of_the_queue() -> None:
+    """Of sixteen places one tenant gets fourteen; others still find two, and a tenant that is alone gets all."""
+    engine = simulated(GatedRunner(), max_waiting_requests=16, tenant_shares={"flood": 1.0, "other": 1.0})
+    for i in range(14):
+        engine.submit(request(f"f{i}", prompt(10), 1, tenant="flood"), Collector())
+    with pytest.raises(QueueFull):
+        engine.submit(request("f14", prompt(10), 1, tenant="flood"), Collector())
+    for i in range(2):
+        engine.submit(request(f"o{i}", prompt(10), 1, tenant="other"), Collector())
+    with pytest.raises(QueueFull):
+        engine.submit(request("o2", prompt(10), 1, tenant="other"), Collector())
+    engine.stop()
+    alone = simulated(GatedRunner(), max_waiting_requests=16)
+    for i in range(16):
+        alone.submit(request(f"r{i}", prompt(10), 1), Collector())
+    alone.stop()
+
+
 def test_one_bad_request_fails_alone() -> None:
     """A forward that raises: each of the step is tried alone, the bad one gets the error, the loop lives on."""
     engine = simulated(GatedRunner(poison=666))
