@@ -22,7 +22,7 @@ RULES = "You are a careful clerk. " + "Name the clause, the date and the amount 
 def url() -> Iterator[str]:
     """One replica with a pin budget that two of the system prompts fill."""
     with instance(
-        "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=512", "--set", "pin_budget=60"
+        "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=256", "--set", "pin_budget=60"
     ) as base:
         yield base
 
@@ -48,7 +48,7 @@ def ask(client: OpenAI, system: str, question: str, **body: Any) -> tuple[int, s
 
 def fill_the_pool(client: OpenAI) -> None:
     """Send more tokens than the pool holds, all different."""
-    for i in range(14):
+    for i in range(7):
         text = f"{i} " + " ".join(str(i * 7919 + j) for j in range(150))
         client.completions.create(model="demo", prompt=text, max_tokens=1, temperature=0)
 
