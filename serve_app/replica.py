@@ -37,7 +37,7 @@ from serve_app.engine.protocol import (
     SaveOutcome,
 )
 from serve_app.engine_factory import make_engine
-from serve_app.engine_sizes import max_model_len
+from serve_app.engine_sizes import max_model_len, pin_budget_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class Replica:
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._engine.start()
-        room = self._config.num_blocks or WARM_UP_TOKENS
+        pool = self._config.num_blocks
+        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
         self._reporter = asyncio.create_task(self._report())
