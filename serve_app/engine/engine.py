@@ -188,9 +188,11 @@ class TorchEngine:
         """Return the KV of the pool's longest prefix of ``token_ids``, in whole blocks; None when there is none."""
         return self._transfer.export_prefix(scope, root, token_ids)
 
-    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes) -> ImportedPrefix:
+    def import_prefix(
+        self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
+    ) -> ImportedPrefix:
         """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
-        return self._transfer.import_prefix(chain, scope, root)
+        return self._transfer.import_prefix(chain, scope, root, tenant)
 
     def healthy(self) -> bool:
         """Return whether the loop is alive and its current step has not run for too long."""
@@ -426,6 +428,7 @@ class TorchEngine:
             self._cache, runner, tiers, settings.tiers.load_ratio, lambda: self._meters.prefill_tokens_per_s
         )
         self._scheduler.fetch = lower.fetch
+        self._saves.file = lower.save
         return lower
 
     def _wake(self) -> None:

@@ -26,16 +26,17 @@ def install_blocks(
     matched: Sequence[int],
     count: int,
     rows: Rows,
+    tenant: str = "default",
 ) -> int:
     """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
 
     The caller has made sure that ``count`` blocks are available besides those matched and promised. What is loaded
-    is idle afterwards, and the last in line to be evicted.
+    is idle afterwards, on the account of ``tenant``, and the last of its line to be evicted.
     """
     cache.acquire(matched)
     fresh: list[int] = []
     try:
-        fresh = cache.allocate(count)
+        fresh = cache.allocate(count, tenant)
         found = rows()
         runner.write_blocks(fresh[: len(found)], found)
         blocks = [*matched, *fresh]

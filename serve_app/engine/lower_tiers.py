@@ -153,6 +153,8 @@ class LowerTiers:
     def close(self) -> None:
         """Let pool and host memory go to disk, where there is one, and end its thread."""
         self._cache.on_evict = None
+        for key in self._cache.pins:
+            self._cache.unpin(key)
         deadline_s = monotonic() + CLOSE_S
         if self.tiers.disk is not None:
             idle = self._cache.idle_leaves_first()
@@ -252,7 +254,15 @@ class LowerTiers:
         request = sequence.request
         started_s = perf_counter()
         loaded = install_blocks(
-            self._cache, self._runner, request.scope, request.token_ids, sequence.chain, matched, len(run), rows
+            self._cache,
+            self._runner,
+            request.scope,
+            request.token_ids,
+            sequence.chain,
+            matched,
+            len(run),
+            rows,
+            request.tenant,
         )
         duration_s = perf_counter() - started_s
         self._room_blocks -= loaded

@@ -66,15 +66,18 @@ class PrefixTransfer:
             make_header(self._runner.kv_format, scope, held, chain[: len(blocks) * HASH_BYTES], payload), payload
         )
 
-    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes) -> ImportedPrefix:
-        """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing."""
+    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes, tenant: str = "default") -> ImportedPrefix:
+        """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing.
+
+        New blocks go on the account of ``tenant``.
+        """
         cache = self._cache
         if not cache.enabled:
             return ImportedPrefix(0, 0)
         ids = verify_chain(chain, self._runner.kv_format, scope, root, lambda parent, ids, _: cache.chain(parent, ids))
-        held, new = self._on_loop(lambda: self._take(chain, scope, ids))
+        held, new = self._on_loop(lambda: self._take(chain, scope, ids, tenant))
         while held < chain.header.blocks:
-            more_held, more = self._on_loop(lambda: self._take(chain, scope, ids))
+            more_held, more = self._on_loop(lambda: self._take(chain, scope, ids, tenant))
             held, new = more_held, new + more
             if not more:
                 break
@@ -89,7 +92,7 @@ class PrefixTransfer:
         """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""
         return self._cache.match(scope, np.append(ids, np.int32(0)), chain)
 
-    def _take(self, chain: KvChain, scope: PrefixScope, ids: TokenArray) -> tuple[int, int]:
+    def _take(self, chain: KvChain, scope: PrefixScope, ids: TokenArray, tenant: str) -> tuple[int, int]:
         """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
         cache, hashes = self._cache, chain.header.hashes
         matched = self._match(scope, ids, hashes)
@@ -100,5 +103,5 @@ class PrefixTransfer:
         if count <= 0:
             return first, 0
         rows = list(chain.payload[first : first + count])
-        new = install_blocks(cache, self._runner, scope, ids, hashes, matched, count, lambda: rows)
+        new = install_blocks(cache, self._runner, scope, ids, hashes, matched, count, lambda: rows, tenant)
         return first + new, new

@@ -146,7 +146,9 @@ class Engine(Protocol):
     def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
         """Return the KV of the longest cached prefix, in whole blocks (any thread); None when nothing is cached."""
 
-    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes) -> ImportedPrefix:
+    def import_prefix(
+        self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
+    ) -> ImportedPrefix:
         """Take what ``export_prefix`` of another engine gave (any thread). Raises a TransferError, taking nothing."""
 
     def healthy(self) -> bool:

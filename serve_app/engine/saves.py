@@ -8,11 +8,12 @@ request's outcome. A save that cannot be had is a warning, never the request's f
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 from router.block_hash import HASH_BYTES
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix_cache import CachedBlock, PrefixCache
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
 from serve_app.engine.sequence import Sequence
@@ -38,6 +39,8 @@ class Saves:
         self._under_way: dict[str, _UnderWay] = {}
         self._by_key: dict[bytes, str] = {}
         self._numbers = count()
+        self.file: Callable[[list[CachedBlock]], bool] | None = None
+        """Asked to write what is saved for good (children first) to disk; see ``LowerTiers.save``."""
 
     def arrived(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence that has to run before ``sequence``, if its save needs a new one."""
@@ -72,6 +75,8 @@ class Saves:
         if reason == "length" and sequence.published >= under_way.blocks:
             pinned = self._cache.pin(save.key, sequence.blocks[: under_way.blocks], save.ttl_s)
             outcome = "saved" if pinned == "pinned" else pinned
+            if outcome == "saved" and save.ttl_s is None:
+                self._file(sequence.blocks[: under_way.blocks])
         for follower in under_way.followers:
             self._note(follower, outcome)
             outcome = "present" if outcome == "saved" else outcome
@@ -110,6 +115,16 @@ class Saves:
             sequence.held_blocks_hint,
             min(under_way.blocks, self._cache.reusable_blocks(sequence.prompt_tokens)),
         )
+
+    def _file(self, blocks: list[int]) -> None:
+        """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
+        if self.file is None:
+            return
+        entries = [self._cache.entry(block) for block in reversed(blocks)]
+        if not self.file([entry for entry in entries if entry is not None]):
+            _log.info(
+                "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
+            )
 
     def _note(self, sequence: Sequence, outcome: SaveOutcome) -> None:
         sequence.save_outcome = outcome

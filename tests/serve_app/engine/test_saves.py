@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSetting
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.test_engine import GatedRunner, sample, simulated
+from tests.serve_app.engine.test_tiers import settle, tiers
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all
 
 SYSTEM = prompt(100, 1)
@@ -264,3 +266,33 @@ def test_a_request_has_to_fit_beside_the_pin_budget() -> None:
     run(engine, saving("saver", 1))
     assert run(engine, request("fits", prompt(219), 5)).finish["fits"] == "length"
     engine.stop()
+
+
+def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
+    tmp_path: Path, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """It is filed as saved at once, not when the engine stops; one with a TTL is not. The next engine finds both."""
+    settings = {"tiers": tiers("disk", tmp_path), "num_blocks": 64, "pin_budget_blocks": 16}
+    first = make_engine(**settings)
+    run(first, saving("forever", 1))
+    settle(first)
+    other = PrefixScope("tiny", salt=b"other")
+    run(first, saving("a while", 1, key=b"while", ttl_s=300.0, scope=other))
+    settle(first)
+    assert first._lower is not None
+    assert len(first._lower.tiers.saved_hashes()) == 6
+    first.stop()
+    second = make_engine(**settings)
+    later = run(second, asking("later", 6), asking("other", 6, scope=other))
+    assert later.cached == {"later": 96, "other": 96}
+    assert later.tokens["later"] == reference("qwen3", np.append(SYSTEM, prompt(20, 6)), 3)
+
+
+def test_blocks_from_below_are_on_the_account_of_who_asked(tmp_path: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiers=tiers("host", tmp_path), num_blocks=32, max_num_batched_tokens=600)
+    run(engine, asking("first", 1, tenant="acme"))
+    run_all(engine, [request("churn", prompt(500, 9), 1, tenant="churn")])
+    assert sample(engine, "warmpath_tenant_kv_cache_blocks", tenant="acme") == 0
+    assert run(engine, asking("again", 2, tenant="acme")).cached["again"] == 96
+    assert sample(engine, "warmpath_tenant_kv_cache_blocks", tenant="acme") >= 7
+    assert sample(engine, "warmpath_tenant_kv_cache_blocks", tenant="default") == 0
