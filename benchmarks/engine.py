@@ -59,13 +59,15 @@ def main() -> None:
 def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one system; one that cannot run is named with the reason."""
     python = sys.executable
+    # transformers' batching needs minutes for one long prompt on a CPU: measured once, said in the spread.
+    prefix_runs = 1 if name == "transformers_cb" else workload["runs"]
     if name == "vllm_cpu":
         python = arguments.vllm_python
         if not python:
             return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
     done = subprocess.run(
         [python, "-m", MODULES[name]],
-        input=json.dumps({**workload, "system": name}),
+        input=json.dumps({**workload, "system": name, "prefix_runs": prefix_runs}),
         stdout=subprocess.PIPE,
         stderr=None if name != "vllm_cpu" else subprocess.DEVNULL,
         text=True,

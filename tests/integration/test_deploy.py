@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from serve_app.launch import free_port
 
@@ -95,8 +97,8 @@ def shut_down(cluster: dict[str, str]) -> Iterator[None]:
     subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=120)
 
 
-def answer(url: str) -> str:
-    body = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+def answer(url: str, model: str = "demo") -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
     response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
@@ -124,11 +126,31 @@ def test_serve_deploy_of_the_config_file(cluster: dict[str, str], tmp_path: Path
     assert answer(url) == before
 
 
+@pytest.fixture
+def llama_path(demo_model_path: Path, tmp_path: Path) -> Path:
+    """A Llama-style checkpoint of random weights, as transformers saves one, with the demo model's tokenizer."""
+    path = tmp_path / "tiny-llama"
+    config = LlamaConfig(
+        vocab_size=AutoConfig.from_pretrained(demo_model_path).vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    for file in demo_model_path.iterdir():
+        if "token" in file.name or file.name == "chat_template.jinja":
+            shutil.copy(file, path)
+    return path
+
+
 @pytest.mark.usefixtures("shut_down")
-def test_serve_run_with_an_argument(cluster: dict[str, str]) -> None:
-    """`serve run serve_app.app:build_app model=PATH` serves on a running cluster."""
+def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], llama_path: Path) -> None:
+    """`serve run serve_app.app:build_app model=PATH` serves a Llama-style checkpoint on a running cluster."""
     process = subprocess.Popen(
-        ["serve", "run", "serve_app.app:build_app", "model=demo", "replicas=1"],
+        ["serve", "run", "serve_app.app:build_app", f"model={llama_path}", "replicas=1"],
         env=cluster,
         cwd=ROOT,
         start_new_session=True,
@@ -137,7 +159,7 @@ def test_serve_run_with_an_argument(cluster: dict[str, str]) -> None:
     )
     try:
         wait_for("http://127.0.0.1:8000", cluster)
-        assert answer("http://127.0.0.1:8000")
+        assert answer("http://127.0.0.1:8000", llama_path.name)
     finally:
         process.send_signal(signal.SIGINT)
         try:
