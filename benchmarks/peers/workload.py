@@ -30,7 +30,10 @@ def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prom
 
 
 def measure(workload: dict[str, Any], system: System, progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """Time every figure ``runs`` times (the long prefix ``prefix_runs`` times), in seconds. Every prompt is new but the prefix that is meant to be warm."""
+    """Time every figure ``runs`` times (the long prefix ``prefix_runs`` times), in seconds.
+
+    Every prompt is new but the prefix that is meant to be warm.
+    """
     vocab, runs = workload["vocab_size"], workload["runs"]
     prefix, question = workload["prefix_tokens"], workload["question_tokens"]
     seed = iter(range(1, 1_000_000))
