@@ -20,6 +20,7 @@ import httpx
 from serve_app.launch import free_port
 
 START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 180.0
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(90)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,18 +37,3 @@ def cache_state(url: str) -> dict[str, Any]:
 def replicas_of(url: str) -> dict[str, dict[str, Any]]:
     """The state endpoint's replicas, by id."""
     return {replica["replica_id"]: replica for replica in cache_state(url)["replicas"]}
-
-
-def replica_pids(app: str = "warmpath", deployment: str = "Replica") -> list[int]:
-    """Process ids of the running engine replicas, from /proc: Ray names a worker after its actor."""
-    wanted = f"ray::ServeReplica:{app}:{deployment}"
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-            except OSError:
-                continue
-            if command.startswith(wanted):
-                found.append(int(entry.name))
-    return sorted(found)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.server import instance
-from tests.integration.conftest import cache_state, replica_pids, replicas_of
+from tests.integration.conftest import cache_state, replicas_of
 
 pytestmark = pytest.mark.integration
 
@@ -63,7 +63,7 @@ def busy_replica(url: str) -> str:
 
 def wait_for_replicas(url: str, count: int) -> None:
     for _ in range(300):
-        if len(replicas_of(url)) == count and len(replica_pids()) == count:
+        if len(replicas_of(url)) == count and all("pid" in replica for replica in replicas_of(url).values()):
             return
         time.sleep(0.1)
     raise AssertionError(f"never {count} replicas: {cache_state(url)}")
