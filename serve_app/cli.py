@@ -22,9 +22,11 @@ import typer
 import yaml
 from rich.console import Console
 
+from serve_app.adapters import configured_adapters
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
 from serve_app.drafter import with_drafter
+from serve_app.engine.adapter import AdapterError
 from serve_app.launch import local_environment, port_in_use
 from serve_app.tenancy import make_api_key
 
@@ -66,7 +68,8 @@ def serve(
         with console.status(f"[1/4] model {settings.model}: building or finding it"):
             path = resolve_model(settings.model)
             with_drafter(load_checkpoint_info(path), settings)
-    except CheckpointError as error:
+            configured_adapters(settings.lora_adapters)
+    except (CheckpointError, AdapterError) as error:
         fail(str(error))
     console.print(f"[1/4] model {settings.model}: {path}")
     with local_environment(use_haproxy=haproxy):

@@ -147,7 +147,7 @@ class Completions:
                     reasons[piece.index] = piece.finish_reason
         choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
         build = chat_completion if wanted.kind == "chat" else completion
-        body = build(response_id, int(time.time()), self._config.model_name, choices, tally.usage())
+        body = build(response_id, int(time.time()), wanted.answering_model, choices, tally.usage())
         return json_response(body, headers=warning_headers(tally.save))
 
     async def _events(
@@ -160,7 +160,7 @@ class Completions:
     ) -> AsyncIterator[bytes]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
         kind = ChatStream if wanted.kind == "chat" else CompletionStream
-        stream = kind(response_id, int(time.time()), self._config.model_name, include_usage=wanted.include_usage)
+        stream = kind(response_id, int(time.time()), wanted.answering_model, include_usage=wanted.include_usage)
         tally = _Tally(wanted, generations)
         opened: set[int] = set()
         ended = False

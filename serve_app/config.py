@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve_app.tenancy import TenantConfig
 
@@ -61,6 +61,12 @@ class AppConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
+    lora_adapters: dict[str, Path] = Field(default_factory=dict, description="adapters to preload: name -> path")
+    max_loras: int = Field(4, ge=1, le=256, description="LoRA adapters in one batch of a replica")
+    max_cpu_loras: int = Field(32, ge=1, le=4096, description="LoRA adapters in a replica's host memory")
+    max_lora_rank: int = Field(64, ge=1, le=1024, description="adapters of a higher rank are refused")
+    allow_runtime_lora: bool = Field(False, description="let operators load and unload adapters over HTTP")
+    lora_root: Path | None = Field(None, description="only adapters inside this directory are loaded over HTTP")
     simulated_prefill_tokens_per_s: float = Field(5000.0, gt=0)
     simulated_decode_step_s: float = Field(0.02, gt=0)
 
@@ -80,6 +86,17 @@ class AppConfig(BaseModel):
     secret_file: Path | None = Field(
         None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
     )
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> AppConfig:
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras must be at least max_loras")
+        if self.model_name in self.lora_adapters:
+            raise ValueError(f"an adapter cannot be called {self.model_name!r}, as the model is")
+        # Ray's workers need not run in the directory that a relative path means.
+        self.lora_adapters = {name: path.expanduser().absolute() for name, path in self.lora_adapters.items()}
+        self.lora_root = self.lora_root.expanduser().absolute() if self.lora_root is not None else None
+        return self
 
     @property
     def model_name(self) -> str:

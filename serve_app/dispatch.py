@@ -51,6 +51,7 @@ class Generation:
     tenant: str
     sampling: SamplingParams
     save: Save | None = None
+    lora_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class Dispatcher:
             stop_token_ids=sampling.stop_token_ids,
             disable_spec_decode=sampling.disable_spec_decode,
             save=generation.save,
+            lora_path=generation.lora_path,
         )
         started_s = time.perf_counter()
         try:

@@ -57,6 +57,9 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
         speculative_model=str(drafter or ""),
         num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras,
+        max_lora_rank=config.max_lora_rank,
     )
     if config.engine == "torch":
         return build_engine(info.path, settings, event_sink)
@@ -67,5 +70,11 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         max_positions=settings.max_model_len,
         block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
     )
-    runner = SimulatedRunner(cost, model_fingerprint=info.fingerprint, block_size=config.block_size)
+    runner = SimulatedRunner(
+        cost,
+        model_fingerprint=info.fingerprint,
+        block_size=config.block_size,
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras,
+    )
     return TorchEngine(runner, settings, event_sink)

@@ -10,11 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import PurePath
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,9 +24,12 @@ from starlette.responses import Response
 
 from router.core import RouterSettings, core_for
 from router.request_router import deployment_key
+from serve_app.adapter_admin import AdapterAdmin
+from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.api.generate import GenerateRequest
 from serve_app.api.openai_request import parse_chat, parse_completion
 from serve_app.api.openai_response import (
+    adapter_body,
     error_body,
     model_body,
     models_body,
@@ -46,7 +51,7 @@ from serve_app.errors import (
 )
 from serve_app.http import error_headers, json_response, read_body, request_id_of
 from serve_app.metrics import IngressMetrics, Sample, render, with_label
-from serve_app.prepare import Preparer, check_model
+from serve_app.prepare import Preparer
 from serve_app.router_metrics import replica_samples, router_samples
 from serve_app.tenancy import Tenants, load_secret
 from serve_app.tokenizer import PromptTokenizer
@@ -95,6 +100,9 @@ class Ingress:
             block_size=self._config.block_size,
         )
         self._created = int(time.time())
+        self._adapters = AdapterRegistry(self._config.model_name)
+        self._adapters.merge(await asyncio.to_thread(configured_adapters, self._config.lora_adapters))
+        self._adapter_admin = AdapterAdmin(self._config, self._adapters, self._tell_replicas, self._tell_ingresses)
         self._metrics = IngressMetrics()
         self._metrics.tokenizer_cache_max_bytes.set(self._config.tokenizer_cache_bytes)
         self._traffic = TrafficTable()
@@ -116,6 +124,7 @@ class Ingress:
                 max_model_len=self._max_model_len,
                 default_max_tokens=self._config.default_max_tokens,
                 save_ttl_s=self._config.save_ttl_s,
+                adapters=self._adapters,
             ),
             Dispatcher(replica, self._core, self._config.block_size, self._metrics),
             self._tokenizer,
@@ -129,10 +138,18 @@ class Ingress:
         while True:
             try:
                 await self._replica.describe.remote()
-                return
+                for known in await self._tell_replicas("known_adapters"):
+                    self._adapters.merge(known)
+                break
             except RayError:
                 logger.warning("no replica answers yet", exc_info=True)
                 await asyncio.sleep(0.5)
+        try:
+            # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
+            for known in await self._tell_ingresses("known_adapters"):
+                self._adapters.merge(known)
+        except (RayError, DeploymentUnavailableError, TimeoutError):
+            logger.info("no other ingress answers yet")
 
     # -- generation -----------------------------------------------------------------------------------------------
 
@@ -156,11 +173,10 @@ class Ingress:
 
     @http.get("/v1/models")
     async def models(self, request: Request) -> Response:
-        """The served model."""
+        """The served model and the LoRA adapters that the caller may use."""
 
         async def work() -> Response:
-            self._tenants.authenticate(request.headers.get("authorization"))
-            return json_response(models_body([self._model()]))
+            return json_response(models_body(self._models(request)))
 
         return await self._answer(request, "models", work)
 
@@ -169,14 +185,57 @@ class Ingress:
         """One model by name."""
 
         async def work() -> Response:
-            self._tenants.authenticate(request.headers.get("authorization"))
-            check_model(model, self._config.model_name)
-            return json_response(self._model())
+            tenant = self._tenants.authenticate(request.headers.get("authorization"))
+            self._adapters.choose(model, None, tenant.name)
+            return json_response(next(one for one in self._models(request) if one["id"] == model))
 
         return await self._answer(request, "models", work)
 
-    def _model(self) -> dict[str, Any]:
-        return model_body(self._config.model_name, self._created, self._max_model_len)
+    def _models(self, request: Request) -> list[dict[str, Any]]:
+        """The models of whoever asks; where files lie is shown to operators, and where nobody else is."""
+        authorization = request.headers.get("authorization")
+        operator = self._tenants.is_operator(authorization)
+        adapters = self._adapters.visible(None if operator else self._tenants.authenticate(authorization).name)
+        base = model_body(self._config.model_name, self._created, self._max_model_len)
+        shows_paths = operator or (self._tenants.open and not self._config.operator_key_sha256)
+        roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in adapters)
+        return [base, *(adapter_body(spec.name, root, base) for spec, root in zip(adapters, roots, strict=True))]
+
+    @http.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Load an adapter on every replica and offer it under its name (vLLM's path)."""
+        return await self._change_adapters(request, "load_lora_adapter", self._adapter_admin.load)
+
+    @http.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Offer an adapter no longer; requests that have begun finish with it (vLLM's path)."""
+        return await self._change_adapters(request, "unload_lora_adapter", self._adapter_admin.unload)
+
+    async def _change_adapters(
+        self, request: Request, endpoint: str, change: Callable[[bytes], Awaitable[str]]
+    ) -> Response:
+        async def work() -> Response:
+            self._require_operator(request)
+            return Response(await change(await read_body(request, self._config.max_body_bytes)))
+
+        return await self._answer(request, endpoint, work)
+
+    async def _tell_replicas(self, method: str, *arguments: Any) -> list[Any]:
+        return list(await self._replica.broadcast(method, *arguments).results_async(timeout_s=120))
+
+    async def _tell_ingresses(self, method: str, *arguments: Any) -> list[Any]:
+        if self._config.ingress_replicas == 1:
+            return []
+        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
+        return list(await handle.broadcast(method, *arguments).results_async(timeout_s=30))
+
+    async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
+        """Take in what another ingress knows of adapters."""
+        self._adapters.merge(entries)
+
+    async def known_adapters(self) -> tuple[AdapterEntry, ...]:
+        """Say which adapters this ingress knows, to one that has just started."""
+        return self._adapters.entries()
 
     @http.get("/health")
     async def health(self, request: Request) -> Response:

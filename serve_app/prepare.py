@@ -14,11 +14,13 @@ import numpy as np
 import xxhash
 
 from router.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
+from serve_app.adapters import AdapterRegistry
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import CheckpointInfo
 from serve_app.dispatch import Generation
+from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.protocol import SamplingParams, Save
-from serve_app.errors import ContextLengthExceeded, ModelNotFound
+from serve_app.errors import ContextLengthExceeded
 from serve_app.tenancy import Tenant, Tenants
 from serve_app.tokenizer import EncodedPrompt, PromptTokenizer
 
@@ -45,24 +47,25 @@ class Preparer:
         max_model_len: int,
         default_max_tokens: int,
         save_ttl_s: float | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._tenants = tenants
         self._secret = secret
-        self._model_name = model_name
         self._max_model_len = max_model_len
         self._default_max_tokens = default_max_tokens
         self._save_ttl_s = save_ttl_s
-        self._scopes: OrderedDict[tuple[str, str | None], tuple[PrefixScope, bytes]] = OrderedDict()
+        self._adapters = AdapterRegistry(model_name) if adapters is None else adapters
+        self._scopes: OrderedDict[tuple[str, str | None, str], tuple[PrefixScope, bytes]] = OrderedDict()
 
     async def prepare(self, request: GenerateRequest, tenant: Tenant, request_id: str) -> list[Generation]:
         """Return prompts x n generations, a prompt's choices in a row.
 
-        Raises ModelNotFound, ContextLengthExceeded, or InvalidRequest from the chat template.
+        Raises ModelNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an adapter.
         """
-        check_model(request.model, self._model_name)
-        scope, root = self._scope(tenant, request.cache_salt)
+        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name)
+        scope, root = self._scope(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         generations: list[Generation] = []
         for encoded, system_text in await self._encode(request, root):
@@ -83,15 +86,17 @@ class Preparer:
                         # Choices of one request must differ; the first is what a single one would have been.
                         sampling=sampling(seed + choice),
                         save=save,
+                        lora_path=adapter.path if adapter is not None else "",
                     )
                 )
         return generations
 
-    def _scope(self, tenant: Tenant, cache_salt: str | None) -> tuple[PrefixScope, bytes]:
-        key = (tenant.name, cache_salt)
+    def _scope(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> tuple[PrefixScope, bytes]:
+        lora = adapter.key if adapter is not None else ""
+        key = (tenant.name, cache_salt, lora)
         found = self._scopes.get(key)
         if found is None:
-            scope = PrefixScope(self._info.fingerprint, "", self._tenants.salt(tenant, cache_salt))
+            scope = PrefixScope(self._info.fingerprint, lora, self._tenants.salt(tenant, cache_salt))
             found = self._scopes[key] = (scope, scope.root(self._secret))
             if len(self._scopes) > _SCOPES:
                 self._scopes.popitem(last=False)
@@ -194,13 +199,4 @@ class _SamplingMaker:
             seed=seed,
             stop_token_ids=self._stop_token_ids,
             disable_spec_decode=request.disable_spec_decode,
-        )
-
-
-def check_model(model: str, served: str) -> None:
-    """Raise ModelNotFound unless ``model`` is the one that is served."""
-    if model != served:
-        raise ModelNotFound(
-            f"The model {model[:200]!r} is not served here; use {served!r} (GET /v1/models lists it).",
-            param="model",
         )

@@ -24,6 +24,7 @@ from router.events import Event, LoadReport, StatsReport
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.request import Decision, RoutedRequest
 from serve_app import wire
+from serve_app.adapters import AdapterEntry
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
 from serve_app.drafter import with_drafter
@@ -38,6 +39,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine_factory import make_engine
 from serve_app.engine_sizes import max_model_len, pin_budget_blocks
+from serve_app.replica_adapters import ReplicaAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,8 @@ class Replica:
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
+        self._adapters = ReplicaAdapters(self._config, self._engine)
+        await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
@@ -109,6 +113,22 @@ class Replica:
         """Forget every cached block that is not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
+    async def load_adapter(self, entry: AdapterEntry) -> str:
+        """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
+        return await self._adapters.load(entry)
+
+    async def drop_adapter(self, key: str) -> bool:
+        """Unload an adapter by its key; requests that have begun finish with it."""
+        return self._adapters.drop(key)
+
+    async def merge_adapters(self, entries: Sequence[AdapterEntry]) -> None:
+        """Remember which adapters the deployment has."""
+        self._adapters.registry.merge(entries)
+
+    async def known_adapters(self) -> tuple[AdapterEntry, ...]:
+        """Say which adapters the deployment has, to an ingress that has just started."""
+        return self._adapters.registry.entries()
+
     async def generate(
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> AsyncIterator[bytes]:
@@ -124,7 +144,7 @@ class Replica:
         ended = False
         try:
             try:
-                self._engine.submit(request, self._on_outputs)
+                await self._adapters.submit(request, call.lora_path, self._on_outputs)
             except (EngineError, ValueError) as error:
                 ended = True
                 yield wire.encode(self._refusal(error))

@@ -18,7 +18,10 @@ ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavail
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation. ``token_ids``: little-endian int32 bytes; ``root`` and ``block_hashes`` as in block_hash."""
+    """One generation. ``token_ids``: little-endian int32 bytes; ``root`` and ``block_hashes`` as in block_hash.
+
+    ``lora_path``: where a replica that lacks the adapter ``lora`` finds it.
+    """
 
     request_id: str
     token_ids: bytes
@@ -35,6 +38,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...]
     disable_spec_decode: bool = False
     save: Save | None = None
+    lora_path: str = ""
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""

@@ -18,12 +18,14 @@ class GenerateRequest:
     """What to generate and how to answer.
 
     A ``chat`` has ``messages`` (each with string ``role`` and ``content``), a ``completion`` has ``prompts``.
+    ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
     the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache.
     """
 
     kind: Literal["chat", "completion"]
     model: str
+    lora_name: str | None = None
     messages: tuple[Mapping[str, Any], ...] = ()
     prompts: tuple[Prompt, ...] = ()
     n: int = 1
@@ -43,3 +45,8 @@ class GenerateRequest:
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answering_model(self) -> str:
+        """What an answer names as its model: the adapter, where there is one."""
+        return self.lora_name or self.model

@@ -62,7 +62,6 @@ _REFUSED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "lora_name": (),
     "prompt_ref": (),
 }
 
@@ -130,6 +129,7 @@ def _common(fields: Body) -> dict[str, Any]:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     return {
         "model": model,
+        "lora_name": fields.text("lora_name", 256),
         "n": 1 if n is None else n,
         "temperature": 1.0 if temperature is None else temperature,
         "top_p": 1.0 if top_p is None else top_p,

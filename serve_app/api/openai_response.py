@@ -163,6 +163,11 @@ def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
     }
 
 
+def adapter_body(name: str, root: str, base: dict[str, Any]) -> dict[str, Any]:
+    """Return a LoRA adapter of ``base`` as a model; ``root`` is where it comes from."""
+    return {**base, "id": name, "root": root, "parent": base["id"]}
+
+
 def models_body(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the list of models."""
     return {"object": "list", "data": list(models)}

@@ -23,6 +23,7 @@ from router.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
 from serve_app.cache.tiers import Tiers
 from serve_app.cache.transfer import KvChain
+from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.admission import RESERVE
 from serve_app.engine.gauges import gauge_samples
 from serve_app.engine.load_view import LoadView
@@ -88,7 +89,7 @@ class TorchEngine:
             shares=settings.tenant_shares,
             clock=clock,
         )
-        self._scheduler = Scheduler(self.settings, self._cache)
+        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters)
         self._meters = EngineMeters()
         self._speculation = SpeculationMeters()
         self._saves = Saves(self._cache, self._meters)
@@ -126,7 +127,10 @@ class TorchEngine:
             self._thread.join()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread). Raises RequestTooLong, QueueFull, EngineError once stopped, or ValueError."""
+        """Queue a request (any thread).
+
+        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
+        """
         settings = self.settings
         check_request(
             request,
@@ -148,6 +152,7 @@ class TorchEngine:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             if self._waiting.total() >= self._most_waiting(request.tenant):
                 raise QueueFull(f"{self._waiting.total()} requests are waiting", self._load.retry_after_s())
+            self._runner.adapters.pin(request.scope.lora)
             self._live[request.request_id] = None
             self._waiting[request.tenant] += 1
             self._inbox[request.request_id] = sequence
@@ -175,7 +180,8 @@ class TorchEngine:
         )
         counted = (*self._meters.samples(self._labels), *self._speculation.samples(self._labels))
         tiers = self._lower.samples(self._labels) if self._lower is not None else ()
-        return StatsReport(samples=(*counted, *gauges, *tiers))
+        adapters = self._runner.adapters.samples(self._labels)
+        return StatsReport(samples=(*counted, *gauges, *tiers, *adapters))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.
@@ -193,6 +199,21 @@ class TorchEngine:
     ) -> ImportedPrefix:
         """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
         return self._transfer.import_prefix(chain, scope, root, tenant)
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
+
+        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
+        """
+        self._runner.adapters.load(spec)
+
+    def unload_adapter(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+        return self._runner.adapters.unload(key)
+
+    def adapters(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
+        return self._runner.adapters.loaded
 
     def healthy(self) -> bool:
         """Return whether the loop is alive and its current step has not run for too long."""
@@ -226,6 +247,7 @@ class TorchEngine:
                 first = self._saves.arrived(sequence)
                 if first is not None:
                     self._live[first.request.request_id] = None
+                    self._runner.adapters.pin_too(first.request.scope.lora)
                     self._waiting[first.request.tenant] += 1
                     self._scheduler.add(first)
                 self._scheduler.add(sequence)
@@ -364,6 +386,7 @@ class TorchEngine:
         self._live.pop(request_id, None)
         if self._lower is not None:
             self._lower.forget(request_id)
+        self._runner.adapters.unpin(sequence.request.scope.lora)
         if sequence.scheduled_s is None:
             self._waits_no_more(sequence)
         if not is_save:

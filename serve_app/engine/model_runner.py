@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from serve_app.cache.transfer import KvFormat, Row
+from serve_app.engine.adapter import AdapterSpec, read_described
+from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.adapter_weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
+from serve_app.engine.lora import LoraLayers
 from serve_app.engine.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sampling import sample
@@ -80,6 +85,12 @@ class ModelRunner:
             layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
+        self._linears = adaptable_layers(self.model)
+        self._max_lora_rank = settings.max_lora_rank
+        self.adapters: AdapterSlots[AdapterWeights] = AdapterSlots(
+            self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
+        )
+        self._lora = LoraLayers(self._linears, self.adapters, self.device)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
@@ -88,6 +99,13 @@ class ModelRunner:
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
         copy_in([self.pool.tensor], blocks, rows)
+
+    def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
+        file = read_described(spec)
+        # In a thread that ends, as the model itself: OpenMP workers that stay would slow every step from then on.
+        with ThreadPoolExecutor(max_workers=1) as loader:
+            parsed = loader.submit(adapter_weights, file, self._linears, max_rank=self._max_lora_rank, dtype=self.dtype)
+            return parsed.result()
 
     @torch.inference_mode()
     def forward(self, step: PagedStep, logit_rows: Sequence[int]) -> torch.Tensor:
@@ -109,7 +127,8 @@ class ModelRunner:
         step = plan_step(self.pool, segments)
         results = [SegmentResult()] * len(segments)
         wanted = [(row, i) for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
-        logits = self.forward(step, [row for row, _ in wanted])
+        with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
+            logits = self.forward(step, [row for row, _ in wanted])
         if not wanted:
             return results
         broken = (torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))).tolist()

@@ -14,6 +14,7 @@ from router.block_hash import PrefixScope, TokenArray
 from router.events import Event, LoadReport, StatsReport
 from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain
+from serve_app.engine.adapter import AdapterSpec
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -54,6 +55,7 @@ class Save:
 class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
 
+    ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
     ``root`` is the scope's keyed root hash; ``block_hashes`` the packed chain of the prompt's full blocks under
     it (empty: the engine computes it). ``router_id`` and ``reservation`` come back in the load report.
     """
@@ -103,6 +105,10 @@ class RequestTooLong(EngineError):
     """The prompt, or prompt plus max_tokens, can never fit this engine."""
 
 
+class UnknownAdapter(EngineError):
+    """The request's adapter is not loaded here."""
+
+
 class QueueFull(EngineError):
     """The waiting queue is at its bound; ``retry_after_s`` says when to come back."""
 
@@ -129,7 +135,10 @@ class Engine(Protocol):
         """Stop the loop thread; unfinished requests get an "error" output."""
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread). Raises RequestTooLong, QueueFull, or ValueError on malformed input."""
+        """Queue a request (any thread).
+
+        Raises RequestTooLong, QueueFull, UnknownAdapter, or ValueError on malformed input.
+        """
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
@@ -150,6 +159,18 @@ class Engine(Protocol):
         self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
     ) -> ImportedPrefix:
         """Take what ``export_prefix`` of another engine gave (any thread). Raises a TransferError, taking nothing."""
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """Make a LoRA adapter available (any thread, not the caller's event loop: it reads files).
+
+        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
+        """
+
+    def unload_adapter(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+
+    def adapters(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
 
     def healthy(self) -> bool:
         """False once the loop has died or stalled."""
@@ -177,6 +198,9 @@ class EngineSettings:
     num_speculative_tokens: int = 0
     pin_budget_blocks: int = 0
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
+    max_loras: int = 4
+    max_cpu_loras: int = 32
+    max_lora_rank: int = 64
     labels: tuple[tuple[str, str], ...] = field(default=())
     model_fingerprint: str = ""
     speculative_fingerprint: str = ""

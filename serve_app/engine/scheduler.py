@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from router.block_hash import HASH_BYTES
 from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.admission import Admission, Verdict
 from serve_app.engine.lower_tiers import Fetched
 from serve_app.engine.protocol import EngineSettings
@@ -41,14 +43,16 @@ class Scheduled:
 class Scheduler:
     """Continuous batching with chunked prefill over one prefix cache."""
 
-    def __init__(self, settings: EngineSettings, cache: PrefixCache) -> None:
+    def __init__(self, settings: EngineSettings, cache: PrefixCache, adapters: AdapterSlots[Any] | None = None) -> None:
         self._settings = settings
         self._cache = cache
+        self._adapters = adapters
         self._waiting: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._admission = Admission(settings, cache)
         self._turns = TenantTurns(settings.max_num_batched_tokens)
         self._claim: str | None = None
+        self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._in_flight: dict[bytes, Sequence] = {}
         self._parked: dict[bytes, list[Sequence]] = {}
@@ -99,6 +103,8 @@ class Scheduler:
             return None
         self._admission.ended(sequence.request.tenant, sequence.reserved_blocks)
         sequence.reserved_blocks = 0
+        if self._adapters is not None:
+            self._adapters.release(sequence.request.scope.lora)
         self._land(sequence, sequence.prompt_tokens)
         sequence.release(self._cache)
         return sequence
@@ -191,12 +197,31 @@ class Scheduler:
             return False
         if self._claim not in (None, tenant):
             return False
+        if not self._has_slot(sequence):
+            return False
         verdict = self._admit(sequence)
         # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
         self._claim = tenant if verdict == "no_room" else None
         if verdict in ("no_room", "over_share"):
             self._stopped.add(tenant)
+            claimant = self._waiting.get(self._slot_claim or "")
+            if claimant is not None and claimant.request.tenant == tenant:
+                self._slot_claim = None
         return verdict == "admitted"
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Whether a sequence needs no adapter slot or may take one now.
+
+        Nobody with an adapter overtakes one that waits for a slot, or the slots might never be idle.
+        """
+        request, adapters = sequence.request, self._adapters
+        if adapters is None or not request.scope.lora:
+            return True
+        if self._slot_claim not in (None, request.request_id) and self._slot_claim in self._waiting:
+            return False
+        room = adapters.room(request.scope.lora)
+        self._slot_claim = None if room else request.request_id
+        return room
 
     def _rank(self, sequence: Sequence) -> float:
         return sequence.uncached_tokens(self._cache.block_size) + AGING_TOKENS_PER_S * sequence.arrival_s
@@ -234,6 +259,8 @@ class Scheduler:
                 return "parked"
             if fetched is Fetched.LOADED:
                 return self._admit(sequence)
+        if self._adapters is not None:
+            self._adapters.acquire(sequence.request.scope.lora)
         cache.acquire(matched)
         sequence.add_blocks(matched)
         sequence.published = sequence.landed = hits

@@ -123,6 +123,7 @@ class Sequence:
             sampling=self.request.sampling if wanted else None,
             drafts=drafts,
             behind=None if self.drafted is None else self._tokens[self.drafted : self.computed],
+            lora=self.request.scope.lora,
         )
 
     def append_token(self, token: int) -> FinishReason | None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.cache.transfer import KvFormat, KvPart, Row
+from serve_app.engine.adapter import read_described
+from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.sampling import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -62,10 +64,21 @@ class SimulatedRunner:
     kind = "simulated"
 
     def __init__(
-        self, cost: CostModel, *, sleep: Sleep = time.sleep, model_fingerprint: str = "", block_size: int = 16
+        self,
+        cost: CostModel,
+        *,
+        sleep: Sleep = time.sleep,
+        model_fingerprint: str = "",
+        block_size: int = 16,
+        max_loras: int = 4,
+        max_cpu_loras: int = 32,
     ) -> None:
         self.cost = cost
         self.kv_format = KvFormat(model_fingerprint, block_size, (KvPart("simulated", ()),))
+        # Adapters are read and told apart, and change no token: only their scope and their slots are real.
+        self.adapters = AdapterSlots(
+            lambda spec: read_described(spec).config, max_loras=max_loras, max_cpu_loras=max_cpu_loras
+        )
         self.vocab_size = cost.vocab_size
         self.max_positions = cost.max_positions
         self.block_bytes = cost.block_bytes

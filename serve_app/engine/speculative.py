@@ -52,6 +52,7 @@ class SpeculativeRunner:
         self.base = base
         self.drafter = drafter
         self.pool = base.pool
+        self.adapters = base.adapters
         self.pools = (base.pool, *drafter.pools)
         self.vocab_size = base.vocab_size
         self.max_positions = base.max_positions

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from router.block_hash import TokenArray
 from serve_app.cache.transfer import KvFormat, Row
+from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.protocol import SamplingParams
 
 BlockRun = tuple[int, int]
@@ -24,7 +25,7 @@ class Segment:
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
     the token at position ``end`` is wanted. With ``drafts`` up to that many tokens may be proposed after it, and
     ``blocks`` reach as far; ``behind`` are the tokens just before ``start`` that the drafter has not read yet
-    (None: there is no drafter).
+    (None: there is no drafter). ``lora``: the adapter's key, "" for the base model.
     """
 
     token_ids: TokenArray
@@ -34,6 +35,7 @@ class Segment:
     sampling: SamplingParams | None
     drafts: int = 0
     behind: TokenArray | None = None
+    lora: str = ""
 
     @property
     def end(self) -> int:
@@ -66,6 +68,7 @@ class Runner(Protocol):
     block_bytes: int
     kv_format: KvFormat
     """What KV must be like to be loaded here; ``block_bytes`` of it is what a block really carries."""
+    adapters: AdapterSlots[Any]
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and return one result a segment. What it raises concerns the step as a whole."""

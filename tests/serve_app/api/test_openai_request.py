@@ -198,7 +198,6 @@ def test_what_completions_lack_is_refused_by_name(fields: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("fields", "neutral"),
     [
-        ({"lora_name": "a"}, {"lora_name": None}),
         ({"prompt_ref": "a@1"}, {"prompt_ref": None}),
     ],
 )

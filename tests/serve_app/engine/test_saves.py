@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from router.block_hash import PrefixScope
+from serve_app.engine.adapter import describe_adapter
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, RequestTooLong, Save
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
+from tests.serve_app.engine.adapters import save_plain
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.test_engine import GatedRunner, sample, simulated
 from tests.serve_app.engine.test_tiers import settle, tiers
@@ -163,7 +165,7 @@ def test_a_failed_save_is_a_warning_too() -> None:
     engine.stop()
 
 
-def test_another_scope_is_another_save() -> None:
+def test_another_scope_is_another_save(tmp_path: Path) -> None:
     """The key is the caller's, over its scope's root; here two tenants' keys differ, and nothing is shared."""
     engine = simulated(GatedRunner(), pin_budget_blocks=16)
     engine.start()
@@ -173,7 +175,9 @@ def test_another_scope_is_another_save() -> None:
     assert (theirs.saves["theirs"], theirs.cached["theirs"]) == ("saved", 96)
     assert sample(engine, "warmpath_pinned_blocks") == 12
     assert sample(engine, "warmpath_tenant_kv_cache_blocks", tenant="other") >= 6
-    lora = PrefixScope(SCOPE.model, lora="adapter", salt=SCOPE.salt)
+    spec = describe_adapter("adapter", save_plain(tmp_path))
+    engine.load_adapter(spec)
+    lora = PrefixScope(SCOPE.model, lora=spec.key, salt=SCOPE.salt)
     assert run(engine, asking("lora", 1, scope=lora)).cached["lora"] == 0
     engine.stop()
 

@@ -1,0 +1,115 @@
+"""Which LoRA adapters a deployment has, for whom, and which one a request means.
+
+Owns one process's copy of the registry. Copies agree by merging: per name the entry with the latest stamp wins, so
+the order of news does not matter. Knows nothing of weights, Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.engine.adapter import AdapterError, AdapterSpec, describe_adapter
+from serve_app.errors import InvalidRequest, ModelNotFound
+
+SHOWN_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """One adapter's state. ``tenants``: who may use it, empty for everyone; ``spec`` None: it was unloaded.
+
+    ``stamp`` orders the entries of one name: nanoseconds since 1970, 0 for those from the settings.
+    """
+
+    name: str
+    spec: AdapterSpec | None
+    tenants: tuple[str, ...] = ()
+    stamp: int = 0
+
+
+class AdapterRegistry:
+    """The adapters by name. Nobody learns of one that is not for them."""
+
+    def __init__(self, model_name: str, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._model_name = model_name
+        self._now_ns = now_ns
+        self._entries: dict[str, AdapterEntry] = {}
+
+    def entries(self) -> tuple[AdapterEntry, ...]:
+        """Return everything known, unloaded names too, for another copy to merge."""
+        return tuple(self._entries.values())
+
+    def merge(self, entries: Iterable[AdapterEntry]) -> None:
+        """Take in what another copy knows; of two entries of one name the later stays."""
+        for entry in entries:
+            known = self._entries.get(entry.name)
+            if known is None or entry.stamp > known.stamp:
+                self._entries[entry.name] = entry
+
+    def next_entry(self, name: str, spec: AdapterSpec | None, tenants: tuple[str, ...] = ()) -> AdapterEntry:
+        """Return an entry that supersedes what is known of ``name`` here; it is not merged yet."""
+        known = self._entries.get(name)
+        return AdapterEntry(name, spec, tenants, max(self._now_ns(), known.stamp + 1 if known is not None else 1))
+
+    def get(self, name: str) -> AdapterEntry | None:
+        """Return a name's entry while it is loaded."""
+        entry = self._entries.get(name)
+        return entry if entry is not None and entry.spec is not None else None
+
+    def visible(self, tenant: str | None) -> tuple[AdapterSpec, ...]:
+        """Return the adapters a tenant may use; all of them for None, an operator."""
+        return tuple(
+            entry.spec
+            for entry in self._entries.values()
+            if entry.spec is not None and (tenant is None or not entry.tenants or tenant in entry.tenants)
+        )
+
+    def choose(self, model: str, lora_name: str | None, tenant: str) -> AdapterSpec | None:
+        """Return the adapter that a request means; None for the base model.
+
+        Raises ModelNotFound when ``model`` is neither the base model nor an adapter of this tenant's, and
+        InvalidRequest when ``lora_name`` is none, or contradicts ``model``. Both name what there is.
+        """
+        chosen = self._of(model, tenant)
+        if chosen is None and model != self._model_name:
+            known = [self._model_name, *(spec.name for spec in self.visible(tenant))]
+            raise ModelNotFound(
+                f"The model {model[:200]!r} is not served here; use {_listed(known)} (GET /v1/models lists what is).",
+                param="model",
+            )
+        if lora_name is None:
+            return chosen
+        named = self._of(lora_name, tenant)
+        if named is None:
+            mine = [spec.name for spec in self.visible(tenant)]
+            known_too = f"use {_listed(mine)}" if mine else "none is loaded"
+            raise InvalidRequest(f"There is no LoRA adapter {lora_name[:200]!r}; {known_too}.", param="lora_name")
+        if chosen is not None and chosen != named:
+            raise InvalidRequest(
+                f"model names the adapter {model!r} and lora_name {lora_name!r}; name one.", param="lora_name"
+            )
+        return named
+
+    def _of(self, name: str, tenant: str) -> AdapterSpec | None:
+        entry = self._entries.get(name)
+        return entry.spec if entry is not None and (not entry.tenants or tenant in entry.tenants) else None
+
+
+def configured_adapters(paths: Mapping[str, Path]) -> list[AdapterEntry]:
+    """Return the entries of the adapters in the settings. Raises AdapterError, which says for which one."""
+    entries = []
+    for name, path in paths.items():
+        try:
+            entries.append(AdapterEntry(name, describe_adapter(name, path)))
+        except AdapterError as error:
+            raise AdapterError(f"the adapter {name!r} of the settings: {error}") from error
+    return entries
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = [repr(name) for name in names]
+    more = f" or {len(shown) - SHOWN_NAMES} more" if len(shown) > SHOWN_NAMES else ""
+    return ", ".join(shown[:SHOWN_NAMES]) + more

@@ -1,0 +1,70 @@
+"""LoRA adapters made by PEFT itself for the tiny models, and what PEFT makes of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from router.block_hash import PrefixScope
+from serve_app.engine.adapter import AdapterSpec, describe_adapter
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@contextmanager
+def _pefts_own_warnings() -> Iterator[None]:
+    """PEFT asks this transformers a question in a way it calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def save_adapter(model: Path, path: Path, seed: int, targets: tuple[str, ...] = ALL_LINEAR, **config: Any) -> Path:
+    """Save a random adapter of the model, strong enough to change its greedy output."""
+    torch.manual_seed(seed)
+    values: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, **config}
+    with _pefts_own_warnings():
+        made = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(model), LoraConfig(target_modules=list(targets), **values)
+        )
+    for name, tensor in made.named_parameters():
+        if "lora_B" in name:
+            tensor.data.normal_(0.0, 0.2)
+    made.save_pretrained(path)
+    return path
+
+
+def save_plain(path: Path, fill: float = 1.0) -> Path:
+    """An adapter as files only; the simulated engine asks no more."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    save_file({"model.x.lora_A.weight": torch.full((1, 4), fill)}, path / "adapter_model.safetensors")
+    return path
+
+
+def peft_greedy(model: Path, adapter: Path, ids: Any, max_tokens: int) -> list[int]:
+    """Greedy tokens of PEFT's own model."""
+    with _pefts_own_warnings():
+        worn = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter)).eval()
+    row = torch.tensor(ids, dtype=torch.long)[None]
+    found = worn.generate(
+        input_ids=row, attention_mask=torch.ones_like(row), max_new_tokens=max_tokens, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = found[0, row.shape[1] :].tolist()
+    return tokens
+
+
+def described(path: Path, name: str = "a") -> tuple[AdapterSpec, PrefixScope]:
+    """The adapter's spec, and the scope of a request for it."""
+    spec = describe_adapter(name, path)
+    return spec, PrefixScope("tiny", spec.key)
