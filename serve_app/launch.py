@@ -7,6 +7,7 @@ imported by its workers) and keeps every port it can on loopback. Knows nothing 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -14,6 +15,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+FIRST_PORT, LAST_PORT = 10_000, 32_000
+PORT_WINDOW = 100
+"""Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
 
 _HAPROXY_WRAPPER = """#!/bin/sh
 # Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
@@ -31,6 +36,29 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_port_window() -> int:
+    """Return the first of ``PORT_WINDOW`` ports, below the ephemeral ones, that nobody listens on now.
+
+    The window is drawn at random, so that instances that start at the same time differ. Raises RuntimeError when
+    none is found.
+    """
+    for _ in range(100):
+        first = secrets.randbelow((LAST_PORT - FIRST_PORT) // PORT_WINDOW) * PORT_WINDOW + FIRST_PORT
+        if all(_bindable(port) for port in range(first, first + PORT_WINDOW)):
+            return first
+    raise RuntimeError(f"no {PORT_WINDOW} free ports in a row between {FIRST_PORT} and {LAST_PORT}: stop something")
+
+
+def _bindable(port: int) -> bool:
+    # Without SO_REUSEPORT a bind fails even where a listener allows sharing.
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def port_in_use(host: str, port: int) -> bool:
@@ -53,6 +81,13 @@ def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
+    # of its own, an instance would silently be given a share of another's requests.
+    first = free_port_window()
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
+    os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
+    # HAProxy turns to this one while no ingress is up; it is shared in the same way.
+    os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 1)
     if use_haproxy:
         _configure_haproxy(run_dir)
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from serve_app import launch
 from serve_app.launch import local_environment
 
 CONFIG = """
@@ -64,6 +66,21 @@ def test_a_haproxy_that_outlives_serve_is_ended() -> None:
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_window_of_ports_avoids_those_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port whose listener allows sharing (as an ingress does) is not free: no window with it is chosen."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(launch, "PORT_WINDOW", 1)
+        monkeypatch.setattr(launch, "FIRST_PORT", taken - 7)
+        monkeypatch.setattr(launch, "LAST_PORT", taken + 1)
+        draws = iter([7, 7, 0])
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: next(draws))
+        assert launch.free_port_window() == taken - 7
 
 
 def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
