@@ -133,6 +133,7 @@ class Ingress:
         )
         # A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
         self._connecting = asyncio.create_task(self._connect())
+        self._synced = False
 
     async def _connect(self) -> None:
         while True:
@@ -239,9 +240,16 @@ class Ingress:
 
     @http.get("/health")
     async def health(self, request: Request) -> Response:
-        """200 once a request can be answered."""
-        ready = self._connecting.done() and bool(self._core.replica_ids)
-        body = {"status": "ok" if ready else "starting", "replicas": len(self._core.replica_ids)}
+        """200 once a request can be answered, and was routed knowing what every replica holds.
+
+        Replicas that join later do not take it back: only a router that knew none of the caches would scatter prompts.
+        """
+        known = self._core.replica_ids
+        if not self._synced and self._connecting.done() and known:
+            # Counters come over the same feed as the snapshot, after it.
+            self._synced = self._core.stats().keys() >= set(known)
+        ready = self._synced and bool(known)
+        body = {"status": "ok" if ready else "starting", "replicas": len(known)}
         return json_response(body, 200 if ready else 503)
 
     @http.get("/metrics")
