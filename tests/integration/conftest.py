@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ def client(url: str) -> Iterator[OpenAI]:
     """The real OpenAI client, without retries of its own."""
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
+
+
+def let_the_feed_arrive() -> None:
+    """What a replica stored travels beside its answer, not in it: a repeat within that millisecond may find nothing."""
+    time.sleep(0.2)
 
 
 def cache_state(url: str) -> dict[str, Any]:

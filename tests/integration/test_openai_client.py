@@ -10,6 +10,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests.integration.conftest import let_the_feed_arrive
+
 pytestmark = pytest.mark.integration
 
 SYSTEM = "You are a careful clerk. " + "Name the clause, the date and the amount before any advice. " * 40
@@ -42,6 +44,7 @@ def test_second_request_reuses_the_system_prompt(client: OpenAI) -> None:
     """A prefix seen once is served from cache, with the same answer as without it."""
     system = "Rule one. " + SYSTEM
     first = ask(client, "When is it due?", system)
+    let_the_feed_arrive()
     second = ask(client, "When is it due?", system)
     fresh = ask(client, "When is it due?", system, extra_body={"cache_salt": "elsewhere"})
     assert cached(first) == 0

@@ -11,6 +11,7 @@ import yaml
 
 from benchmarks.server import instance
 from serve_app.tenancy import make_api_key
+from tests.integration.conftest import let_the_feed_arrive
 
 pytestmark = pytest.mark.integration
 
@@ -55,9 +56,11 @@ def test_a_key_is_needed(url: str) -> None:
 def test_tenants_share_nothing(url: str) -> None:
     """The same prompt is cold for every tenant and for every cache_salt of one tenant; answers are equal."""
     cold, text = ask(url, "acme")
+    let_the_feed_arrive()
     warm, _ = ask(url, "acme")
     other, other_text = ask(url, "globex")
     salted, salted_text = ask(url, "acme", cache_salt="project-1")
+    let_the_feed_arrive()
     salted_again, _ = ask(url, "acme", cache_salt="project-1")
     other_salted, _ = ask(url, "globex", cache_salt="project-1")
     assert cold == other == salted == other_salted == 0
