@@ -123,10 +123,11 @@ class Dispatcher:
                 )
                 if lost:
                     avoid = (*avoid, lost)
-                self._observer.retried(bool(received))
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return
+                if attempt + 1 < MAX_ATTEMPTS:
+                    self._observer.retried(bool(received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",
             code="replicas_lost",

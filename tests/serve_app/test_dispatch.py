@@ -175,7 +175,8 @@ def test_everything_received_before_the_loss_is_not_asked_again() -> None:
             yield chunk
         raise ActorDiedError
 
-    got, handle, _ = run(chunks)
+    got, handle, retries = run(chunks)
+    assert retries.after_first_token == []
     assert len([t for tokens in got for t in tokens.token_ids]) == 6
     assert got[-1].finish_reason == "length"
     assert len(handle.calls) == 1
@@ -190,10 +191,10 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
 
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
-    handle = FakeHandle(core, chunks)
+    handle, retries = FakeHandle(core, chunks), Retries()
 
     async def collect() -> None:
-        dispatcher = Dispatcher(handle, core, BLOCK, Retries())  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, BLOCK, retries)  # type: ignore[arg-type]
         async for _ in dispatcher.generate(generation()):
             pass
 
@@ -201,6 +202,7 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
         asyncio.run(collect())
     assert caught.value.retry_after_s
     assert len(handle.calls) == MAX_ATTEMPTS
+    assert len(retries.after_first_token) == MAX_ATTEMPTS - 1
     assert len(set(handle.calls[-1][1].avoid)) == MAX_ATTEMPTS - 1
     assert core.state()["open_reservations"] == 0
 
