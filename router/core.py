@@ -73,6 +73,7 @@ class RoutingCore:
         self._lock = Lock()
         self._turn = 0
         self._stats: dict[str, StatsReport] = {}
+        self._is_live: Callable[[str], bool] = lambda replica_id: False
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
         self._key_of_sent: dict[int, bytes] = {}
         self._loads = LoadTable(router_id, self.settings.load)
@@ -93,6 +94,16 @@ class RoutingCore:
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas known now."""
         return tuple(self._loads.replica_ids)
+
+    @property
+    def knows_every_cache(self) -> bool:
+        """Whether there are replicas and the feed of each has delivered its snapshot (see ``follow``)."""
+        replica_ids = self.replica_ids
+        return bool(replica_ids) and all(map(self._is_live, replica_ids))
+
+    def follow(self, is_live: Callable[[str], bool]) -> None:
+        """Say who knows whether a replica's feed is complete. Its figures arrive before that, its blocks do not."""
+        self._is_live = is_live
 
     def configure(self, settings: RouterSettings) -> None:
         """Use other settings from the next decision on; another block size or bound empties the directory."""

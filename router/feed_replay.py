@@ -162,6 +162,10 @@ class FeedReplay:
         self._progress_s = now_s
         return self._nonce
 
+    def request_unsent(self) -> None:
+        """The request just returned by ``poll`` could not be sent: the next one need not wait for its answer."""
+        self._nonce = None
+
     def _malformed(self) -> None:
         self._counters.feed_malformed += 1
         self._suspect = True

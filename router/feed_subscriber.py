@@ -179,6 +179,7 @@ class FeedSubscriber:
         try:
             await feed.dealer.send(nonce, zmq.NOBLOCK)
         except zmq.Again:
-            return  # not connected (yet): the replay asks again after its backoff
+            feed.replay.request_unsent()  # not connected (yet): it asks again after its backoff
         except zmq.ZMQError:
+            feed.replay.request_unsent()
             logger.warning("cannot ask %s for a snapshot", feed.replay.replica_id, exc_info=True)

@@ -48,6 +48,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._unfollow(name)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
             self._subscriber = FeedSubscriber(self._core.apply, self._core.counters)
+            self._core.follow(self._subscriber.is_live)
             added = tuple(self._by_name)
         for name in self._by_name.keys() - self._subscriber.replica_ids:
             self._follow(name, self._by_name[name], new=name in added)

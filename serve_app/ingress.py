@@ -245,9 +245,8 @@ class Ingress:
         Replicas that join later do not take it back: only a router that knew none of the caches would scatter prompts.
         """
         known = self._core.replica_ids
-        if not self._synced and self._connecting.done() and known:
-            # Counters come over the same feed as the snapshot, after it.
-            self._synced = self._core.stats().keys() >= set(known)
+        if not self._synced and self._connecting.done():
+            self._synced = self._core.knows_every_cache
         ready = self._synced and bool(known)
         body = {"status": "ok" if ready else "starting", "replicas": len(known)}
         return json_response(body, 200 if ready else 503)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -28,8 +28,16 @@ def client(url: str) -> Iterator[OpenAI]:
 
 
 def let_the_feed_arrive() -> None:
-    """What a replica stored travels beside its answer, not in it: a repeat within that millisecond may find nothing."""
-    time.sleep(0.2)
+    """What a replica stored travels beside its answer, not in it: a repeat within milliseconds may find nothing."""
+    time.sleep(1.0)
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait until something holds: replicas publish counters twice a second, and a loaded machine takes longer."""
+    deadline_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.05)
 
 
 def cache_state(url: str) -> dict[str, Any]:

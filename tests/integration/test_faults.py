@@ -62,7 +62,7 @@ def busy_replica(url: str) -> str:
 
 
 def wait_for_replicas(url: str, count: int) -> None:
-    for _ in range(300):
+    for _ in range(900):
         if len(replicas_of(url)) == count and all("pid" in replica for replica in replicas_of(url).values()):
             return
         time.sleep(0.1)

@@ -182,6 +182,16 @@ def test_unanswered_requests_back_off() -> None:
     assert len(asked) < 20
 
 
+def test_a_request_that_could_not_be_sent_is_not_waited_for() -> None:
+    """The backoff alone sets when the next one goes out."""
+    line = Line(settings=ReplaySettings(timeout_s=3600.0, first_backoff_s=0.1))
+    assert line.replay.poll(0.0) is not None
+    line.replay.request_unsent()
+    assert line.replay.poll(0.05) is None
+    assert line.replay.poll(0.21) is not None
+    assert line.replay.poll(100.0) is None
+
+
 def test_buffer_is_bounded_while_no_snapshot_comes() -> None:
     """Memory held for a feed without its snapshot stays within the settings; load reports flow all the same."""
     line = Line(settings=ReplaySettings(max_buffered_messages=10))
