@@ -69,7 +69,6 @@ def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> d
         [python, "-m", MODULES[name]],
         input=json.dumps({**workload, "system": name, "prefix_runs": prefix_runs}),
         stdout=subprocess.PIPE,
-        stderr=None if name != "vllm_cpu" else subprocess.DEVNULL,
         text=True,
         cwd=ROOT,
         timeout=TIMEOUT_S,
@@ -77,7 +76,7 @@ def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> d
     )
     if done.returncode != 0:
         return {"not_measured": f"its process ended with status {done.returncode}"}
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    answer = json.loads(done.stdout)
     return {"version": answer["version"], **figures(answer["seconds"], workload)}
 
 

@@ -1,12 +1,13 @@
 """One engine workload and how it is timed: the same prompts, the same order, the same clock for every system.
 
 Standard library only, because it also runs under a peer's own Python. In: a JSON workload on standard input; out: a
-JSON object of lists of seconds on standard output's last line.
+JSON object of lists of seconds on standard output.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import time
@@ -59,12 +60,17 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
 
 
 def serve(make: Callable[[dict[str, Any]], System], version: Callable[[], str]) -> None:
-    """Be a peer's process: read the workload, measure, print the result."""
+    """Be a peer's process: read the workload, measure, print the result.
+
+    What a peer prints itself goes to standard error, so that the result is all there is on standard output.
+    """
     workload = json.load(sys.stdin)
+    result = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def progress(text: str) -> None:
         print(f"{workload['system']}: {text}", file=sys.stderr, flush=True)
 
     system = make(workload)
     figures = measure(workload, system, progress)
-    print(json.dumps({"version": version(), "seconds": figures}), flush=True)
+    print(json.dumps({"version": version(), "seconds": figures}), file=result, flush=True)
