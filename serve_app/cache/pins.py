@@ -1,8 +1,9 @@
 """Which cached prefixes must stay, and until when.
 
-Owns pins by key inside a budget of blocks, and their TTLs, which every read renews. Knows nothing of hashes,
-tokens or pools: whoever keeps it holds a pool reference for each pin, so that a pinned block counts as in use.
-A block under several pins counts once. Not thread-safe, except the counts.
+Owns pins by key inside a budget of blocks, each tenant's share of it, and TTLs, which every read renews. Knows nothing
+of hashes, tokens or pools: whoever keeps it holds a pool reference for each pin, so that a pinned block counts as in
+use. A block under several pins counts once, for each tenant once. Not thread-safe, except the counts. Laws: what is
+within a tenant's share is never refused nor recalled; what is beyond it is lent until somebody needs their share.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 PinOutcome = Literal["pinned", "present", "over_budget"]
@@ -22,18 +24,35 @@ class Pin:
     """One pinned prefix. ``ttl_s`` None: stays until it is unpinned."""
 
     key: bytes
+    tenant: str
     blocks: tuple[int, ...]
     ttl_s: float | None
     expires_s: float
 
 
-class Pins:
-    """Pins by key. The blocks of a pin are a whole prefix, so a read of its last block read all of it."""
+@dataclass(slots=True)
+class _Account:
+    """One tenant's pins, the oldest first, and how many of them each block is under."""
 
-    def __init__(self, budget_blocks: int) -> None:
+    pins: dict[bytes, Pin] = field(default_factory=dict)
+    counts: Counter[int] = field(default_factory=Counter)
+
+
+class Pins:
+    """Pins by key. The blocks of a pin are a whole prefix, so a read of its last block read all of it.
+
+    ``weights``: of the tenants' shares of the budget. With fewer than two there are no shares, and a tenant that is
+    not among several has none: it only borrows.
+    """
+
+    def __init__(self, budget_blocks: int, weights: Mapping[str, float] | None = None) -> None:
         if budget_blocks < 0:
             raise ValueError("a pin budget must not be negative")
         self.budget_blocks = budget_blocks
+        weights = weights or {}
+        total = sum(weights.values())
+        self._shares = {name: int(budget_blocks * weight / total) for name, weight in weights.items()}
+        self._accounts: dict[str, _Account] = {}
         self._pins: dict[bytes, Pin] = {}
         self._counts: Counter[int] = Counter()
         self._tails: dict[int, list[Pin]] = {}
@@ -62,25 +81,53 @@ class Pins:
         """Return the pins each pinned block is under (any thread)."""
         return dict(self._counts)
 
-    def holds(self, block: int) -> bool:
-        """Return whether a block is pinned."""
-        return block in self._counts
+    def holdings(self) -> dict[str, int]:
+        """Return the distinct blocks each tenant has pinned (any thread)."""
+        return {tenant: len(account.counts) for tenant, account in self._accounts.copy().items()}
 
-    def fits(self, more_blocks: int) -> bool:
-        """Return whether that many blocks not pinned yet are within the budget."""
-        return len(self._counts) + more_blocks <= self.budget_blocks
+    def pinned_leading(self, blocks: Iterable[int], tenant: str | None = None) -> int:
+        """Return how many leading blocks of a prefix are pinned, by anybody or by one tenant."""
+        account = self._accounts.get(tenant) if tenant is not None else None
+        counts = self._counts if tenant is None else account.counts if account is not None else {}
+        return sum(1 for _ in takewhile(counts.__contains__, blocks))
 
-    def add(self, key: bytes, blocks: Sequence[int], ttl_s: float | None, now_s: float) -> PinOutcome:
+    def fits(self, more_blocks: int, tenant: str, more_of_tenant: int) -> bool:
+        """Return whether that many blocks not pinned yet, or not by the tenant, are within the budget.
+
+        Within the tenant's share they are whatever others have borrowed: see ``recall``.
+        """
+        return len(self._counts) + more_blocks <= self.budget_blocks or self._within_share(tenant, more_of_tenant)
+
+    def add(
+        self, key: bytes, blocks: Sequence[int], ttl_s: float | None, now_s: float, tenant: str = "default"
+    ) -> PinOutcome:
         """Pin a prefix of at least one block; what is pinned under that key already stays as it is, renewed."""
         if self.renew(key, ttl_s, now_s):
             return "present"
-        if not self.fits(sum(1 for block in blocks if block not in self._counts)):
+        if len(self._counts) + len(blocks) - self.pinned_leading(blocks) > self.budget_blocks:
             return "over_budget"
-        pin = self._pins[key] = Pin(key, tuple(blocks), ttl_s, math.inf if ttl_s is None else now_s + ttl_s)
+        pin = self._pins[key] = Pin(key, tenant, tuple(blocks), ttl_s, math.inf if ttl_s is None else now_s + ttl_s)
+        account = self._accounts.setdefault(tenant, _Account())
+        account.pins[key] = pin
+        account.counts.update(pin.blocks)
         self._counts.update(pin.blocks)
         self._tails.setdefault(pin.blocks[-1], []).append(pin)
         self._queue(pin)
         return "pinned"
+
+    def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
+        """Return the pin to remove so that a prefix within the tenant's share fits; None when nothing is lent.
+
+        It is the last one of whoever is furthest beyond their share: what was pinned first is what the share is for.
+        The caller removes it, and asks again while ``add`` finds no room.
+        """
+        if not self._within_share(tenant, len(blocks) - self.pinned_leading(blocks, tenant)):
+            return None
+        beyond = {name: len(one.counts) - self._shares.get(name, 0) for name, one in self._accounts.items()}
+        furthest = max(beyond, key=beyond.__getitem__, default=None)
+        if furthest is None or beyond[furthest] <= 0:
+            return None
+        return next(reversed(self._accounts[furthest].pins))
 
     def renew(self, key: bytes, ttl_s: float | None, now_s: float) -> bool:
         """Let a pin's time run from now, by the longer of its TTL and ``ttl_s``; False when there is none."""
@@ -106,10 +153,15 @@ class Pins:
         pin = self._pins.pop(key, None)
         if pin is None:
             return ()
-        for block in pin.blocks:
-            self._counts[block] -= 1
-            if not self._counts[block]:
-                del self._counts[block]
+        account = self._accounts[pin.tenant]
+        del account.pins[key]
+        for counts in (self._counts, account.counts):
+            for block in pin.blocks:
+                counts[block] -= 1
+                if not counts[block]:
+                    del counts[block]
+        if not account.pins:
+            del self._accounts[pin.tenant]
         tails = self._tails[pin.blocks[-1]]
         tails.remove(pin)
         if not tails:
@@ -128,6 +180,12 @@ class Pins:
             else:
                 keys.append(pin.key)
         return keys
+
+    def _within_share(self, tenant: str, more_blocks: int) -> bool:
+        if len(self._shares) < 2:
+            return False
+        account = self._accounts.get(tenant)
+        return (len(account.counts) if account is not None else 0) + more_blocks <= self._shares.get(tenant, 0)
 
     def _queue(self, pin: Pin) -> None:
         """Put a pin that will end in the line, once; a read moves only its ``expires_s``, looked at when it is due."""

@@ -46,8 +46,8 @@ class PrefixCache:
     """Block allocation with reuse of computed prefixes.
 
     Invariants: a cached block's parent is cached; a block in use has its parents in use; the hashes announced in
-    events equal the hashes indexed; a pinned block is never evicted. ``shares``: weights of tenants' shares.
-    ``hash_chain`` is a parameter so that tests can force collisions.
+    events equal the hashes indexed; a pinned block is never evicted. ``shares``: weights of tenants' shares
+    of the pool and of the pin budget. ``hash_chain`` is a parameter so that tests can force collisions.
     """
 
     def __init__(
@@ -62,11 +62,12 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.pins = Pins(pin_budget_blocks)
         self.quota = Quota(num_blocks, shares or {}, clock)
+        self.pins = Pins(pin_budget_blocks, shares)
         self.block_size = block_size
         self.enabled = enabled
         self.evicted_blocks = 0
+        self.recalled_pins = 0
         self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
         self._by_hash: dict[bytes, CachedBlock] = {}
@@ -234,22 +235,34 @@ class PrefixCache:
             self._events.append(BlocksStored(bytes(stored)))
         return done
 
-    def unpinned_blocks(self, chain: bytes, blocks: int) -> int:
-        """Return how many of the first ``blocks`` of a chain a pin would add to the pinned ones (unverified)."""
+    def may_pin(self, chain: bytes, blocks: int, tenant: str) -> bool:
+        """Return whether a pin of the first ``blocks`` of a chain would fit the budget (unverified)."""
+        held: list[int] = []
         for i in range(blocks):
             entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
-            if entry is None or not self.pins.holds(entry.block):
-                return blocks - i
-        return 0
+            if entry is None:
+                break
+            held.append(entry.block)
+        pins = self.pins
+        return pins.fits(blocks - pins.pinned_leading(held), tenant, blocks - pins.pinned_leading(held, tenant))
 
-    def pin(self, key: bytes, blocks: Sequence[int], ttl_s: float | None = None) -> PinOutcome:
+    def pin(
+        self, key: bytes, blocks: Sequence[int], ttl_s: float | None = None, *, tenant: str = "default"
+    ) -> PinOutcome:
         """Keep a prefix of indexed blocks under ``key`` for ``ttl_s`` after its last read; None: until unpinned.
 
-        Nothing changes when it does not fit the budget, or when the key is taken, except that its time runs anew.
+        What others pinned beyond their shares makes room for what is within ``tenant``'s. Nothing changes when it does
+        not fit the budget, or when the key is taken, except that its time runs anew.
         """
         if not blocks or any(block not in self._by_block for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
-        outcome = self.pins.add(key, blocks, ttl_s, self._clock())
+        now_s = self._clock()
+        while (outcome := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
+            lent = self.pins.recall(blocks, tenant)
+            if lent is None:
+                break
+            self.unpin(lent)
+            self.recalled_pins += 1
         if outcome == "pinned":
             for block in blocks:
                 self._retain(block)

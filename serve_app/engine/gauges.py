@@ -27,6 +27,9 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
     yield "warmpath_pinned_blocks", labels, float(pins.blocks)
     yield "warmpath_pinned_bytes", labels, float(pins.blocks * block_bytes)
     yield "warmpath_pin_budget_bytes", labels, float(pins.budget_blocks * block_bytes)
+    yield "warmpath_pins_recalled_total", labels, float(cache.recalled_pins)
+    for tenant, blocks in bounded(pins.holdings()).items():
+        yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
     for tenant, blocks in bounded(cache.quota.holdings()).items():
         by_tenant = (*labels, ("tenant", tenant))
         yield "warmpath_tenant_kv_cache_blocks", by_tenant, float(blocks)

@@ -57,7 +57,7 @@ class Saves:
             self._note(sequence, "too_short")
         elif cache.renew_pin(save.key, save.ttl_s):
             self._note(sequence, "present")
-        elif not cache.pins.fits(cache.unpinned_blocks(sequence.chain, blocks)):
+        elif not cache.may_pin(sequence.chain, blocks, sequence.request.tenant):
             self._note(sequence, "over_budget")
         else:
             return self._begin(sequence, save, blocks)
@@ -73,7 +73,9 @@ class Saves:
         outcome: SaveOutcome = "failed"
         # Fewer are published only if a hash is taken by other content: such a prefix can never be hit.
         if reason == "length" and sequence.published >= under_way.blocks:
-            pinned = self._cache.pin(save.key, sequence.blocks[: under_way.blocks], save.ttl_s)
+            pinned = self._cache.pin(
+                save.key, sequence.blocks[: under_way.blocks], save.ttl_s, tenant=sequence.request.tenant
+            )
             outcome = "saved" if pinned == "pinned" else pinned
             if outcome == "saved" and save.ttl_s is None:
                 self._file(sequence.blocks[: under_way.blocks])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from router.block_hash import PrefixScope
 
 Key = tuple[PrefixScope, tuple[int, ...]]
@@ -29,41 +31,53 @@ class NaiveCache:
         return blocks
 
 
-class NaivePins:
-    """Remembers (blocks, ttl, end) by key and looks through all of them each time."""
+@dataclass
+class NaivePin:
+    blocks: list[int]
+    ttl: float | None
+    ends_s: float
+    tenant: str
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.pins: dict[bytes, tuple[list[int], float | None, float]] = {}
+
+class NaivePins:
+    """Remembers every pin by key, the oldest first, and looks through all of them each time."""
+
+    def __init__(self, budget: int, shares: dict[str, int]) -> None:
+        self.budget, self.shares = budget, shares
+        self.pins: dict[bytes, NaivePin] = {}
 
     def all_blocks(self) -> list[int]:
         """Every pin's blocks, one after the other."""
-        return [block for blocks, _, _ in self.pins.values() for block in blocks]
+        return [block for pin in self.pins.values() for block in pin.blocks]
 
-    def blocks(self) -> set[int]:
-        return set(self.all_blocks())
+    def blocks(self, tenant: str | None = None) -> set[int]:
+        return {block for pin in self.pins.values() if tenant in (None, pin.tenant) for block in pin.blocks}
 
-    def add(self, key: bytes, blocks: list[int], ttl: float | None, now_s: float) -> str:
-        if key in self.pins:
-            old, old_ttl, _ = self.pins[key]
-            longest = None if ttl is None or old_ttl is None else max(ttl, old_ttl)
-            self.pins[key] = (old, longest, float("inf") if longest is None else now_s + longest)
+    def add(self, key: bytes, blocks: list[int], ttl: float | None, now_s: float, tenant: str) -> str:
+        old = self.pins.get(key)
+        if old is not None:
+            old.ttl = None if ttl is None or old.ttl is None else max(ttl, old.ttl)
+            old.ends_s = float("inf") if old.ttl is None else now_s + old.ttl
             return "present"
+        if len(self.blocks(tenant) | set(blocks)) <= self.shares[tenant]:
+            while len(self.blocks() | set(blocks)) > self.budget:
+                furthest = max(self.shares, key=lambda name: len(self.blocks(name)) - self.shares[name])
+                del self.pins[[key for key, pin in self.pins.items() if pin.tenant == furthest][-1]]
         if len(self.blocks() | set(blocks)) > self.budget:
             return "over_budget"
-        self.pins[key] = (list(blocks), ttl, float("inf") if ttl is None else now_s + ttl)
+        self.pins[key] = NaivePin(list(blocks), ttl, float("inf") if ttl is None else now_s + ttl, tenant)
         return "pinned"
 
     def read(self, matched: list[int], now_s: float) -> None:
-        for key, (blocks, ttl, _) in self.pins.items():
-            if ttl is not None and set(blocks) <= set(matched):
-                self.pins[key] = (blocks, ttl, now_s + ttl)
+        for pin in self.pins.values():
+            if pin.ttl is not None and set(pin.blocks) <= set(matched):
+                pin.ends_s = now_s + pin.ttl
 
     def remove(self, key: bytes) -> bool:
         return self.pins.pop(key, None) is not None
 
     def expire(self, now_s: float) -> None:
-        self.pins = {key: pin for key, pin in self.pins.items() if pin[2] > now_s}
+        self.pins = {key: pin for key, pin in self.pins.items() if pin.ends_s > now_s}
 
     def clear(self) -> None:
         self.pins = {}

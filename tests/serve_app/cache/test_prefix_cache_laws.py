@@ -20,6 +20,8 @@ SCOPES = (PrefixScope("m", salt=b"a"), PrefixScope("m", salt=b"b"))
 ROOTS = {scope: scope.root(b"k") for scope in SCOPES}
 TENANTS = {SCOPES[0]: "a", SCOPES[1]: "b"}
 SHARES = {"a": 1.0, "b": 2.0}
+PIN_SHARES = {"a": 1, "b": 3}
+"""Whole blocks of the pin budget by weight."""
 
 
 class Running:
@@ -39,7 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.cache = PrefixCache(BLOCKS, SIZE, pin_budget_blocks=PIN_BUDGET, shares=SHARES, clock=lambda: self.now_s)
         self.oracle = NaiveCache(SIZE)
-        self.pins = NaivePins(PIN_BUDGET)
+        self.pins = NaivePins(PIN_BUDGET, PIN_SHARES)
         self.owner: dict[int, str] = {}
         self.seen_s: dict[str, float] = {}
         self.held: list[Running] = []
@@ -86,13 +88,17 @@ class CacheMachine(RuleBasedStateMachine):
         return fresh
 
     @rule(
-        one=running, blocks=st.integers(1, 4), key=st.sampled_from([b"x", b"y", b"z"]), ttl=st.sampled_from([None, 4])
+        one=running,
+        blocks=st.integers(1, 4),
+        key=st.sampled_from([b"x", b"y", b"z"]),
+        ttl=st.sampled_from([None, 4]),
+        tenant=st.sampled_from(list(SHARES)),
     )
-    def pin(self, one: Running, blocks: int, key: bytes, ttl: float | None) -> None:
+    def pin(self, one: Running, blocks: int, key: bytes, ttl: float | None, tenant: str) -> None:
         chosen = one.blocks[: min(blocks, one.published)]
         if one in self.held and chosen:
-            expected = self.pins.add(key, chosen, ttl, self.now_s)
-            assert self.cache.pin(key, chosen, ttl) == expected
+            expected = self.pins.add(key, chosen, ttl, self.now_s, tenant)
+            assert self.cache.pin(key, chosen, ttl, tenant=tenant) == expected
 
     @rule(key=st.sampled_from([b"x", b"y"]))
     def unpin(self, key: bytes) -> None:
@@ -164,6 +170,8 @@ class CacheMachine(RuleBasedStateMachine):
     def pins_are_kept_and_counted(self) -> None:
         assert self.cache.pins.blocks == len(self.pins.blocks()) <= PIN_BUDGET
         assert set(self.cache.pins) == set(self.pins.pins)
+        holdings = {tenant: len(held) for tenant in SHARES if (held := self.pins.blocks(tenant))}
+        assert self.cache.pins.holdings() == holdings
         in_use = {block for one in self.held for block in one.blocks}
         assert self.cache.pinned_idle_blocks() == len(self.pins.blocks() - in_use)
 

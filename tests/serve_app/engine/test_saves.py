@@ -182,6 +182,25 @@ def test_another_scope_is_another_save(tmp_path: Path) -> None:
     engine.stop()
 
 
+def test_one_tenant_cannot_keep_the_whole_budget() -> None:
+    """It pins twice its share while nobody else saves; another's save within theirs takes the second one back."""
+    shares = {"greedy": 1.0, "other": 1.0}
+    engine = simulated(GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares=shares)
+    engine.start()
+
+    def saved(tenant: str, salt: str) -> str | None:
+        scope = PrefixScope("tiny", salt=salt.encode())
+        return run(engine, saving(salt, 1, key=salt.encode(), scope=scope, tenant=tenant)).saves[salt]
+
+    assert [saved("greedy", salt) for salt in ("1", "2", "3")] == ["saved", "saved", "over_budget"]
+    assert saved("other", "4") == "saved"
+    assert [saved("greedy", "3"), saved("other", "5")] == ["over_budget", "over_budget"]
+    for tenant in shares:
+        assert sample(engine, "warmpath_tenant_pinned_blocks", tenant=tenant) == 6
+    assert sample(engine, "warmpath_pins_recalled_total") == 1
+    engine.stop()
+
+
 def test_only_the_common_tokens_are_reused() -> None:
     """Another request has the saved prompt's text but not all its ids: the last ones merged with what follows."""
     engine = simulated(GatedRunner(), pin_budget_blocks=16)
