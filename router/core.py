@@ -8,50 +8,24 @@ Every method may be called from any thread.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from random import Random
 from threading import Lock
 from typing import Any
-from uuid import uuid4
 
 from router.block_hash import HASH_BYTES
 from router.counters import RouterCounters
+from router.decisions import RecentDecisions
 from router.directory import Directory
 from router.events import Event, LoadReport, StatsReport
 from router.in_flight import InFlightPrefixes
-from router.load import LoadSettings, LoadTable
+from router.load import LoadTable
 from router.policies import POLICIES, least_loaded
 from router.pull import plan_pull
-from router.ranking import Candidate, Match, PolicyContext, PolicySettings
+from router.ranking import Candidate, Match, PolicyContext
 from router.request import Decision, RoutedRequest
-
-_REMEMBERED_DECISIONS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSettings:
-    """Settings of one router. ``follow_in_flight``: estimated_ttft counts prefixes that are being computed."""
-
-    policy: str = "estimated_ttft"
-    block_size: int = 16
-    max_blocks: int = 4_000_000
-    follow_in_flight: bool = True
-    load: LoadSettings = field(default_factory=LoadSettings)
-    scoring: PolicySettings = field(default_factory=PolicySettings)
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICIES))}")
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> RouterSettings:
-        """Build settings from a JSON object; ``load`` and ``scoring`` are objects. Raises ValueError or TypeError."""
-        values = dict(values)
-        load = LoadSettings(**values.pop("load", {}))
-        scoring = PolicySettings(**values.pop("scoring", {}))
-        return cls(load=load, scoring=scoring, **values)
+from router.settings import RouterSettings
+from router.state import router_state
 
 
 class RoutingCore:
@@ -74,8 +48,7 @@ class RoutingCore:
         self._turn = 0
         self._stats: dict[str, StatsReport] = {}
         self._is_live: Callable[[str], bool] = lambda replica_id: False
-        self._decisions: OrderedDict[str, Decision] = OrderedDict()
-        self._key_of_sent: dict[int, bytes] = {}
+        self._decisions = RecentDecisions()
         self._loads = LoadTable(router_id, self.settings.load)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._in_flight = InFlightPrefixes(self.settings.block_size)
@@ -180,7 +153,7 @@ class RoutingCore:
         """End a decision's reservation, at the first token or on error; again is harmless."""
         with self._lock:
             self._loads.release(decision.reservation)
-            self._forget_sent(decision.reservation)
+            self._in_flight.discard(decision.reservation)
 
     def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float) -> None:
         """Count what the replica really reused and how long the first token took."""
@@ -193,7 +166,7 @@ class RoutingCore:
     def take_decision(self, request_id: str) -> Decision | None:
         """Return the last decision made for a request, once; only the newest few thousand are remembered."""
         with self._lock:
-            return self._decisions.pop(request_id, None)
+            return self._decisions.take(request_id)
 
     def expire(self) -> int:
         """End reservations past their TTL and return how many; every decision does this too."""
@@ -208,35 +181,8 @@ class RoutingCore:
     def state(self) -> dict[str, Any]:
         """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
         with self._lock:
-            now_s = self._clock()
-            return {
-                "router_id": self.router_id,
-                "policy": self.settings.policy,
-                "block_size": self.settings.block_size,
-                "directory": {
-                    "blocks": self._directory.num_blocks,
-                    "max_blocks": self._directory.max_blocks,
-                    "bytes": self._directory.size_bytes,
-                    "refused_blocks": self._directory.refused_blocks,
-                },
-                "open_reservations": self._loads.open_reservations,
-                "replicas": [self._replica_state(replica_id, now_s) for replica_id in self._loads.replica_ids],
-            }
-
-    def _replica_state(self, replica_id: str, now_s: float) -> dict[str, Any]:
-        replica = self._loads.replica(replica_id)
-        assert replica is not None
-        report = replica.report
-        return {
-            "replica_id": replica_id,
-            "blocks": dict(self._directory.blocks_held(replica_id)),
-            "queued_prefill_tokens": self._loads.queue_ahead(replica_id),
-            "full": self._loads.is_full(replica_id),
-            "running_sequences": report.running_sequences if report else 0,
-            "waiting_sequences": report.waiting_sequences if report else 0,
-            "prefill_tokens_per_s": report.prefill_tokens_per_s if report else 0.0,
-            "report_age_s": round(now_s - replica.reported_at_s, 3) if report else None,
-        }
+            shown = router_state(self._directory, self._loads, self._clock())
+        return {"router_id": self.router_id, "policy": self.settings.policy, **shown}
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
         loads = self._loads
@@ -258,7 +204,6 @@ class RoutingCore:
         uncached = max(request.prompt_tokens - max(held, pull_tokens), 1)
         number = loads.reserve(replica_id, uncached, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
-            self._key_of_sent[number] = request.placement_key
             self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
         decision = Decision(
             replica_id,
@@ -278,9 +223,7 @@ class RoutingCore:
         tokens.selected_cached_tokens += selected
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
-        self._decisions[request.request_id] = decision
-        if len(self._decisions) > _REMEMBERED_DECISIONS:
-            self._decisions.popitem(last=False)
+        self._decisions.add(request.request_id, decision)
         return decision
 
     def _match(self, request: RoutedRequest) -> tuple[Match, Match]:
@@ -297,36 +240,12 @@ class RoutingCore:
     def _expire(self, now_s: float) -> int:
         ended = self._loads.expire(now_s)
         for number in ended:
-            self._forget_sent(number)
+            self._in_flight.discard(number)
         return len(ended)
-
-    def _forget_sent(self, reservation: int) -> None:
-        placement_key = self._key_of_sent.pop(reservation, None)
-        if placement_key is not None:
-            self._in_flight.discard(placement_key, reservation)
 
     def _drop(self, replica_id: str) -> None:
         for number in self._loads.remove_replica(replica_id):
-            self._forget_sent(number)
+            self._in_flight.discard(number)
         self._directory.remove_replica(replica_id)
         self._stats.pop(replica_id, None)
         self.counters.decisions_by_replica.pop(replica_id, None)
-
-
-_cores: dict[str, RoutingCore] = {}
-_cores_lock = Lock()
-
-
-def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
-    """Return this process's core for a deployment, made on first use; given ``settings`` are put into force.
-
-    The ingress reaches through it the core that its process's Serve router uses. ``router_id`` is unique to the
-    process.
-    """
-    with _cores_lock:
-        core = _cores.get(deployment_key)
-        if core is None:
-            core = _cores[deployment_key] = RoutingCore(uuid4().hex, settings)
-        elif settings is not None and settings != core.settings:
-            core.configure(settings)
-        return core

@@ -21,6 +21,7 @@ class InFlightPrefixes:
         self.block_size = block_size
         self._max_keys = max_keys
         self._chains: OrderedDict[bytes, dict[int, tuple[str, bytes]]] = OrderedDict()
+        self._key_of: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._chains)
@@ -29,16 +30,20 @@ class InFlightPrefixes:
         """Remember that a replica was sent ``chain`` (packed hashes)."""
         chains = self._chains.setdefault(placement_key, {})
         chains[reservation] = (replica_id, chain)
+        self._key_of[reservation] = placement_key
         if len(chains) > _CHAINS_A_KEY:
-            del chains[next(iter(chains))]
+            oldest = next(iter(chains))
+            del chains[oldest], self._key_of[oldest]
         if len(self._chains) > self._max_keys:
-            self._chains.popitem(last=False)
+            for oldest in self._chains.popitem(last=False)[1]:
+                del self._key_of[oldest]
 
-    def discard(self, placement_key: bytes, reservation: int) -> None:
+    def discard(self, reservation: int) -> None:
         """Forget one decision; unknown ones are ignored."""
-        chains = self._chains.get(placement_key)
-        if chains is not None:
-            chains.pop(reservation, None)
+        placement_key = self._key_of.pop(reservation, None)
+        if placement_key is not None:
+            chains = self._chains[placement_key]
+            del chains[reservation]
             if not chains:
                 del self._chains[placement_key]
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from router.core import RouterSettings, core_for
+from router.cores import core_for
 from router.feed_subscriber import FeedSubscriber
 from router.feed_wire import FeedEndpoint
 from router.request import Decision, RoutedRequest
+from router.settings import RouterSettings
 
 logger = logging.getLogger("ray.serve")
 

@@ -10,7 +10,8 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.config import AppConfig
-from serve_app.ingress import INGRESS_NAME, Ingress
+from serve_app.ingress import Ingress
+from serve_app.neighbours import INGRESS_NAME
 from serve_app.replica import Replica
 
 REPLICA_NAME = "Replica"

@@ -15,15 +15,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from router.core import RouterSettings, core_for
+from router.cores import core_for
 from router.request_router import deployment_key
+from router.settings import RouterSettings
 from serve_app.adapter_admin import AdapterAdmin
 from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.api.generate import GenerateRequest
@@ -42,23 +41,19 @@ from serve_app.dispatch import Dispatcher
 from serve_app.drafter import with_drafter
 from serve_app.engine_sizes import max_model_len
 from serve_app.errors import (
-    AuthenticationFailed,
-    GenerationFailed,
     NotFound,
-    Overloaded,
-    PermissionDenied,
     WarmpathError,
 )
-from serve_app.http import error_headers, json_response, read_body, request_id_of
+from serve_app.http import json_response, read_body
 from serve_app.metrics import IngressMetrics, Sample, render, with_label
+from serve_app.neighbours import Neighbours
 from serve_app.prepare import Preparer
+from serve_app.route_guard import RouteGuard
 from serve_app.router_metrics import replica_samples, router_samples
 from serve_app.tenancy import Tenants, load_secret
 from serve_app.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
-
-INGRESS_NAME = "Ingress"
 
 http = FastAPI(title="warmpath", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -102,16 +97,18 @@ class Ingress:
         self._created = int(time.time())
         self._adapters = AdapterRegistry(self._config.model_name)
         self._adapters.merge(await asyncio.to_thread(configured_adapters, self._config.lora_adapters))
-        self._adapter_admin = AdapterAdmin(self._config, self._adapters, self._tell_replicas, self._tell_ingresses)
         self._metrics = IngressMetrics()
+        self._guard = RouteGuard(self._tenants, self._metrics, has_operators=bool(self._config.operator_key_sha256))
         self._metrics.tokenizer_cache_max_bytes.set(self._config.tokenizer_cache_bytes)
         self._traffic = TrafficTable()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        self._app_name = context.app_name
-        self._replica = replica
+        self._neighbours = Neighbours(replica, context.app_name, self._config.ingress_replicas)
+        self._adapter_admin = AdapterAdmin(
+            self._config, self._adapters, self._neighbours.replicas, self._neighbours.ingresses
+        )
         self._core = core_for(
-            deployment_key(self._app_name, replica.deployment_name), RouterSettings.from_json(self._config.routing())
+            deployment_key(context.app_name, replica.deployment_name), RouterSettings.from_json(self._config.routing())
         )
         self._completions = Completions(
             self._config,
@@ -131,38 +128,20 @@ class Ingress:
             self._metrics,
             self._traffic,
         )
-        # A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
-        self._connecting = asyncio.create_task(self._connect())
+        self._connecting = asyncio.create_task(self._neighbours.connect(self._adapters))
         self._synced = False
-
-    async def _connect(self) -> None:
-        while True:
-            try:
-                await self._replica.describe.remote()
-                for known in await self._tell_replicas("known_adapters"):
-                    self._adapters.merge(known)
-                break
-            except RayError:
-                logger.warning("no replica answers yet", exc_info=True)
-                await asyncio.sleep(0.5)
-        try:
-            # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
-            for known in await self._tell_ingresses("known_adapters"):
-                self._adapters.merge(known)
-        except (RayError, DeploymentUnavailableError, TimeoutError):
-            logger.info("no other ingress answers yet")
 
     # -- generation -----------------------------------------------------------------------------------------------
 
     @http.post("/v1/chat/completions")
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(request, "chat", lambda: self._generate(request, parse_chat))
+        return await self._guard.answer(request, "chat", lambda: self._generate(request, parse_chat))
 
     @http.post("/v1/completions")
     async def completions(self, request: Request) -> Response:
         """OpenAI's (legacy) completions."""
-        return await self._answer(request, "completions", lambda: self._generate(request, parse_completion))
+        return await self._guard.answer(request, "completions", lambda: self._generate(request, parse_completion))
 
     async def _generate(self, request: Request, parse: Callable[[bytes], GenerateRequest]) -> Response:
         arrived_s = time.perf_counter()
@@ -179,7 +158,7 @@ class Ingress:
         async def work() -> Response:
             return json_response(models_body(self._models(request)))
 
-        return await self._answer(request, "models", work)
+        return await self._guard.answer(request, "models", work)
 
     @http.get("/v1/models/{model:path}")
     async def model(self, request: Request, model: str) -> Response:
@@ -190,7 +169,7 @@ class Ingress:
             self._adapters.choose(model, None, tenant.name)
             return json_response(next(one for one in self._models(request) if one["id"] == model))
 
-        return await self._answer(request, "models", work)
+        return await self._guard.answer(request, "models", work)
 
     def _models(self, request: Request) -> list[dict[str, Any]]:
         """The models of whoever asks; where files lie is shown to operators, and where nobody else is."""
@@ -198,7 +177,7 @@ class Ingress:
         operator = self._tenants.is_operator(authorization)
         adapters = self._adapters.visible(None if operator else self._tenants.authenticate(authorization).name)
         base = model_body(self._config.model_name, self._created, self._max_model_len)
-        shows_paths = operator or (self._tenants.open and not self._config.operator_key_sha256)
+        shows_paths = self._guard.sees_all(request)
         roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in adapters)
         return [base, *(adapter_body(spec.name, root, base) for spec, root in zip(adapters, roots, strict=True))]
 
@@ -216,19 +195,10 @@ class Ingress:
         self, request: Request, endpoint: str, change: Callable[[bytes], Awaitable[str]]
     ) -> Response:
         async def work() -> Response:
-            self._require_operator(request)
+            self._guard.require_operator(request)
             return Response(await change(await read_body(request, self._config.max_body_bytes)))
 
-        return await self._answer(request, endpoint, work)
-
-    async def _tell_replicas(self, method: str, *arguments: Any) -> list[Any]:
-        return list(await self._replica.broadcast(method, *arguments).results_async(timeout_s=120))
-
-    async def _tell_ingresses(self, method: str, *arguments: Any) -> list[Any]:
-        if self._config.ingress_replicas == 1:
-            return []
-        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
-        return list(await handle.broadcast(method, *arguments).results_async(timeout_s=30))
+        return await self._guard.answer(request, endpoint, work)
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Take in what another ingress knows of adapters."""
@@ -257,20 +227,16 @@ class Ingress:
 
         async def work() -> Response:
             if not self._config.metrics_public:
-                self._require_operator(request)
+                self._guard.require_operator(request)
             samples = replica_samples(self._core)
             if self._config.ingress_replicas == 1:
                 samples += with_label(await self.ingress_samples(), "ingress", self._name)
             else:
-                for name, more in await self._all_ingress_samples():
+                for name, more in await self._neighbours.ingresses("named_samples", timeout_s=5):
                     samples += with_label(more, "ingress", name)
             return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-        return await self._answer(request, "metrics", work)
-
-    async def _all_ingress_samples(self) -> list[tuple[str, list[Sample]]]:
-        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
-        return list(await handle.broadcast("named_samples").results_async(timeout_s=5))
+        return await self._guard.answer(request, "metrics", work)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """This ingress' name and samples; called by whichever ingress is asked for /metrics."""
@@ -286,7 +252,7 @@ class Ingress:
         """What the caches hold, as this ingress' router sees it."""
 
         async def work() -> Response:
-            self._require_operator(request)
+            self._guard.require_operator(request)
             document = cache_state(
                 self._core,
                 self._traffic,
@@ -296,58 +262,15 @@ class Ingress:
             )
             return json_response(document)
 
-        return await self._answer(request, "cache_state", work)
+        return await self._guard.answer(request, "cache_state", work)
 
     @http.post("/reset_prefix_cache")
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget every cached block that is not in use, on every replica (vLLM's path)."""
 
         async def work() -> Response:
-            self._require_operator(request)
-            complete = await self._replica.broadcast("reset_prefix_cache").results_async(timeout_s=30)
+            self._guard.require_operator(request)
+            complete = await self._neighbours.replicas("reset_prefix_cache", timeout_s=30)
             return json_response({"complete": all(complete)})
 
-        return await self._answer(request, "reset_prefix_cache", work)
-
-    def _require_operator(self, request: Request) -> None:
-        """Raise unless the caller may see every tenant: an operator key, or a deployment open to everyone."""
-        authorization = request.headers.get("authorization")
-        if self._tenants.is_operator(authorization):
-            return
-        if self._tenants.open and not self._config.operator_key_sha256:
-            return
-        if not self._tenants.open:
-            self._tenants.authenticate(authorization)
-        elif not authorization:
-            raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
-        raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
-
-    async def _answer(self, request: Request, endpoint: str, work: Callable[[], Awaitable[Response]]) -> Response:
-        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
-        request_id = request_id_of(request)
-        error: WarmpathError
-        try:
-            response = await work()
-            self._count(request, endpoint, response.status_code)
-            return response
-        except WarmpathError as caught:
-            error = caught
-        except ClientDisconnect:
-            self._metrics.disconnects.inc()
-            self._count(request, endpoint, 499)
-            return Response(status_code=499)
-        except RayError:
-            logger.exception("request %s: Ray failed", request_id)
-            error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            error = GenerationFailed("A fault on the server; it was logged under this request id.")
-        self._count(request, endpoint, error.status)
-        return json_response(error_body(error), error.status, error_headers(error))
-
-    def _count(self, request: Request, endpoint: str, status: int) -> None:
-        try:
-            tenant = self._tenants.authenticate(request.headers.get("authorization")).name
-        except WarmpathError:
-            tenant = "none"
-        self._metrics.requests.labels(endpoint, str(status), tenant).inc()
+        return await self._guard.answer(request, "reset_prefix_cache", work)

@@ -10,11 +10,12 @@ from random import Random
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
-from router.core import RouterSettings, RoutingCore
+from router.core import RoutingCore
 from router.events import Event
 from router.load import LoadSettings
 from router.ranking import PolicySettings
 from router.request import Decision, RoutedRequest
+from router.settings import RouterSettings
 
 RAY_PREFIX = "ray_prefix"
 EPOCH = "simulated"

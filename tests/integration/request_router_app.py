@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from router.core import core_for
+from router.cores import core_for
 from router.events import BlocksStored, LoadReport
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.request import Decision, RoutedRequest

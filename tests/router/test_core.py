@@ -8,10 +8,12 @@ from threading import Thread
 
 import pytest
 
-from router.core import RouterSettings, RoutingCore, core_for
+from router.core import RoutingCore
+from router.cores import core_for
 from router.events import BlocksStored, CacheCleared, LoadReport, StatsReport
 from router.load import LoadSettings
 from router.request import Decision, RoutedRequest
+from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 10)
 IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)

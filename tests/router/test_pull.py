@@ -7,12 +7,13 @@ from random import Random
 
 import pytest
 
-from router.core import RouterSettings, RoutingCore
+from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
 from router.load import LoadTable
 from router.pull import plan_pull, work_with_pull
 from router.ranking import PolicySettings, uncached_tokens
 from router.request import RoutedRequest
+from router.settings import RouterSettings
 
 PULLING = PolicySettings(pull_tokens_per_s=10_000.0, min_pull_tokens=100, pull_price=1.0)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)

@@ -12,8 +12,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from router.block_hash import PrefixScope, hash_blocks
-from router.core import RouterSettings, RoutingCore
+from router.core import RoutingCore
 from router.request import RoutedRequest
+from router.settings import RouterSettings
 from serve_app import wire
 from serve_app.dispatch import MAX_ATTEMPTS, Dispatcher, Generation, Tokens
 from serve_app.engine.protocol import SamplingParams

@@ -1,0 +1,37 @@
+"""Settings of one router, as JSON carries them in a deployment's ``request_router_kwargs``.
+
+Owns names, defaults and their checks; knows nothing of how any of them is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.load import LoadSettings
+from router.policies import POLICIES
+from router.ranking import PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Settings of one router. ``follow_in_flight``: estimated_ttft counts prefixes that are being computed."""
+
+    policy: str = "estimated_ttft"
+    block_size: int = 16
+    max_blocks: int = 4_000_000
+    follow_in_flight: bool = True
+    load: LoadSettings = field(default_factory=LoadSettings)
+    scoring: PolicySettings = field(default_factory=PolicySettings)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICIES))}")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RouterSettings:
+        """Build settings from a JSON object; ``load`` and ``scoring`` are objects. Raises ValueError or TypeError."""
+        values = dict(values)
+        load = LoadSettings(**values.pop("load", {}))
+        scoring = PolicySettings(**values.pop("scoring", {}))
+        return cls(load=load, scoring=scoring, **values)

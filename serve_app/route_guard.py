@@ -1,0 +1,77 @@
+"""What every route shares: who may call it, errors in the shape of the API, and the count of answers.
+
+Knows tenants and metrics; knows nothing of what a route does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from ray.exceptions import RayError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from serve_app.api.openai_response import error_body
+from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
+from serve_app.http import error_headers, json_response, request_id_of
+from serve_app.metrics import IngressMetrics
+from serve_app.tenancy import Tenants
+
+logger = logging.getLogger(__name__)
+
+
+class RouteGuard:
+    """Runs routes. ``has_operators``: operator keys are configured."""
+
+    def __init__(self, tenants: Tenants, metrics: IngressMetrics, *, has_operators: bool) -> None:
+        self._tenants = tenants
+        self._metrics = metrics
+        self._has_operators = has_operators
+
+    def sees_all(self, request: Request) -> bool:
+        """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
+        if self._tenants.is_operator(request.headers.get("authorization")):
+            return True
+        return self._tenants.open and not self._has_operators
+
+    def require_operator(self, request: Request) -> None:
+        """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
+        if self.sees_all(request):
+            return
+        authorization = request.headers.get("authorization")
+        if not self._tenants.open:
+            self._tenants.authenticate(authorization)
+        elif not authorization:
+            raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
+        raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
+
+    async def answer(self, request: Request, endpoint: str, work: Callable[[], Awaitable[Response]]) -> Response:
+        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
+        request_id = request_id_of(request)
+        error: WarmpathError
+        try:
+            response = await work()
+            self._count(request, endpoint, response.status_code)
+            return response
+        except WarmpathError as caught:
+            error = caught
+        except ClientDisconnect:
+            self._metrics.disconnects.inc()
+            self._count(request, endpoint, 499)
+            return Response(status_code=499)
+        except RayError:
+            logger.exception("request %s: Ray failed", request_id)
+            error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            error = GenerationFailed("A fault on the server; it was logged under this request id.")
+        self._count(request, endpoint, error.status)
+        return json_response(error_body(error), error.status, error_headers(error))
+
+    def _count(self, request: Request, endpoint: str, status: int) -> None:
+        try:
+            tenant = self._tenants.authenticate(request.headers.get("authorization")).name
+        except WarmpathError:
+            tenant = "none"
+        self._metrics.requests.labels(endpoint, str(status), tenant).inc()
