@@ -23,7 +23,7 @@ from benchmarks.draft_pairs import build_pairs
 from benchmarks.metrics import write
 from router.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.engine import build_engine
+from serve_app.engine.build import build_engine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams
 
 _SCOPE = PrefixScope("benchmark")

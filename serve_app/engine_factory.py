@@ -13,7 +13,8 @@ from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config import AppConfig
 from serve_app.drafter import drafter_path
-from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.build import build_engine
+from serve_app.engine.engine import TorchEngine
 from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.model_runner import choose_device, choose_dtype
 from serve_app.engine.protocol import Engine, EngineSettings, EventSink

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.peers.workload import Prompt, serve
 from router.block_hash import PrefixScope
-from serve_app.engine.engine import build_engine
+from serve_app.engine.build import build_engine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams
 
 _SCOPE = PrefixScope("benchmark")

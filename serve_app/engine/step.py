@@ -1,10 +1,12 @@
 """One forward's worth of work: which tokens of which sequences, over which blocks.
 
-Owns the data types between scheduler and runner. Knows nothing of tensors, queues or requests' origins.
+Owns the data types between scheduler and runner, and what a forward that failed means for each segment. Knows nothing
+of tensors, queues or requests' origins.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +15,8 @@ from router.block_hash import TokenArray
 from serve_app.cache.transfer import KvFormat, Row
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.protocol import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 BlockRun = tuple[int, int]
 """(first block id, number of blocks): neighbours in a sequence that are neighbours in the pool too."""
@@ -93,3 +97,24 @@ def block_runs(blocks: Sequence[int]) -> list[BlockRun]:
     if count:
         runs.append((first, count))
     return runs
+
+
+def run_step(runner: Runner, segments: Sequence[Segment]) -> list[SegmentResult]:
+    """Run a step; when it raises, run each segment alone once, so that only the bad ones fail."""
+    try:
+        return runner.execute(segments)
+    except Exception as error:
+        _log.warning("a step of %d sequences failed", len(segments), exc_info=True)
+        if len(segments) == 1:
+            return [SegmentResult(error=_reason(error))]
+    results = []
+    for segment in segments:
+        try:
+            results.extend(runner.execute([segment]))
+        except Exception as error:
+            results.append(SegmentResult(error=_reason(error)))
+    return results
+
+
+def _reason(error: Exception) -> str:
+    return f"the forward failed: {type(error).__name__}"

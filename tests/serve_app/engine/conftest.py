@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router.events import Event
-from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.build import build_engine
+from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineSettings
 from tests.serve_app.engine.tiny import save_tiny
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.build import build_engine
+from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.speculative import SpeculativeRunner, accept
 from serve_app.engine.step import Segment, SegmentResult
