@@ -72,6 +72,19 @@ def split_chain(chain: bytes) -> Iterator[bytes]:
         yield chain[start : start + HASH_BYTES]
 
 
+def common_blocks(one: bytes, other: bytes) -> int:
+    """Return how many leading hashes two packed chains share; equal hashes at a block mean equal blocks up to it."""
+    low, high = 0, min(len(one), len(other)) // HASH_BYTES
+    while low < high:
+        middle = (low + high) // 2
+        at = middle * HASH_BYTES
+        if one[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
 def system_prompt_key(root: bytes, formatted_system_prompt: str) -> bytes:
     """Return the 16-byte key of a formatted system prompt under a scope root.
 

@@ -199,7 +199,7 @@ class RoutingCore:
         best = max(match.values()) if match else 0
         held = max(selected, in_flight.get(replica_id, 0))
         pull_from, pull_tokens = "", 0
-        if self.settings.scoring.pull_tokens_per_s and best > held:
+        if loads.num_pulling and best > held:
             pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, self.settings.scoring)
         uncached = max(request.prompt_tokens - max(held, pull_tokens), 1)
         number = loads.reserve(replica_id, uncached, now_s)

@@ -44,6 +44,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
 
     ``committed_prefill_tokens``: those of the queued tokens that run before any request that comes now, however short
     (the rest of a prefill or step that is not interrupted); their sequence counts as waiting.
+    ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
     """
 
     queued_prefill_tokens: int
@@ -55,6 +56,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     decode_step_s: float
     shares: tuple[RouterShare, ...] = ()
     committed_prefill_tokens: int = 0
+    pull_tokens_per_s: float = 0.0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

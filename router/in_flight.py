@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from router.block_hash import HASH_BYTES
+from router.block_hash import common_blocks
 
 _CHAINS_A_KEY = 4
 
@@ -54,19 +54,7 @@ class InFlightPrefixes:
             return {}
         tokens: dict[str, int] = {}
         for replica_id, other in chains.values():
-            common = _common_blocks(chain, other) * self.block_size
+            common = common_blocks(chain, other) * self.block_size
             if common > tokens.get(replica_id, 0):
                 tokens[replica_id] = common
         return tokens
-
-
-def _common_blocks(one: bytes, other: bytes) -> int:
-    low, high = 0, min(len(one), len(other)) // HASH_BYTES
-    while low < high:  # equal hashes at block i mean equal blocks up to i
-        middle = (low + high) // 2
-        at = middle * HASH_BYTES
-        if one[at : at + HASH_BYTES] == other[at : at + HASH_BYTES]:
-            low = middle + 1
-        else:
-            high = middle
-    return low

@@ -31,10 +31,13 @@ T = TypeVar("T", bound=np.generic)
 class LoadSettings:
     """``default_prefill_tokens_per_s`` holds until a replica has measured its own rate.
 
+    ``default_pull_tokens_per_s``: how fast a replica copies KV that says nothing of it; 0: it does not.
+
     ``decode_weight``: how much each running sequence slows prefill, as a share of it.
     """
 
     default_prefill_tokens_per_s: float = 5000.0
+    default_pull_tokens_per_s: float = 0.0
     decode_weight: float = 0.01
     reservation_ttl_s: float = 120.0
 
@@ -57,6 +60,7 @@ class ReplicaLoad:
     unreported: dict[int, int] = field(default_factory=dict)
     unreported_tokens: int = 0
     full: bool = False
+    pulls: bool = False
 
 
 class LoadTable:
@@ -66,6 +70,7 @@ class LoadTable:
     nobody overtakes, ``overtakable_tokens``: the others; ``jobs``: the sequences that the others belong to, at least
     one where there are any; ``falloff``: jobs / overtakable tokens, negated, 0 where there are none; ``waiting``:
     sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
+    ``pull_pace``: prefill tokens in the time of one pulled token, infinite where nothing is pulled;
     ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order.
     """
 
@@ -75,6 +80,7 @@ class LoadTable:
         self.clamped_reports = 0
         self.expired_reservations = 0
         self.num_full = 0
+        self.num_pulling = 0
         self.replica_ids: list[str] = []
         self._replicas: dict[str, ReplicaLoad] = {}
         self._reservations: dict[int, _Reservation] = {}
@@ -101,6 +107,7 @@ class LoadTable:
         if replica is None:
             return []
         self.num_full -= replica.full
+        self.num_pulling -= replica.pulls
         last_id = self.replica_ids.pop()
         if last_id != replica_id:  # the last row moves into the hole
             moved = self._replicas[last_id]
@@ -210,7 +217,9 @@ class LoadTable:
         row, report, sent = replica.row, replica.report, len(replica.unreported)
         queued, waiting = replica.unreported_tokens, sent
         running, rate, full = 0, 0.0, False
+        pull_rate = self.settings.default_pull_tokens_per_s
         if report is not None:
+            pull_rate = report.pull_tokens_per_s or pull_rate
             queued += report.queued_prefill_tokens
             waiting += report.waiting_sequences
             running, rate = report.running_sequences, report.prefill_tokens_per_s
@@ -229,6 +238,10 @@ class LoadTable:
         self._pace[row] = (1.0 + self.settings.decode_weight * running) / (
             rate or self.settings.default_prefill_tokens_per_s
         )
+        self._pull_pace[row] = 1.0 / (pull_rate * self._pace[row]) if pull_rate else np.inf
+        if replica.pulls != bool(pull_rate):
+            replica.pulls = bool(pull_rate)
+            self.num_pulling += 1 if pull_rate else -1
         if full != replica.full:
             replica.full = full
             self.num_full += 1 if full else -1
@@ -244,6 +257,7 @@ class LoadTable:
         self._falloff = _longer(self.falloff if old else None, rows, np.float64)
         self._running = _longer(self.running if old else None, rows, np.float64)
         self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
+        self._pull_pace = _longer(self.pull_pace if old else None, rows, np.float64)
         self._full = _longer(self.full if old else None, rows, np.bool_)
         self._seeds = _longer(self.seeds if old else None, rows, np.uint64)
         self._cut_views()
@@ -258,6 +272,7 @@ class LoadTable:
         self.falloff: Floats = self._falloff[:rows]
         self.running: Floats = self._running[:rows]
         self.seconds_per_token: Floats = self._pace[:rows]
+        self.pull_pace: Floats = self._pull_pace[:rows]
         self.full: npt.NDArray[np.bool_] = self._full[:rows]
         self.seeds: npt.NDArray[np.uint64] = self._seeds[:rows]
 
@@ -271,7 +286,7 @@ def _longer(column: npt.NDArray[T] | None, rows: int, dtype: type[T]) -> npt.NDA
 
 
 def _clamped(report: LoadReport) -> LoadReport:
-    rate, step = report.prefill_tokens_per_s, report.decode_step_s
+    rate, step, pull_rate = report.prefill_tokens_per_s, report.decode_step_s, report.pull_tokens_per_s
     return LoadReport(
         queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
         running_sequences=min(max(report.running_sequences, 0), MAX_SEQUENCES),
@@ -282,4 +297,5 @@ def _clamped(report: LoadReport) -> LoadReport:
         decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
         shares=report.shares,
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
+        pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
     )

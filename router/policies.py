@@ -44,7 +44,7 @@ def estimated_ttft(
     """
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
-    if settings.pull_tokens_per_s and match:
+    if loads.num_pulling and match:
         own = work_with_pull(own, request, match, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:

@@ -24,8 +24,8 @@ def work_with_pull(
     least = max(request.prompt_tokens - max(match.values()), 1)
     pulled = own - least
     pulled[pulled < settings.min_pull_tokens] = np.inf
-    pulled *= settings.pull_price / settings.pull_tokens_per_s
-    pulled /= loads.seconds_per_token
+    pulled *= loads.pull_pace
+    pulled *= settings.pull_price
     pulled += least
     return np.minimum(own, pulled, out=pulled)
 
@@ -42,7 +42,7 @@ def plan_pull(
     missing = most - held_tokens
     if row is None or missing < settings.min_pull_tokens:
         return "", 0
-    if settings.pull_tokens_per_s * float(loads.seconds_per_token[row]) <= 1.0:
+    if float(loads.pull_pace[row]) >= 1.0:
         return "", 0
     holders = [name for name, tokens in match.items() if tokens == most and loads.row_of(name) is not None]
     return (min(holders, key=loads.queue_ahead), most) if holders else ("", 0)

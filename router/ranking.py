@@ -52,16 +52,14 @@ class PolicySettings:
     False scores a first-come-first-served queue. ``pushback_weight``: seconds of others' delay that weigh as one
     second of one's own. ``tie_tolerance``: scores within this share of the best are equal, so that noise in measured
     rates does not scatter cold prompts.
-    ``pull_tokens_per_s``: how fast a replica copies KV from another one, 0 where it cannot; a pull shorter than
-    ``min_pull_tokens`` is not worth its set-up. ``pull_price``: how many seconds a second of pulling weighs in a score,
-    for a copy takes room from other prefixes and the link from other pulls (see ``pull``).
+    ``min_pull_tokens``: a shorter pull is not worth its set-up. ``pull_price``: how many seconds a second of pulling
+    weighs in a score, for a copy takes room from other prefixes and the link from other pulls (see ``pull``).
     ``bounded_load``: bounded hashing's factor over the mean. ``sglang_*``: that router's three thresholds.
     """
 
     shortest_first: bool = True
     pushback_weight: float = 1.0
     tie_tolerance: float = 0.01
-    pull_tokens_per_s: float = 0.0
     min_pull_tokens: int = 1024
     pull_price: float = 2.0
     bounded_load: float = 1.25

@@ -2,7 +2,7 @@
 
 Owns the mapping between Serve's replicas and the core's replica ids, and this loop's FeedSubscriber. Does no
 scoring and waits on nothing remote. The request's routing view is the keyword argument ``route``; a caller that
-also passes ``decision=None`` gets the Decision filled in for the replica.
+also passes ``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from ray.serve import get_replica_context
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
 from router.cores import core_for
@@ -39,11 +41,14 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         )
         self._subscriber: FeedSubscriber | None = None
         self._by_name: dict[str, RunningReplica] = {}
+        self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the feeds of new replicas and forget those that left; called on every change of statistics."""
         super().update_replicas(replicas)
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        if self._among_peers:
+            return
         added, removed = self._core.update_replicas(self._by_name)
         for name in removed:
             self._unfollow(name)
@@ -102,8 +107,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
 
     def _choose(self, pending_request: PendingRequest) -> RunningReplica | None:
-        """Return the replica for a request, None while all are full. Never raises."""
+        """Return the replica for a request, None while all are full. Never raises.
+
+        A call with a ``target`` that is gone goes to any replica, which sees that it is not meant: an error here would
+        leave the caller waiting.
+        """
         try:
+            target = pending_request.kwargs.get("target")
+            if target is not None:
+                return self._by_name.get(target) or next(iter(self._by_name.values()), None)
             route = _route_of(pending_request)
             full = self._full()
             if route is None:
@@ -161,6 +173,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def _fault(self, doing: str) -> None:
         self._core.counters.faults += 1
         logger.exception("cache-aware routing failed at %s", doing)
+
+
+def _runs_in(app_name: str, deployment_name: str) -> bool:
+    """Say whether this process is a replica of that deployment: then its router only reaches peers by name."""
+    try:
+        context = get_replica_context()
+    except RayServeException:  # a driver
+        return False
+    return (context.app_name, context.deployment) == (app_name, deployment_name)
 
 
 def _route_of(pending_request: PendingRequest | None) -> RoutedRequest | None:

@@ -52,6 +52,10 @@ class AppConfig(BaseModel):
     tier_load_ratio: float = Field(
         1.0, ge=0, description="load from a tier when that takes at most this part of computing the tokens"
     )
+    kv_pull: bool = Field(True, description="copy a prefix from another replica where that is faster than computing it")
+    max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies from others at once")
+    max_pull_bytes: int = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
+    min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
     )
@@ -105,7 +109,12 @@ class AppConfig(BaseModel):
 
     def routing(self) -> dict[str, Any]:
         """The router's part, as ``RouterSettings.from_json`` takes it."""
-        return {"policy": self.policy, "block_size": self.block_size, "max_blocks": self.directory_max_blocks}
+        return {
+            "policy": self.policy,
+            "block_size": self.block_size,
+            "max_blocks": self.directory_max_blocks,
+            "scoring": {"min_pull_tokens": self.min_pull_tokens},
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able copy, which ``AppConfig.model_validate`` reads back."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from msgspec import structs
 from ray import serve
 
 from router.block_hash import PrefixScope
@@ -39,7 +40,9 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine_factory import make_engine
 from serve_app.engine_sizes import max_model_len, pin_budget_blocks
+from serve_app.pull import Fetched, WantedPart
 from serve_app.replica_adapters import ReplicaAdapters
+from serve_app.replica_pulls import ReplicaPulls
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class Replica:
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._adapters = ReplicaAdapters(self._config, self._engine)
+        self._pulls = ReplicaPulls(self._config, self._engine)
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
@@ -113,6 +117,10 @@ class Replica:
         """Forget every cached block that is not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
+    async def export_kv(self, wanted: WantedPart, *, target: str) -> Fetched:
+        """Hand a prefix's KV to another replica; ``target``: the id of the replica that is meant."""
+        return await self._pulls.export(wanted, target)
+
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
         return await self._adapters.load(entry)
@@ -139,6 +147,7 @@ class Replica:
             decision.router_id if decision is not None else "",
             decision.reservation if decision is not None else 0,
         )
+        request = self._pulls.expecting(request, decision)
         stream = _Stream()
         self._streams[call.request_id] = stream
         ended = False
@@ -164,6 +173,9 @@ class Replica:
         reporter = getattr(self, "_reporter", None)
         if reporter is not None:
             reporter.cancel()
+        pulls = getattr(self, "_pulls", None)
+        if pulls is not None:
+            await pulls.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             await asyncio.to_thread(engine.stop)
@@ -239,7 +251,7 @@ class Replica:
 
     def _stats(self) -> StatsReport:
         info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
-        return StatsReport((*self._engine.stats().samples, info))
+        return StatsReport((*self._engine.stats().samples, *self._pulls.samples(), info))
 
     async def _report(self) -> None:
         """Publish load when it changes (at most every load_report_interval_s) and counters twice a second."""
@@ -248,7 +260,7 @@ class Replica:
         while True:
             now_s = time.monotonic()
             events: list[Event] = []
-            load = self._engine.load()
+            load = structs.replace(self._engine.load(), pull_tokens_per_s=self._pulls.tokens_per_s)
             if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s

@@ -33,12 +33,10 @@ class FrontDoor:
         clock: VirtualClock,
         tree: RayPrefixTree | None = None,
     ) -> None:
-        scoring = PolicySettings(
-            shortest_first=contender.shortest_first,
-            pull_tokens_per_s=settings.pull_tokens_per_s if contender.pull else 0.0,
-        )
+        scoring = PolicySettings(shortest_first=contender.shortest_first)
         load = LoadSettings(
             default_prefill_tokens_per_s=settings.prefill_tokens_per_s,
+            default_pull_tokens_per_s=settings.pull_tokens_per_s if contender.pull else 0.0,
             decode_weight=settings.decode_weight,
             reservation_ttl_s=float("inf"),
         )

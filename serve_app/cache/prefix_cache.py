@@ -110,10 +110,15 @@ class PrefixCache:
 
     def count_held(self, chain: bytes, blocks: int) -> int:
         """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
+        return self.count_leading(chain, blocks, self.held)
+
+    @staticmethod
+    def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
+        """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
         low, high = 0, blocks
         while low < high:
             middle = (low + high + 1) // 2
-            if chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle] in self._by_hash:
+            if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):
                 low = middle
             else:
                 high = middle - 1

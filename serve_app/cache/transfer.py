@@ -210,16 +210,16 @@ def check_scope(header: ChainHeader, scope: PrefixScope) -> None:
 
 
 def make_header(
-    kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, payload: Row
+    kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, payload: Row, first: int = 0
 ) -> ChainHeader:
-    """Describe a whole chain: ``token_ids`` are the full blocks' ids from the prompt's start."""
+    """Describe a chain's blocks from ``first`` on; ``token_ids`` and ``hashes`` are those of all blocks to its end."""
     lineages = extend_lineage(b"", scope, token_ids, kv_format.block_size)
     return ChainHeader(
         format=kv_format,
         scope=scope_digest(scope),
         lora=scope.lora,
-        hashes=hashes,
-        token_ids=token_ids.astype("<i4", copy=False).tobytes(),
+        hashes=hashes[first * HASH_BYTES :],
+        token_ids=token_ids[first * kv_format.block_size :].astype("<i4", copy=False).tobytes(),
         lineage=lineages[-1],
         checksum=checksum(payload),
     )
@@ -241,3 +241,23 @@ def verify_chain(
     if hash_chain(root, token_ids, kv_format.block_size) != header.hashes:
         raise WrongChain("the hashes are not those of the tokens under this root")
     return token_ids
+
+
+def verify_part(
+    part: KvChain, kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int
+) -> None:
+    """Raise a TransferError unless ``part`` holds the blocks from ``first`` on of the chain that is wanted.
+
+    ``token_ids`` and ``hashes`` (packed) are the asker's own, from the prompt's start; they may go on after the part.
+    """
+    header, size = part.header, kv_format.block_size
+    check_format(header, kv_format)
+    check_scope(header, scope)
+    check_payload(header, part.payload)
+    end = first + header.blocks
+    if not header.blocks or header.hashes != hashes[first * HASH_BYTES : end * HASH_BYTES]:
+        raise WrongChain("the hashes are not those that were asked for")
+    if header.token_ids != token_ids[first * size : end * size].astype("<i4", copy=False).tobytes():
+        raise WrongChain("the tokens are not those that were asked for")
+    if extend_lineage(b"", scope, token_ids[: end * size], size)[-1] != header.lineage:
+        raise WrongChain("the lineage is not that of the tokens")

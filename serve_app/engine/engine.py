@@ -138,15 +138,41 @@ class TorchEngine:
         """
         return self._loop.call(lambda: self._reset(tiers))
 
-    def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
-        """Return the KV of the pool's longest prefix of ``token_ids``, in whole blocks; None when there is none."""
-        return self._transfer.export_prefix(scope, root, token_ids)
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's KV."""
+        return self._runner.block_bytes
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
+        return self._cache.count_leading(
+            block_hashes, most, lambda block_hash: self._cache.held(block_hash) or self._scheduler.computes(block_hash)
+        )
+
+    def wake(self) -> None:
+        """Look again at requests whose ``arrival`` is done by now (any thread)."""
+        self._inbox.wake()
+
+    def export_prefix(
+        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+    ) -> KvChain | None:
+        """Return the KV of the pool's longest prefix of ``token_ids``, from block ``first`` on, in whole blocks.
+
+        ``most_blocks`` bounds them. None when there is none. Waits for the loop.
+        """
+        return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks)
 
     def import_prefix(
         self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
     ) -> ImportedPrefix:
         """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
         return self._transfer.import_prefix(chain, scope, root, tenant)
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        """Take a prompt's blocks from ``first`` on, as far as there is room. Raises a TransferError."""
+        return self._transfer.import_part(part, scope, token_ids, block_hashes, first, tenant)
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
@@ -203,10 +229,10 @@ class TorchEngine:
     def _has_work(self) -> bool:
         if self._scheduler.running_count:
             return True
-        lower = self._lower
+        lower, startable = self._lower, self._scheduler.waiting_count - self._scheduler.arriving_count
         if lower is None:
-            return self._scheduler.waiting_count > 0
-        return self._scheduler.waiting_count > lower.loading or lower.tiers.has_news
+            return startable > 0
+        return startable > lower.loading or lower.tiers.has_news
 
     def step(self) -> None:
         """For the loop: choose, compute and settle one step."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.transfer import KvChain, make_header, verify_chain
+from serve_app.cache.transfer import KvChain, make_header, verify_chain, verify_part
 from serve_app.engine.install import install_blocks
 from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.scheduler import Scheduler
@@ -42,29 +42,54 @@ class PrefixTransfer:
         self._on_loop = on_loop
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
 
-    def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
-        """Return the longest prefix of ``token_ids`` in the pool; its blocks cannot be evicted meanwhile."""
+    def export_prefix(
+        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+    ) -> KvChain | None:
+        """Return the pool's blocks of the longest prefix of ``token_ids``, from block ``first`` on.
+
+        ``most_blocks`` bounds them. None when there are none. They cannot be evicted meanwhile.
+        """
         size = self._cache.block_size
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        if most_blocks is not None:
+            ids = ids[: (first + most_blocks) * size]
         chain = self._cache.chain(root, ids)
-        blocks = self._on_loop(lambda: self._hold(scope, ids, chain))
-        if not blocks:
-            return None
-        payload = np.empty((len(blocks), self._runner.kv_format.block_bytes), dtype=np.uint8)
+        blocks: list[int] = []
+        payload = np.empty((0, 0), dtype=np.uint8)
+        copied = 0
+
+        def copy() -> int:
+            nonlocal blocks, payload, copied
+            if not blocks:
+                matched = self._match(scope, ids, chain)
+                if len(matched) <= first:
+                    return 0
+                payload = np.empty((len(matched) - first, self._runner.kv_format.block_bytes), dtype=np.uint8)
+                self._cache.acquire(matched)
+                blocks = matched
+            part = slice(copied, copied + self._step_blocks)
+            self._runner.read_blocks(blocks[first:][part], list(payload[part]))
+            copied = min(part.stop, len(payload))
+            if copied == len(payload):
+                # In the visit that copies the last of them, for each visit waits for a step.
+                self._cache.release(blocks)
+                blocks = []
+                return 0
+            return len(payload) - copied
+
         try:
-            for start in range(0, len(blocks), self._step_blocks):
-                part = slice(start, start + self._step_blocks)
-
-                def read(part: slice = part) -> None:
-                    self._runner.read_blocks(blocks[part], list(payload[part]))
-
-                self._on_loop(read)
-        finally:
+            while self._on_loop(copy):
+                pass
+        except BaseException:
             self._on_loop(lambda: self._cache.release(blocks))
-        held = ids[: len(blocks) * size]
-        return KvChain(
-            make_header(self._runner.kv_format, scope, held, chain[: len(blocks) * HASH_BYTES], payload), payload
+            raise
+        if not copied:
+            return None
+        end = first + copied
+        header = make_header(
+            self._runner.kv_format, scope, ids[: end * size], chain[: end * HASH_BYTES], payload, first
         )
+        return KvChain(header, payload)
 
     def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes, tenant: str = "default") -> ImportedPrefix:
         """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing.
@@ -75,33 +100,48 @@ class PrefixTransfer:
         if not cache.enabled:
             return ImportedPrefix(0, 0)
         ids = verify_chain(chain, self._runner.kv_format, scope, root, lambda parent, ids, _: cache.chain(parent, ids))
-        held, new = self._on_loop(lambda: self._take(chain, scope, ids, tenant))
-        while held < chain.header.blocks:
-            more_held, more = self._on_loop(lambda: self._take(chain, scope, ids, tenant))
-            held, new = more_held, new + more
-            if not more:
-                break
-        return ImportedPrefix(held, new)
+        return self._import(chain, scope, ids, chain.header.hashes, 0, tenant)
 
-    def _hold(self, scope: PrefixScope, ids: TokenArray, chain: bytes) -> list[int]:
-        matched = self._match(scope, ids, chain)
-        self._cache.acquire(matched)
-        return matched
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
+
+        Nothing is taken where blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
+        """
+        if not self._cache.enabled:
+            return ImportedPrefix(0, 0)
+        verify_part(part, self._runner.kv_format, scope, token_ids, hashes, first)
+        end = first + part.header.blocks
+        ids, chain = token_ids[: end * self._cache.block_size], hashes[: end * HASH_BYTES]
+        return self._import(part, scope, ids, chain, first, tenant)
+
+    def _import(
+        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        new = 0
+        while True:
+            held, more = self._on_loop(lambda: self._take(part, scope, ids, chain, first, tenant))
+            new += more
+            if not more or held >= first + part.header.blocks:
+                return ImportedPrefix(held, new)
 
     def _match(self, scope: PrefixScope, ids: TokenArray, chain: bytes) -> list[int]:
         """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""
         return self._cache.match(scope, np.append(ids, np.int32(0)), chain)
 
-    def _take(self, chain: KvChain, scope: PrefixScope, ids: TokenArray, tenant: str) -> tuple[int, int]:
+    def _take(
+        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
+    ) -> tuple[int, int]:
         """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
-        cache, hashes = self._cache, chain.header.hashes
-        matched = self._match(scope, ids, hashes)
-        first = len(matched)
+        cache = self._cache
+        matched = self._match(scope, ids, chain)
+        held = len(matched)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         room = cache.available_blocks - idle_hits - self._scheduler.promised_blocks
-        count = min(chain.header.blocks - first, self._step_blocks, room)
-        if count <= 0:
-            return first, 0
-        rows = list(chain.payload[first : first + count])
-        new = install_blocks(cache, self._runner, scope, ids, hashes, matched, count, lambda: rows, tenant)
-        return first + new, new
+        count = min(first + part.header.blocks - held, self._step_blocks, room)
+        if count <= 0 or held < first:
+            return held, 0
+        rows = list(part.payload[held - first : held - first + count])
+        new = install_blocks(cache, self._runner, scope, ids, chain, matched, count, lambda: rows, tenant)
+        return held + new, new

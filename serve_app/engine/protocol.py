@@ -6,6 +6,7 @@ that satisfies ``Engine`` can stand in a replica.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -51,6 +52,28 @@ class Save:
     ttl_s: float | None = None
 
 
+class Arrival:
+    """KV that is on its way to a request, which starts when that is ``done`` and not before.
+
+    ``tokens``: leading prompt tokens that will have KV if all goes well. Several requests may wait for one copy.
+    """
+
+    __slots__ = ("_ended", "tokens")
+
+    def __init__(self, tokens: int, *, of: Arrival | None = None) -> None:
+        self.tokens = tokens
+        self._ended: threading.Event = of._ended if of is not None else threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy is over, however it went."""
+        return self._ended.is_set()
+
+    def end(self) -> None:
+        """Say that it is over, for everyone who waits; wake the engine then."""
+        self._ended.set()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
@@ -58,6 +81,7 @@ class EngineRequest:
     ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
     ``root`` is the scope's keyed root hash; ``block_hashes`` the packed chain of the prompt's full blocks under
     it (empty: the engine computes it). ``router_id`` and ``reservation`` come back in the load report.
+    ``arrival``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     """
 
     request_id: str
@@ -70,6 +94,7 @@ class EngineRequest:
     router_id: str = ""
     reservation: int = 0
     save: Save | None = None
+    arrival: Arrival | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +177,36 @@ class Engine(Protocol):
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
 
-    def export_prefix(self, scope: PrefixScope, root: bytes, token_ids: TokenArray) -> KvChain | None:
-        """Return the KV of the longest cached prefix, in whole blocks (any thread); None when nothing is cached."""
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's KV."""
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
+
+    def wake(self) -> None:
+        """Look again at requests whose ``arrival`` is done by now (any thread)."""
+
+    def export_prefix(
+        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+    ) -> KvChain | None:
+        """Return the KV of the longest cached prefix, in whole blocks from ``first`` on, ``most_blocks`` at most.
+
+        Any thread, but it waits for the loop. None when there is none.
+        """
 
     def import_prefix(
         self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
     ) -> ImportedPrefix:
         """Take what ``export_prefix`` of another engine gave (any thread). Raises a TransferError, taking nothing."""
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        """Take a prompt's blocks from ``first`` on, if they are exactly those (any thread, but it waits for the loop).
+
+        ``token_ids`` and ``block_hashes``: the prompt's own. Raises a TransferError, taking nothing.
+        """
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available (any thread, not the caller's event loop: it reads files).

@@ -75,6 +75,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def arriving_count(self) -> int:
+        """How many of those wait for KV that is on its way from elsewhere."""
+        return sum(1 for sequence in self._waiting.values() if sequence.arriving)
+
+    @property
     def running_count(self) -> int:
         """How many run."""
         return len(self._running)
@@ -88,6 +93,10 @@ class Scheduler:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
         self._waiting[sequence.request.request_id] = sequence
         self._cache.quota.touch(sequence.request.tenant)
+
+    def computes(self, block_hash: bytes) -> bool:
+        """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
+        return block_hash in self._in_flight
 
     def find(self, request_id: str) -> Sequence | None:
         """Return a sequence that waits or runs here."""
@@ -149,7 +158,9 @@ class Scheduler:
         candidates = [
             sequence
             for sequence in self._waiting.values()
-            if id(sequence) not in parked and not (sequence.after and self.find(sequence.after))
+            if id(sequence) not in parked
+            and not sequence.arriving
+            and not (sequence.after and self.find(sequence.after))
         ]
         lines: dict[str, deque[Sequence]] = {}
         for sequence in candidates:

@@ -97,9 +97,17 @@ class Sequence:
         """Most positions that can ever have KV: the last sampled token never does."""
         return self.prompt_tokens + max(self.request.sampling.max_tokens - 1, 0)
 
+    @property
+    def arriving(self) -> bool:
+        """Whether KV for this request is on its way from elsewhere."""
+        arrival = self.request.arrival
+        return arrival is not None and not arrival.done
+
     def uncached_tokens(self, block_size: int) -> int:
-        """Prompt tokens still to be computed; while waiting, by the latest hint of what is cached."""
+        """Prompt tokens still to be computed; while waiting, by the latest hint of what is cached or on its way."""
         done = self.computed if self.blocks else self.held_blocks_hint * block_size
+        if self.arriving and self.request.arrival is not None:
+            done = max(done, self.request.arrival.tokens)
         return max(self.prompt_tokens - done, 0)
 
     def add_blocks(self, blocks: Blocks[int]) -> None:

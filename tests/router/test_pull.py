@@ -9,27 +9,31 @@ import pytest
 
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
-from router.load import LoadTable
+from router.load import LoadSettings, LoadTable
 from router.pull import plan_pull, work_with_pull
 from router.ranking import PolicySettings, uncached_tokens
 from router.request import RoutedRequest
 from router.settings import RouterSettings
 
-PULLING = PolicySettings(pull_tokens_per_s=10_000.0, min_pull_tokens=100, pull_price=1.0)
+PULLING = PolicySettings(min_pull_tokens=100, pull_price=1.0)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 
-def loads_of(**queued: int) -> LoadTable:
-    """Replicas that compute 1,000 tokens/s."""
+def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
+    return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
+
+
+def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
+    """Replicas that compute 1,000 tokens/s and pull ten times as many."""
     loads = LoadTable("me")
     for name, tokens in queued.items():
         loads.add_replica(name)
-        loads.report(name, LoadReport(tokens, 0, 1 if tokens else 0, 0, 0, 1000.0, 0.01), 0.0)
+        loads.report(name, load(tokens, pull_rate), 0.0)
     return loads
 
 
-def work(match: dict[str, int], settings: PolicySettings = PULLING) -> list[float]:
-    loads = loads_of(a=0, b=0, c=0)
+def work(match: dict[str, int], settings: PolicySettings = PULLING, pull_rate: float = 10_000.0) -> list[float]:
+    loads = loads_of(pull_rate, a=0, b=0, c=0)
     own = uncached_tokens(REQUEST, (match,), loads)
     return [float(tokens) for tokens in work_with_pull(own, REQUEST, match, loads, settings)]
 
@@ -52,9 +56,22 @@ def test_a_short_pull_is_not_worth_its_set_up() -> None:
 
 def test_a_slow_link_is_not_used() -> None:
     """Where copying is slower than computing, nothing changes, and no pull is planned."""
-    slow = PolicySettings(pull_tokens_per_s=900.0, min_pull_tokens=100, pull_price=1.0)
-    assert work({"b": 600}, slow) == pytest.approx([1000, 400, 1000])
-    assert plan_pull("a", 0, {"b": 600}, loads_of(a=0, b=0), slow) == ("", 0)
+    assert work({"b": 600}, pull_rate=900.0) == pytest.approx([1000, 400, 1000])
+    assert plan_pull("a", 0, {"b": 600}, loads_of(900.0, a=0, b=0), PULLING) == ("", 0)
+
+
+def test_each_replica_pulls_at_the_rate_it_reports() -> None:
+    """Rates differ; who says nothing, or nonsense, takes the default; who leaves is forgotten."""
+    loads = LoadTable("me", LoadSettings(default_pull_tokens_per_s=2000.0))
+    for name, rate in {"fast": 20_000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}.items():
+        loads.add_replica(name)
+        loads.report(name, load(0, rate), 0.0)
+    own = uncached_tokens(REQUEST, ({"holder": 600},), loads)
+    assert work_with_pull(own, REQUEST, {"holder": 600}, loads, PULLING).tolist() == pytest.approx([430, 700, 700, 400])
+    assert loads.num_pulling == 4
+    loads.remove_replica("fast")
+    assert loads.num_pulling == 3
+    assert loads_of(0.0, a=0).num_pulling == 0
 
 
 def test_the_holder_with_the_least_work_is_asked() -> None:
@@ -71,8 +88,8 @@ def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
     for policy in ("estimated_ttft", "round_robin"):
         core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
         core.update_replicas(["a", "b"])
-        core.apply("b", "e", [BlocksStored(chain), LoadReport(90_000, 0, 1, 0, 0, 1000.0, 0.01)])
-        core.apply("a", "e", [LoadReport(0, 0, 0, 0, 0, 1000.0, 0.01)])
+        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
+        core.apply("a", "e", [load(0)])
         decisions = [core.decide(RoutedRequest(f"q{n}", chain, 1000, b"k" * 16)) for n in range(2)]
         decision = next(d for d in decisions if d is not None and d.replica_id == "a")
         assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)

@@ -26,6 +26,7 @@ from serve_app.cache.transfer import (
     encode_header,
     make_header,
     verify_chain,
+    verify_part,
 )
 
 SIZE = 4
@@ -144,3 +145,35 @@ def test_impossible_headers_are_refused() -> None:
         header = msgspec.structs.replace(chain.header, **change)
         with pytest.raises(NotAChain):
             KvChain.from_bytes(encode_header(header) + chain.payload.tobytes())
+
+
+def part_of(first: int, last: int, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> KvChain:
+    """Blocks ``first`` to ``last`` - 1 of the chain."""
+    payload = make().payload[first:last].copy()
+    hashes = hash_blocks(root, IDS, SIZE)[: 16 * last]
+    return KvChain(make_header(FORMAT, scope, IDS[: SIZE * last], hashes, payload, first), payload)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (0, 1), (1, 3), (2, 3)])
+def test_a_part_is_what_was_asked_for_or_refused(first: int, last: int) -> None:
+    """It fits one place of one chain: not another place, tokens, scope, root, nor bytes that changed."""
+    hashes = hash_blocks(ROOT, IDS, SIZE)
+    part = KvChain.from_bytes(part_of(first, last).to_bytes())
+    verify_part(part, FORMAT, SCOPE, IDS, hashes, first)
+    with pytest.raises(WrongChain):
+        verify_part(part, FORMAT, SCOPE, IDS, hashes, first + 1)
+    with pytest.raises(WrongChain):
+        verify_part(part, FORMAT, SCOPE, IDS + 1, hashes, first)
+    other = replace(SCOPE, salt=b"tenant b")
+    with pytest.raises(WrongScope):
+        verify_part(part_of(first, last, other), FORMAT, SCOPE, IDS, hashes, first)
+    with pytest.raises(WrongChain):
+        verify_part(part_of(first, last, SCOPE, other.root(b"secret")), FORMAT, SCOPE, IDS, hashes, first)
+    lies = part_of(first, last)
+    lies.payload[0, 0] ^= 1
+    with pytest.raises(BadChecksum):
+        verify_part(lies, FORMAT, SCOPE, IDS, hashes, first)
+    # Equal tokens after another beginning: only the lineage tells.
+    forked = msgspec.structs.replace(part.header, lineage=bytes(len(part.header.lineage)))
+    with pytest.raises(WrongChain):
+        verify_part(KvChain(forked, part.payload), FORMAT, SCOPE, IDS, hashes, first)
