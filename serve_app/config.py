@@ -40,6 +40,9 @@ class AppConfig(BaseModel):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
     max_waiting_requests: int = Field(256, ge=1, description="requests waiting in a replica before it answers 429")
+    admission: Literal["optimistic", "worst_case"] = Field(
+        "optimistic", description="'worst_case' reserves room for all of max_tokens; else a full pool preempts"
+    )
     enable_prefix_caching: bool = True
     speculative_model: str | None = Field(
         None, description="drafts tokens for the model: a checkpoint or built-in model of the same vocabulary"

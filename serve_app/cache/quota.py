@@ -82,6 +82,13 @@ class Quota:
         account = self._accounts.get(tenant)
         return account.held - account.idle if account is not None else 0
 
+    def over_share(self, tenant: str) -> float:
+        """Return the tenant's blocks in use by weight if they are more than its share, else 0.0."""
+        in_use = self.in_use(tenant)
+        if in_use <= self.fraction(tenant) * self._total_blocks:
+            return 0.0
+        return in_use / self._accounts[tenant].weight
+
     def protected(self, tenant: str) -> int:
         """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``. O(such tenants)."""
         kept, since_s = 0, self._clock() - GUARD_S

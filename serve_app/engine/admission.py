@@ -1,4 +1,4 @@
-"""Whether a waiting sequence may start: slots and blocks, promised by the worst case, shared among tenants.
+"""Whether a waiting sequence may start, and a running one take more than it was promised: slots, blocks, shares.
 
 Owns what is promised to running sequences, in all and by tenant. Knows nothing of order or of tokens. A tenant
 within its share, or with nothing running, may start whatever fits. One beyond its share borrows: it must leave
@@ -44,6 +44,17 @@ class Admission:
                 may = slots_left >= max(1, self._slots // RESERVE) and blocks_left >= total // RESERVE
                 return "admitted" if may else "over_share"
         return "admitted" if needed <= room else "no_room"
+
+    def growth_room(self, tenant: str) -> int:
+        """Return how many blocks a running sequence of ``tenant`` may take beyond what it was promised."""
+        cache = self._cache
+        room = cache.available_blocks - self.promised_blocks
+        if self._running[tenant] > 1:
+            total, in_use = cache.pool.total_blocks, cache.quota.in_use(tenant) + self._promised[tenant]
+            fraction = cache.quota.fraction(tenant)
+            if fraction < 1.0 and in_use + 1 > fraction * total:
+                room -= cache.quota.protected(tenant) + total // RESERVE
+        return room
 
     def started(self, tenant: str, promised: int) -> None:
         """Note a sequence that starts with a promise of blocks."""

@@ -122,7 +122,7 @@ class TorchEngine:
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
         with self._inbox.changed:
-            waiting = self._inbox.waiting_count
+            waiting = self._scheduler.waiting_count + len(self._inbox.arrivals)
         gauges = gauge_samples(
             self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
         )
@@ -237,19 +237,25 @@ class TorchEngine:
     def step(self) -> None:
         """For the loop: choose, compute and settle one step."""
         chosen = self._scheduler.schedule()
+        for sequence in self._scheduler.preempted:
+            self._settlement.preempted(sequence)
         if not chosen:
             return
         started = self._clock()
-        prefill_tokens = 0
+        prefill_tokens = prompt_tokens = recomputed = 0
         for item in chosen:
             if item.admitted:
                 self._settlement.admitted(item.sequence, started)
             if item.sequence.prefilling:
+                fresh, again = item.sequence.split_prefill(item.tokens)
                 prefill_tokens += item.tokens
+                prompt_tokens += fresh
+                recomputed += again
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
-        self._meters.computed_prompt_tokens += prefill_tokens
+        self._meters.computed_prompt_tokens += prompt_tokens
+        self._meters.recomputed_tokens += recomputed
         with self._inbox.changed:
             for item, result in zip(chosen, results, strict=True):
                 self._settlement.settle(item, result, now)

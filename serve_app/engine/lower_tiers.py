@@ -191,14 +191,14 @@ class LowerTiers:
             last = self._cache.entry(matched[-1])
             assert last is not None
             parent = self.describe([last])[0].lineage
-        first, limit = len(matched), self._cache.reusable_blocks(sequence.prompt_tokens)
+        first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
         found: list[tuple[TierBlock, str]] = []
         for i in range(first, limit):
             block_hash = sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
             known = self.tiers.find(block_hash)
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"
-            ids = sequence.request.token_ids[size * i : size * (i + 1)]
+            ids = sequence.tokens[size * i : size * (i + 1)]
             (parent,) = extend_lineage(parent, scope, ids, size)
             if known is None or known[0].lineage != parent:
                 break
@@ -257,7 +257,7 @@ class LowerTiers:
             self._cache,
             self._runner,
             request.scope,
-            request.token_ids,
+            sequence.tokens,
             sequence.chain,
             matched,
             len(run),

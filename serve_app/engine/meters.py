@@ -57,6 +57,7 @@ class EngineMeters:
         self.decode_step_s = 0.0
         self.prompt_tokens = 0
         self.computed_prompt_tokens = 0
+        self.recomputed_tokens = 0
         self.generation_tokens = 0
         self.finished: dict[str, int] = {}
         self.saves: dict[str, int] = {}
@@ -65,6 +66,7 @@ class EngineMeters:
         self.queue_time = Histogram("warmpath_request_queue_time_seconds", _QUEUE_BUCKETS)
         self._queries: dict[str, int] = {}
         self._hits: dict[str, int] = {}
+        self._preemptions: dict[str, int] = {}
         self._rate_tokens = 0.0
         self._rate_s = 0.0
 
@@ -91,6 +93,12 @@ class EngineMeters:
             self._rate_s = self._rate_s * kept + duration_s
             self.prefill_tokens_per_s = self._rate_tokens / self._rate_s
 
+    def preempted(self, tenant: str) -> None:
+        """Count a sequence that gave its blocks back before its end."""
+        counts = self._preemptions
+        name = tenant if tenant in counts or len(counts) < TENANT_LABELS else "other"
+        counts[name] = counts.get(name, 0) + 1
+
     def finish(self, reason: str) -> None:
         """Count a finished request."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
@@ -112,6 +120,9 @@ class EngineMeters:
         yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)
         for reason, count in dict(self.finished).items():
             yield "warmpath_requests_finished_total", (*labels, ("finished_reason", reason)), float(count)
+        for tenant, count in dict(self._preemptions).items():
+            yield "warmpath_num_preemptions_total", (*labels, ("tenant", tenant)), float(count)
+        yield "warmpath_recomputed_tokens_total", labels, float(self.recomputed_tokens)
         for outcome, count in dict(self.saves).items():
             yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
         yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s

@@ -17,6 +17,9 @@ from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.adapter import AdapterSpec
 
+AdmissionRule = Literal["optimistic", "worst_case"]
+"""What a sequence is promised when it starts: room for its prompt and a first part of its output, or for all of it."""
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]
@@ -229,6 +232,7 @@ class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
+    ``admission``: what is promised to a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     """
 
@@ -238,6 +242,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_waiting_requests: int = 256
+    admission: AdmissionRule = "optimistic"
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, and with how many tokens.
 
-Owns the waiting line and the running set. Knows nothing of tensors, threads or clients. Rules: decode first; then
-prefill in turns of tenants (``turns``), a tenant's least uncached work first, aged; a sequence whose next missing
-block another one is computing waits for that block (single flight); admission (``admission``) promises the worst
-case in blocks, so a running sequence never lacks one. Mutates sequences and the prefix cache.
+Owns the waiting line. Knows nothing of tensors, threads or clients. Rules: decode first; then prefill in turns of
+tenants (``turns``), a tenant's least uncached work first, aged; a sequence whose next missing block another one is
+computing waits for that block (``flights``); who starts is promised blocks (``admission``), and where more are needed
+than there are somebody gives way (``running_set``). Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from router.block_hash import HASH_BYTES
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.adapter_slots import AdapterSlots
-from serve_app.engine.admission import Admission, Verdict
+from serve_app.engine.admission import Verdict
+from serve_app.engine.flights import Flights
 from serve_app.engine.lower_tiers import Fetched
+from serve_app.engine.preemption import promised_blocks
 from serve_app.engine.protocol import EngineSettings
+from serve_app.engine.running_set import RunningSet
 from serve_app.engine.sequence import Sequence
 from serve_app.engine.turns import TenantTurns
 
 AGING_TOKENS_PER_S = 2000.0
 """A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
 seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
-
-GROWTH_BLOCKS = 4
-"""Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,26 @@ class Scheduler:
         self._cache = cache
         self._adapters = adapters
         self._waiting: dict[str, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
-        self._admission = Admission(settings, cache)
+        self._flights = Flights()
+        self._running = RunningSet(settings, cache, self._flights, adapters)
         self._turns = TenantTurns(settings.max_num_batched_tokens)
         self._claim: str | None = None
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
-        self._in_flight: dict[bytes, Sequence] = {}
-        self._parked: dict[bytes, list[Sequence]] = {}
+        self._numbers = count()
+        self._preempted: list[Sequence] = []
         self.fetch: Callable[[Sequence, list[int]], Fetched] | None = None
         """Asked before a prefill for the blocks that continue what the pool holds; see ``LowerTiers.fetch``."""
 
     @property
     def waiting(self) -> Iterable[Sequence]:
-        """Sequences not admitted yet, those parked behind another's prefill included."""
+        """Sequences that are not running: new ones, those parked behind another's prefill, preempted ones."""
         return self._waiting.values()
 
     @property
     def running(self) -> Iterable[Sequence]:
         """Admitted sequences."""
-        return self._running.values()
+        return self._running.sequences.values()
 
     @property
     def waiting_count(self) -> int:
@@ -82,63 +83,63 @@ class Scheduler:
     @property
     def running_count(self) -> int:
         """How many run."""
-        return len(self._running)
+        return len(self._running.sequences)
 
     @property
     def promised_blocks(self) -> int:
         """Blocks promised to running sequences and not taken yet."""
-        return self._admission.promised_blocks
+        return self._running.admission.promised_blocks
+
+    @property
+    def preempted(self) -> Iterable[Sequence]:
+        """Sequences that had to give way in the last ``schedule``; they wait again."""
+        return self._preempted
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
+        sequence.number = next(self._numbers)
         self._waiting[sequence.request.request_id] = sequence
         self._cache.quota.touch(sequence.request.tenant)
 
     def computes(self, block_hash: bytes) -> bool:
         """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
-        return block_hash in self._in_flight
+        return self._flights.has(block_hash)
 
     def find(self, request_id: str) -> Sequence | None:
         """Return a sequence that waits or runs here."""
-        return self._waiting.get(request_id) or self._running.get(request_id)
+        return self._waiting.get(request_id) or self._running.sequences.get(request_id)
 
     def remove(self, request_id: str) -> Sequence | None:
         """Drop a sequence, running or not, and free its blocks; None if it is not here."""
         sequence = self._waiting.pop(request_id, None)
         if sequence is not None:
             return sequence
-        sequence = self._running.pop(request_id, None)
-        if sequence is None:
-            return None
-        self._admission.ended(sequence.request.tenant, sequence.reserved_blocks)
-        sequence.reserved_blocks = 0
-        if self._adapters is not None:
-            self._adapters.release(sequence.request.scope.lora)
-        self._land(sequence, sequence.prompt_tokens)
-        sequence.release(self._cache)
+        sequence = self._running.sequences.get(request_id)
+        if sequence is not None:
+            self._running.end(sequence)
         return sequence
 
     def schedule(self) -> list[Scheduled]:
-        """Choose the next step; blocks for every chosen token are allocated."""
+        """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption."""
+        self._preempted = self._running.make_room()
+        self._waiting.update((sequence.request.request_id, sequence) for sequence in self._preempted)
         budget = self._settings.max_num_batched_tokens
         chosen: list[Scheduled] = []
         prefilling: list[Sequence] = []
         # Drafts never take more than half of a step from prefill, nor a decode's own token.
-        spare = budget // 2 - len(self._running) if self._settings.num_speculative_tokens else 0
-        for sequence in self._running.values():
+        spare = budget // 2 - self.running_count if self._settings.num_speculative_tokens else 0
+        for sequence in self.running:
             if sequence.prefilling:
                 prefilling.append(sequence)
             elif budget > 0:
                 drafts = 0
                 if spare > 0:
-                    drafts = sequence.wanted_drafts(min(self._settings.num_speculative_tokens, spare))
+                    drafts = self._running.drafts(sequence, min(self._settings.num_speculative_tokens, spare))
                     spare -= drafts
                 chosen.append(Scheduled(sequence, 1, drafts=drafts))
                 budget -= 1 + drafts
         if budget > 0:
             self._schedule_prefill(budget, prefilling, chosen)
-        for item in chosen:
-            self._grow(item.sequence, item.sequence.computed + item.tokens + item.drafts)
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
@@ -149,12 +150,12 @@ class Scheduler:
         sequence = item.sequence
         sequence.computed += item.tokens + accepted
         sequence.publish(self._cache)
-        self._land(sequence, sequence.computed // self._cache.block_size)
+        self._running.land(sequence, sequence.computed)
 
     def _schedule_prefill(self, budget: int, prefilling: list[Sequence], chosen: list[Scheduled]) -> None:
-        if not prefilling and len(self._running) >= self._settings.max_num_seqs:
+        if not prefilling and self.running_count >= self._settings.max_num_seqs:
             return
-        parked = {id(sequence) for line in self._parked.values() for sequence in line}
+        parked = self._flights.parked()
         candidates = [
             sequence
             for sequence in self._waiting.values()
@@ -193,10 +194,11 @@ class Scheduler:
                 line.popleft()
                 continue
             before = planned.tokens if planned is not None else 0
-            left = sequence.prompt_tokens - sequence.computed - before
+            left = sequence.prefill_tokens - sequence.computed - before
             tokens = min(left, limit - spent)
             spent += tokens
-            plan[sequence] = Scheduled(sequence, before + tokens, starts or (planned is not None and planned.admitted))
+            first = starts and not sequence.preemptions
+            plan[sequence] = Scheduled(sequence, before + tokens, first or (planned is not None and planned.admitted))
             if tokens == left:
                 line.popleft()
         return spent
@@ -204,9 +206,9 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Admit a waiting sequence if its turn, the slots and the blocks allow it."""
         tenant = sequence.request.tenant
-        if len(self._running) >= self._settings.max_num_seqs or tenant in self._stopped:
+        if self.running_count >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
-        if self._claim not in (None, tenant):
+        if self._claim not in (None, tenant) or self._preempted:
             return False
         if not self._has_slot(sequence):
             return False
@@ -235,11 +237,13 @@ class Scheduler:
         return room
 
     def _rank(self, sequence: Sequence) -> float:
-        return sequence.uncached_tokens(self._cache.block_size) + AGING_TOKENS_PER_S * sequence.arrival_s
+        # Who had to give way was overtaken already: it counts as having nothing to compute.
+        work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
+        return work + AGING_TOKENS_PER_S * sequence.arrival_s
 
     def _refresh_hint(self, sequence: Sequence) -> None:
         """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
-        limit = self._cache.reusable_blocks(sequence.prompt_tokens)
+        limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         hint, chain = sequence.held_blocks_hint, sequence.chain
         if hint and not self._cache.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
             hint = self._cache.count_held(chain, hint)
@@ -250,18 +254,15 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> Verdict:
         """Admit a waiting sequence, park it behind a flight or a load, or say what it lacks."""
         cache, size = self._cache, self._cache.block_size
-        matched = cache.match(sequence.request.scope, sequence.request.token_ids, sequence.chain)
-        limit = cache.reusable_blocks(sequence.prompt_tokens)
+        matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
+        limit = cache.reusable_blocks(sequence.prefill_tokens)
         hits = len(matched)
-        if hits < limit:
-            missing = sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]
-            if missing in self._in_flight:
-                self._parked.setdefault(missing, []).append(sequence)
-                return "parked"
-        needed = -(-sequence.most_tokens // size) - hits
+        if hits < limit and self._flights.park(sequence, sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]):
+            return "parked"
+        needed = promised_blocks(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         tenant = sequence.request.tenant
-        verdict = self._admission.verdict(tenant, needed, idle_hits)
+        verdict = self._running.admission.verdict(tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
         if hits < limit and self.fetch is not None:
@@ -270,41 +271,6 @@ class Scheduler:
                 return "parked"
             if fetched is Fetched.LOADED:
                 return self._admit(sequence)
-        if self._adapters is not None:
-            self._adapters.acquire(sequence.request.scope.lora)
-        cache.acquire(matched)
-        sequence.add_blocks(matched)
-        sequence.published = sequence.landed = hits
-        sequence.computed = sequence.cached_tokens = hits * size
-        if self._settings.num_speculative_tokens:
-            sequence.drafted = sequence.computed
-        sequence.reserved_blocks = needed
-        self._admission.started(tenant, needed)
         del self._waiting[sequence.request.request_id]
-        self._running[sequence.request.request_id] = sequence
-        # The whole prompt at once, so that it lies in one run where the pool allows it.
-        self._take(sequence, -(-sequence.prompt_tokens // size) - hits)
-        for i in range(hits, limit):
-            self._in_flight.setdefault(sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)], sequence)
+        self._running.start(sequence, matched, needed)
         return verdict
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        missing = -(-tokens // self._cache.block_size) - len(sequence.blocks)
-        if missing > 0:
-            self._take(sequence, min(max(missing, GROWTH_BLOCKS), sequence.reserved_blocks))
-
-    def _take(self, sequence: Sequence, count: int) -> None:
-        tenant = sequence.request.tenant
-        sequence.add_blocks(self._cache.allocate(count, tenant))
-        sequence.reserved_blocks -= count
-        self._admission.taken(tenant, count)
-
-    def _land(self, sequence: Sequence, blocks: int) -> None:
-        """End the flight of a sequence's first ``blocks`` prompt blocks and wake who waited for them."""
-        limit = min(blocks, self._cache.reusable_blocks(sequence.prompt_tokens))
-        for i in range(sequence.landed, limit):
-            block_hash = sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
-            if self._in_flight.get(block_hash) is sequence:
-                del self._in_flight[block_hash]
-                self._parked.pop(block_hash, None)
-        sequence.landed = max(sequence.landed, limit)

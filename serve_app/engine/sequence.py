@@ -21,6 +21,9 @@ class Sequence:
     ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
     positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
     ``after``: the request that has to end before this one may start; ``save_outcome``: of the save it asked for.
+    ``prefill_tokens``: those to compute before the next one can be sampled: the prompt, and after a preemption also
+    what was generated until then. ``number``: its place in the order of arrival. ``beyond_promise``: it holds more
+    blocks than it was promised. ``farthest``: the most positions that ever had KV at once.
     """
 
     __slots__ = (
@@ -29,16 +32,20 @@ class Sequence:
         "_tokens",
         "after",
         "arrival_s",
+        "beyond_promise",
         "blocks",
         "cached_tokens",
         "chain",
         "computed",
         "drafted",
-        "first_token_s",
+        "farthest",
         "held_blocks_hint",
         "landed",
         "last_token_s",
         "length",
+        "number",
+        "preemptions",
+        "prefill_tokens",
         "published",
         "request",
         "reserved_blocks",
@@ -55,7 +62,10 @@ class Sequence:
         prompt = request.token_ids
         self._tokens = np.empty(len(prompt) + request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
-        self.length = len(prompt)
+        self.length = self.prefill_tokens = len(prompt)
+        self.number = 0
+        self.preemptions = 0
+        self.farthest = 0
         self.blocks: list[int] = []
         self.computed = 0
         self.drafted: int | None = None
@@ -63,11 +73,11 @@ class Sequence:
         self.landed = 0
         self.cached_tokens = 0
         self.reserved_blocks = 0
+        self.beyond_promise = False
         self.held_blocks_hint = 0
         self.after = ""
         self.save_outcome: SaveOutcome | None = None
         self.scheduled_s: float | None = None
-        self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self._runs: list[BlockRun] = []
         self._runs_cover = 0
@@ -89,8 +99,8 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether prompt tokens remain to be computed."""
-        return self.computed < self.prompt_tokens
+        """Whether tokens remain to be computed before the next one can be sampled."""
+        return self.computed < self.prefill_tokens
 
     @property
     def most_tokens(self) -> int:
@@ -104,11 +114,11 @@ class Sequence:
         return arrival is not None and not arrival.done
 
     def uncached_tokens(self, block_size: int) -> int:
-        """Prompt tokens still to be computed; while waiting, by the latest hint of what is cached or on its way."""
+        """Tokens of the prefill still to be computed; while waiting, by the hint of what is cached or on its way."""
         done = self.computed if self.blocks else self.held_blocks_hint * block_size
         if self.arriving and self.request.arrival is not None:
             done = max(done, self.request.arrival.tokens)
-        return max(self.prompt_tokens - done, 0)
+        return max(self.prefill_tokens - done, 0)
 
     def add_blocks(self, blocks: Blocks[int]) -> None:
         """Append blocks for positions to come."""
@@ -156,20 +166,41 @@ class Sequence:
         full = self.computed // cache.block_size
         if not cache.enabled or full <= self.published:
             return
-        known = len(self.chain) // HASH_BYTES
-        if known < full:
-            parent = self.chain[-HASH_BYTES:] if known else self.request.root
-            self.chain += cache.chain(parent, self._tokens[known * cache.block_size : full * cache.block_size])
+        self._extend_chain(cache, full)
         before = self.blocks[self.published : full]
         self.published = cache.publish(self.request.scope, self._tokens, self.chain, self.blocks, self.published, full)
         if before != self.blocks[full - len(before) : full]:
             self._runs_cover = 0
+
+    def preempt(self, cache: PrefixCache) -> None:
+        """Give all blocks back and be as before the start, except that what was generated belongs to the prefill."""
+        self.preemptions += 1
+        self.farthest = max(self.farthest, self.computed)
+        self.prefill_tokens = self.length
+        if cache.enabled:
+            self._extend_chain(cache, self.length // cache.block_size)
+        self.held_blocks_hint = self.published
+        self.release(cache)
+        self.computed = self.published = self.landed = 0
+        self.beyond_promise = False
+
+    def split_prefill(self, tokens: int) -> tuple[int, int]:
+        """Return how many of the next ``tokens`` positions are the prompt's, and how many had KV before already."""
+        start, end = self.computed, self.computed + tokens
+        again = max(min(end, self.farthest) - start, 0)
+        return max(min(end, self.prompt_tokens) - start - again, 0), again
 
     def release(self, cache: PrefixCache) -> None:
         """Give all blocks back."""
         cache.release(self.blocks)
         self.blocks = []
         self._runs_cover = 0
+
+    def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
+        known = len(self.chain) // HASH_BYTES
+        if known < blocks:
+            parent = self.chain[-HASH_BYTES:] if known else self.request.root
+            self.chain += cache.chain(parent, self._tokens[known * cache.block_size : blocks * cache.block_size])
 
     def _current_runs(self) -> list[BlockRun]:
         if self._runs_cover == 0:

@@ -20,7 +20,7 @@ from serve_app.engine.step import Runner, SegmentResult
 
 
 class Settlement:
-    """Progress and ends of one engine's requests. All but ``admitted`` is called with the inbox's condition held."""
+    """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
 
     def __init__(
         self,
@@ -51,6 +51,12 @@ class Settlement:
         self._meters.admitted(
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
         )
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Note that a sequence gave its blocks back and waits again: the tiers are asked anew when it starts."""
+        self._meters.preempted(sequence.request.tenant)
+        if self._lower is not None:
+            self._lower.forget(sequence.request.request_id)
 
     def settle(self, item: Scheduled, result: SegmentResult, now: float) -> None:
         """Take one segment's result: publish its blocks, append its token, or end its request."""

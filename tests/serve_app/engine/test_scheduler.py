@@ -15,8 +15,8 @@ from tests.serve_app.engine.tiny import prompt, request
 class Bench:
     """A scheduler with a cache, and steps that always succeed."""
 
-    def __init__(self, **overrides: int) -> None:
-        values = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **overrides}
+    def __init__(self, **overrides: object) -> None:
+        values: dict[str, object] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **overrides}
         self.settings = EngineSettings(**values)  # type: ignore[arg-type]
         self.cache = PrefixCache(self.settings.num_blocks, self.settings.block_size)
         self.scheduler = Scheduler(self.settings, self.cache)
@@ -82,9 +82,9 @@ def test_nobody_starves_beyond_the_stated_bound() -> None:
     assert max(overtook) <= bound_s
 
 
-def test_admission_promises_the_worst_case_and_nobody_overtakes_who_waits_for_blocks() -> None:
+def test_admission_by_worst_case_and_nobody_overtakes_who_waits_for_blocks() -> None:
     """Ten blocks: 6 + 5 do not fit together; a small late-comer does not take the room that frees up."""
-    bench = Bench(num_blocks=10)
+    bench = Bench(num_blocks=10, admission="worst_case")
     bench.add("a", prompt(16, 1), 81)
     assert bench.step() == [("a", 16)]
     bench.add("b", prompt(16, 2), 65, arrival_s=0.0)
@@ -107,9 +107,10 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
     assert bench.step() == [("hit", 2)]
 
 
-def test_a_running_sequence_never_lacks_a_block() -> None:
+@pytest.mark.parametrize("admission", ["worst_case", "optimistic"])
+def test_a_running_sequence_never_lacks_a_block(admission: str) -> None:
     """Random requests in a small pool run to their ends; the checks are in ``step``."""
-    bench = Bench(num_blocks=16, max_num_seqs=6)
+    bench = Bench(num_blocks=16, max_num_seqs=6, admission=admission)
     rng = np.random.default_rng(2)
     for i in range(60):
         base = prompt(32, int(rng.integers(3)))[: int(rng.integers(1, 33))]
