@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from copy import copy
 from random import Random
 from threading import Lock
 from typing import Any
@@ -18,14 +19,16 @@ from router.counters import RouterCounters
 from router.decisions import RecentDecisions
 from router.directory import Directory
 from router.events import Event, LoadReport, StatsReport
+from router.explain import explain
 from router.in_flight import InFlightPrefixes
 from router.load import LoadTable
+from router.plan import plan
 from router.policies import POLICIES, least_loaded
-from router.pull import plan_pull
 from router.ranking import Candidate, Match, PolicyContext
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
-from router.state import router_state
+from router.shadow import ShadowCounters, ShadowPolicy
+from router.state import regret_state, router_state, shadow_state
 
 
 class RoutingCore:
@@ -48,6 +51,10 @@ class RoutingCore:
         self._turn = 0
         self._stats: dict[str, StatsReport] = {}
         self._is_live: Callable[[str], bool] = lambda replica_id: False
+        self._blocked: Callable[[], Collection[str]] = tuple
+        self._counted = self.counters.of_policy(self.settings.policy)
+        self._shadow = self._new_shadow()
+        self._shadow_s = 0.0
         self._decisions = RecentDecisions()
         self._loads = LoadTable(router_id, self.settings.load)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
@@ -64,6 +71,11 @@ class RoutingCore:
         return self._loads
 
     @property
+    def shadow(self) -> tuple[str, ShadowCounters] | None:
+        """The shadow policy's name and counters, None where there is none."""
+        return None if self._shadow is None else (self._shadow.policy, self._shadow.counters)
+
+    @property
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas known now."""
         return tuple(self._loads.replica_ids)
@@ -74,15 +86,22 @@ class RoutingCore:
         replica_ids = self.replica_ids
         return bool(replica_ids) and all(map(self._is_live, replica_ids))
 
-    def follow(self, is_live: Callable[[str], bool]) -> None:
-        """Say who knows whether a replica's feed is complete. Its figures arrive before that, its blocks do not."""
+    def follow(self, is_live: Callable[[str], bool], blocked: Callable[[], Collection[str]] = tuple) -> None:
+        """Say who knows whether a replica's feed is complete (its figures arrive before that, its blocks do not).
+
+        ``blocked``: who knows which replicas can take no request for a reason that is in no report.
+        """
         self._is_live = is_live
+        self._blocked = blocked
 
     def configure(self, settings: RouterSettings) -> None:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
             self._loads.settings = settings.load
+            self._counted = self.counters.of_policy(settings.policy)
+            if before.shadow_policy != settings.shadow_policy:
+                self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._directory = Directory(settings.block_size, settings.max_blocks)
                 self._in_flight = InFlightPrefixes(settings.block_size)
@@ -130,8 +149,9 @@ class RoutingCore:
         """
         started_s = self._clock()
         with self._lock:
+            self._shadow_s = 0.0
             decision = self._decide(request, blocked, started_s)
-            self.counters.decision_s.add(self._clock() - started_s)
+            self.counters.decision_s.add(self._clock() - started_s - self._shadow_s)
         return decision
 
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
@@ -155,13 +175,39 @@ class RoutingCore:
             self._loads.release(decision.reservation)
             self._in_flight.discard(decision.reservation)
 
-    def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float) -> None:
-        """Count what the replica really reused and how long the first token took."""
+    def explain(
+        self, request: RoutedRequest, policies: Collection[str], blocked: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Say what each of ``policies`` would decide about a request now, and from what; JSON-able.
+
+        Reserves and counts nothing, and draws no random number: the next ``decide`` chooses what is said here.
+        ``blocked``: by default the replicas that Serve says are full.
+        """
         with self._lock:
-            tokens = self.counters.of_reason(decision.reason)
-            tokens.delivered_cached_tokens += cached_tokens
-            tokens.delivered_requests += 1
+            now_s = self._clock()
+            self._expire(now_s)
+            match, in_flight = self._match(request)
+            blocked = self._blocked() if blocked is None else blocked
+            contexts = {
+                policy: PolicyContext(self._turn + 1, copy(self._rng), self.settings.scoring, blocked, in_flight)
+                for policy in policies
+            }
+            tiers = self._directory.tiers(self._usable(request), match)
+            return explain(request, match, tiers, self._loads, contexts, now_s)
+
+    def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
+        """Count what the replica really reused and how long the first token took.
+
+        ``chain``: the request's block hashes, to find out why less than predicted was reused.
+        """
+        with self._lock:
+            selected, held = decision.selected_cached_tokens, 0
+            if cached_tokens < selected:
+                held = self._directory.match(chain).get(decision.replica_id, 0)
+            self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
             self.counters.ttft_s.add(ttft_s)
+            if decision.estimated_ttft_s > 0.0:
+                self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
 
     def take_decision(self, request_id: str) -> Decision | None:
         """Return the last decision made for a request, once; only the newest few thousand are remembered."""
@@ -182,7 +228,15 @@ class RoutingCore:
         """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
         with self._lock:
             shown = router_state(self._directory, self._loads, self._clock())
-        return {"router_id": self.router_id, "policy": self.settings.policy, **shown}
+            regret = regret_state(self.counters)
+            shadow = self.shadow and shadow_state(*self.shadow)
+        return {
+            "router_id": self.router_id,
+            "policy": self.settings.policy,
+            **shown,
+            "regret": regret,
+            "shadow": shadow,
+        }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
         loads = self._loads
@@ -194,54 +248,47 @@ class RoutingCore:
         if not ranked:
             self.counters.all_full += 1
             return None
-        replica_id, _, reason, estimated_ttft_s = ranked[0]
-        selected = match.get(replica_id, 0)
+        replica_id, _, reason = ranked[0]
         best = max(match.values()) if match else 0
-        held = max(selected, in_flight.get(replica_id, 0))
-        pull_from, pull_tokens = "", 0
-        if loads.num_pulling and best > held:
-            pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, self.settings.scoring)
-        uncached = max(request.prompt_tokens - max(held, pull_tokens), 1)
-        number = loads.reserve(replica_id, uncached, now_s)
+        planned = plan(request, replica_id, match, in_flight, best, loads, self.settings.scoring)
+        if self._shadow is not None:
+            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned)
+        number = loads.reserve(replica_id, planned.uncached_tokens, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
             self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
+        selected, _, pull_from, pull_tokens, estimated_ttft_s = planned
         decision = Decision(
-            replica_id,
-            self.router_id,
-            number,
-            best,
-            selected,
-            reason,
-            estimated_ttft_s,
-            pull_from,
-            pull_tokens,
+            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens
         )
-        tokens = self.counters.of_reason(reason)
-        tokens.decisions += 1
-        tokens.prompt_tokens += request.prompt_tokens
-        tokens.best_cached_tokens += best
-        tokens.selected_cached_tokens += selected
+        self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
         self._decisions.add(request.request_id, decision)
         return decision
 
     def _match(self, request: RoutedRequest) -> tuple[Match, Match]:
-        """Return cached tokens by replica, and those of prefills under way. The last prompt token never counts."""
-        usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
-        chain = request.block_hashes
-        if len(chain) > usable:
-            chain = chain[:usable]
+        """Return cached tokens by replica, and those of prefills under way."""
+        chain = self._usable(request)
         match = self._directory.match(chain)
         if not self.settings.follow_in_flight:
             return match, {}
         return match, self._in_flight.match(request.placement_key, chain)
+
+    def _usable(self, request: RoutedRequest) -> bytes:
+        """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
+        usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
+        chain = request.block_hashes
+        return chain[:usable] if len(chain) > usable else chain
 
     def _expire(self, now_s: float) -> int:
         ended = self._loads.expire(now_s)
         for number in ended:
             self._in_flight.discard(number)
         return len(ended)
+
+    def _new_shadow(self) -> ShadowPolicy | None:
+        policy = self.settings.shadow_policy
+        return ShadowPolicy(policy, self._clock, Random(f"{self.router_id}/shadow")) if policy else None  # noqa: S311
 
     def _drop(self, replica_id: str) -> None:
         for number in self._loads.remove_replica(replica_id):

@@ -9,27 +9,14 @@ refused hint) can only make a prediction wrong.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from router.block_hash import HASH_BYTES
 from router.block_table import SHARD_SHIFT, BlockTable, block_keys
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.holder_sets import HolderSets
+from router.tier_slots import ReplicaSlots, bits
 
 _MEMO_ENTRIES = 4096
-
-
-@dataclass(slots=True)
-class _Replica:
-    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
-
-    epoch: str = ""
-    slot_of_tier: dict[str, int] = field(default_factory=dict)
-    blocks_of_tier: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def home(self) -> int:
-        return next(iter(self.slot_of_tier.values()))
 
 
 class Directory:
@@ -42,7 +29,7 @@ class Directory:
         self.ignored_events = 0
         self._table = BlockTable(max_blocks)
         self._sets = HolderSets()
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaSlots] = {}
         self._owner: list[str] = []
         self._free_slots: list[int] = []
         self._dead: int = 0
@@ -90,7 +77,7 @@ class Directory:
 
     def add_replica(self, replica_id: str) -> None:
         """Start taking hints of a replica; adding it again changes nothing."""
-        self._replicas.setdefault(replica_id, _Replica())
+        self._replicas.setdefault(replica_id, ReplicaSlots())
 
     def remove_replica(self, replica_id: str) -> None:
         """Forget a replica at once; unknown ids are ignored."""
@@ -141,7 +128,7 @@ class Directory:
             self._sets.count(self._table.rebuild(self._sweep_at, clean), asked)
             self._sweep_at += 1
             if self._sweep_at == self._table.num_shards:
-                self._free_slots.extend(_bits(self._sweep_dead))
+                self._free_slots.extend(bits(self._sweep_dead))
                 self._dead &= ~self._sweep_dead
                 self._sweep_at, self._sweep_dead = -1, 0
 
@@ -187,12 +174,29 @@ class Directory:
                 tokens[replica_id] = depth
         return tokens
 
+    def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Return by replica and tier how many tokens of its matched prefix lie there; one may lie in several.
+
+        ``match``: as ``match(chain)`` returned it. Looks at every matched block: for explanations, not decisions.
+        """
+        slots = {name: self._replicas[name].slot_of_tier for name in match}
+        found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
+        depth = max(match.values(), default=0) // self.block_size
+        words = memoryview(chain)[: depth * HASH_BYTES].cast("Q")[::2]
+        for index in range(depth):
+            held = self._sets.masks[self._table.get(words[index])]
+            for name, tiers in slots.items():
+                if match[name] > index * self.block_size:
+                    for tier, slot in tiers.items():
+                        found[name][tier] += self.block_size * (held >> slot & 1)
+        return found
+
     def _fold(self, held: int) -> int:
         """Turn bits of further tiers into the bit that stands for their replica."""
         folded = self._folded.get(held)
         if folded is None:
             folded = held & ~self._extra
-            for slot in _bits(held & self._extra):
+            for slot in bits(held & self._extra):
                 folded |= 1 << self._replicas[self._owner[slot]].home
             if len(self._folded) >= _MEMO_ENTRIES:
                 self._folded.clear()
@@ -202,13 +206,13 @@ class Directory:
     def _names(self, folded: int) -> tuple[str, ...]:
         names = self._members.get(folded)
         if names is None:
-            names = tuple(self._owner[slot] for slot in _bits(folded))
+            names = tuple(self._owner[slot] for slot in bits(folded))
             if len(self._members) >= _MEMO_ENTRIES:
                 self._members.clear()
             self._members[folded] = names
         return names
 
-    def _store(self, replica_id: str, replica: _Replica, event: BlocksStored) -> None:
+    def _store(self, replica_id: str, replica: ReplicaSlots, event: BlocksStored) -> None:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
             slot = self._new_slot(replica_id, replica, event.tier)
@@ -227,7 +231,7 @@ class Directory:
         sets.count(changes, asked)
         replica.blocks_of_tier[event.tier] += sum(count for _, _, count in changes)
 
-    def _remove(self, replica: _Replica, event: BlocksRemoved) -> None:
+    def _remove(self, replica: ReplicaSlots, event: BlocksRemoved) -> None:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
             return
@@ -246,7 +250,7 @@ class Directory:
         sets.count(changes, asked)
         replica.blocks_of_tier[event.tier] -= sum(count for _, _, count in changes)
 
-    def _new_slot(self, replica_id: str, replica: _Replica, tier: str) -> int:
+    def _new_slot(self, replica_id: str, replica: ReplicaSlots, tier: str) -> int:
         if self._free_slots:
             slot = self._free_slots.pop()
             self._owner[slot] = replica_id
@@ -261,7 +265,7 @@ class Directory:
         self._forget_memos()
         return slot
 
-    def _retire_slots(self, replica: _Replica) -> None:
+    def _retire_slots(self, replica: ReplicaSlots) -> None:
         """Make everything a replica held vanish now; its entries are swept later."""
         for tier, slot in replica.slot_of_tier.items():
             bit = 1 << slot
@@ -279,13 +283,3 @@ class Directory:
     def _forget_memos(self) -> None:
         self._folded.clear()
         self._members.clear()
-
-
-def _bits(mask: int) -> list[int]:
-    """Return the positions of the set bits, lowest first."""
-    positions = []
-    while mask:
-        low = mask & -mask
-        positions.append(low.bit_length() - 1)
-        mask ^= low
-    return positions

@@ -8,17 +8,16 @@ policy returns replicas that may take the request, best first, at most ``limit``
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil, exp
+from math import ceil
 
 import numpy as np
 
-from router.load import Floats, LoadTable
+from router.load import LoadTable
 from router.pull import work_with_pull
 from router.ranking import (
     Candidate,
     Match,
     PolicyContext,
-    PolicySettings,
     listed,
     open_rows,
     rendezvous,
@@ -57,22 +56,7 @@ def estimated_ttft(
     else:
         scores = loads.queued_tokens + own
     scores *= loads.seconds_per_token
-    ranked = scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
-    return [
-        Candidate(replica_id, score, reason, _wait_s(replica_id, own, loads, settings))
-        for replica_id, score, reason, _ in ranked
-    ]
-
-
-def _wait_s(replica_id: str, own: Floats, loads: LoadTable, settings: PolicySettings) -> float:
-    """Return the estimated time to first token at one replica; the delay of others is no part of it."""
-    row = loads.row_of(replica_id)
-    assert row is not None
-    tokens, ahead = float(own[row]), float(loads.queued_tokens[row])
-    if settings.shortest_first:
-        ratio, committed = tokens * float(loads.falloff[row]), float(loads.committed_tokens[row])
-        ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
-    return (ahead + tokens) * float(loads.seconds_per_token[row])
+    return scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
 
 
 def lmetric(

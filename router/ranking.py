@@ -41,7 +41,6 @@ class Candidate(NamedTuple):
     replica_id: str
     score: float
     reason: str
-    estimated_ttft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

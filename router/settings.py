@@ -15,18 +15,25 @@ from router.ranking import PolicySettings
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of one router. ``follow_in_flight``: estimated_ttft counts prefixes that are being computed."""
+    """Settings of one router. ``follow_in_flight``: estimated_ttft counts prefixes that are being computed.
+
+    ``shadow_policy``: decides beside ``policy`` without acting, "" for none. ``no_replica_wait_s``: requests wait this
+    long after the last replica has gone, and then fail.
+    """
 
     policy: str = "estimated_ttft"
     block_size: int = 16
     max_blocks: int = 4_000_000
     follow_in_flight: bool = True
+    shadow_policy: str = ""
+    no_replica_wait_s: float = 5.0
     load: LoadSettings = field(default_factory=LoadSettings)
     scoring: PolicySettings = field(default_factory=PolicySettings)
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICIES))}")
+        for policy in filter(None, (self.policy or "?", self.shadow_policy)):
+            if policy not in POLICIES:
+                raise ValueError(f"unknown routing policy {policy!r}; known: {', '.join(sorted(POLICIES))}")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RouterSettings:

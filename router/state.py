@@ -1,14 +1,16 @@
-"""What a router knows, as a document: the directory's size, and each replica's blocks and load.
+"""What a router knows and has counted, as documents: the directory, each replica's blocks and load, regret, shadow.
 
-Pure functions over a directory and a load table. The caller holds whatever lock guards them.
+Pure functions; whatever they return is JSON-able. The caller holds the lock that guards what it passes in.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from router.counters import RouterCounters, TokensByReason
 from router.directory import Directory
 from router.load import LoadTable
+from router.shadow import ShadowCounters
 
 
 def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[str, Any]:
@@ -42,4 +44,54 @@ def load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any
         "waiting_sequences": report.waiting_sequences if report else 0,
         "prefill_tokens_per_s": report.prefill_tokens_per_s if report else 0.0,
         "report_age_s": round(now_s - replica.reported_at_s, 3) if report else None,
+    }
+
+
+def regret_state(counters: RouterCounters) -> dict[str, Any]:
+    """Return by policy what its decisions gave away in cached tokens, by reason, and how good its estimates were."""
+    return {
+        policy: {
+            "decisions": sum(tokens.decisions for tokens in counted.by_reason.values()),
+            "by_reason": {reason: _tokens_state(tokens) for reason, tokens in counted.by_reason.items()},
+            "ttft": {
+                "requests": counted.estimates.ratio.count,
+                "estimated_s": round(counted.estimates.estimated_s, 6),
+                "actual_s": round(counted.estimates.actual_s, 6),
+                "late_s": round(counted.estimates.late_s, 6),
+                "early_s": round(counted.estimates.early_s, 6),
+            },
+        }
+        for policy, counted in counters.by_policy.items()
+    }
+
+
+def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
+    return {
+        "decisions": tokens.decisions,
+        "prompt_tokens": tokens.prompt_tokens,
+        "best_cached_tokens": tokens.best_cached_tokens,
+        "selected_cached_tokens": tokens.selected_cached_tokens,
+        "delivered_cached_tokens": tokens.delivered_cached_tokens,
+        "delivered_requests": tokens.delivered_requests,
+        "not_selected_tokens": tokens.not_selected_tokens,
+        "evicted_tokens": tokens.evicted_tokens,
+        "unused_tokens": tokens.unused_tokens,
+        "unpredicted_tokens": tokens.unpredicted_tokens,
+    }
+
+
+def shadow_state(policy: str, counters: ShadowCounters) -> dict[str, Any]:
+    """Return what a shadow policy would have done, beside what was done; sums over ``decisions``."""
+    return {
+        "policy": policy,
+        "decisions": counters.decisions,
+        "agreed": counters.agreed,
+        "agreement_rate": round(counters.agreed / counters.decisions, 4) if counters.decisions else None,
+        "prompt_tokens": counters.prompt_tokens,
+        "selected_cached_tokens": counters.cached_tokens,
+        "acting_selected_cached_tokens": counters.acting_cached_tokens,
+        "estimated_ttft_s": round(counters.estimated_ttft_s, 6),
+        "acting_estimated_ttft_s": round(counters.acting_estimated_ttft_s, 6),
+        "by_reason": dict(counters.by_reason),
+        "faults": counters.faults,
     }

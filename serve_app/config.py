@@ -78,6 +78,12 @@ class AppConfig(BaseModel):
     simulated_decode_step_s: float = Field(0.02, gt=0)
 
     policy: Policy = "estimated_ttft"
+    shadow_policy: Policy | None = Field(
+        None, description="decides about every request beside `policy` without acting; counted apart"
+    )
+    no_replica_wait_s: float = Field(
+        5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
+    )
     directory_max_blocks: int = Field(2_000_000, ge=1000, description="block hashes a router remembers")
     tokenizer_cache_bytes: int = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
     max_queued_requests: int = Field(512, ge=1, description="requests an ingress holds while every replica is full")
@@ -114,8 +120,10 @@ class AppConfig(BaseModel):
         """The router's part, as ``RouterSettings.from_json`` takes it."""
         return {
             "policy": self.policy,
+            "shadow_policy": self.shadow_policy or "",
             "block_size": self.block_size,
             "max_blocks": self.directory_max_blocks,
+            "no_replica_wait_s": self.no_replica_wait_s,
             "scoring": {"min_pull_tokens": self.min_pull_tokens},
         }
 

@@ -94,15 +94,8 @@ class Dispatcher:
         cached_reported = False
         for attempt in range(MAX_ATTEMPTS):
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = RoutedRequest(
-                request_id=f"{generation.request_id}.{attempt}",
-                block_hashes=current.block_hashes,
-                prompt_tokens=len(current.token_ids),
-                placement_key=current.placement_key,
-                max_new_tokens=current.sampling.max_tokens,
-                avoid=avoid,
-            )
-            reservation = _Reservation(self._core, route.request_id)
+            route = route_of(current, attempt, avoid)
+            reservation = _Reservation(self._core, route)
             try:
                 async with aclosing(self._attempt(current, route, reservation)) as chunks:
                     async for chunk in chunks:
@@ -188,9 +181,9 @@ class Dispatcher:
 class _Reservation:
     """What the router decided and reserved for one call; ending it again is harmless."""
 
-    def __init__(self, core: RoutingCore, request_id: str) -> None:
+    def __init__(self, core: RoutingCore, route: RoutedRequest) -> None:
         self._core = core
-        self._request_id = request_id
+        self._route = route
         self._ended = False
         self._decision: Decision | None = None
 
@@ -204,19 +197,31 @@ class _Reservation:
         if not self._ended:
             self.end()
             if self._decision is not None:
-                self._core.record_delivered(self._decision, cached_tokens, ttft_s)
+                self._core.record_delivered(self._decision, cached_tokens, ttft_s, self._route.block_hashes)
 
     def end(self) -> None:
         """Free what was reserved."""
         if not self._ended:
             self._ended = True
-            self._decision = self._core.take_decision(self._request_id)
+            self._decision = self._core.take_decision(self._route.request_id)
             if self._decision is not None:
                 self._core.release(self._decision)
 
 
 class _ReplicaLost(Exception):
     """The replica is going away or broke off; the generation can be sent elsewhere."""
+
+
+def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = ()) -> RoutedRequest:
+    """Return a generation's routing view. ``avoid``: replicas that lost it in earlier attempts."""
+    return RoutedRequest(
+        request_id=f"{generation.request_id}.{attempt}",
+        block_hashes=generation.block_hashes,
+        prompt_tokens=len(generation.token_ids),
+        placement_key=generation.placement_key,
+        max_new_tokens=generation.sampling.max_tokens,
+        avoid=avoid,
+    )
 
 
 def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:

@@ -44,6 +44,7 @@ from serve_app.errors import (
     NotFound,
     WarmpathError,
 )
+from serve_app.explain import Explainer
 from serve_app.http import json_response, read_body
 from serve_app.metrics import IngressMetrics, Sample, render, with_label
 from serve_app.neighbours import Neighbours
@@ -110,19 +111,21 @@ class Ingress:
         self._core = core_for(
             deployment_key(context.app_name, replica.deployment_name), RouterSettings.from_json(self._config.routing())
         )
+        preparer = Preparer(
+            info,
+            self._tokenizer,
+            self._tenants,
+            secret,
+            model_name=self._config.model_name,
+            max_model_len=self._max_model_len,
+            default_max_tokens=self._config.default_max_tokens,
+            save_ttl_s=self._config.save_ttl_s,
+            adapters=self._adapters,
+        )
+        self._explainer = Explainer(self._core, preparer, self._tenants)
         self._completions = Completions(
             self._config,
-            Preparer(
-                info,
-                self._tokenizer,
-                self._tenants,
-                secret,
-                model_name=self._config.model_name,
-                max_model_len=self._max_model_len,
-                default_max_tokens=self._config.default_max_tokens,
-                save_ttl_s=self._config.save_ttl_s,
-                adapters=self._adapters,
-            ),
+            preparer,
             Dispatcher(replica, self._core, self._config.block_size, self._metrics),
             self._tokenizer,
             self._metrics,
@@ -263,6 +266,16 @@ class Ingress:
             return json_response(document)
 
         return await self._guard.answer(request, "cache_state", work)
+
+    @http.post("/v1/cache/explain")
+    async def explain(self, request: Request) -> Response:
+        """Where a request would go now, and why; nothing is sent, reserved or counted."""
+
+        async def work() -> Response:
+            self._guard.require_operator(request)
+            return json_response(await self._explainer.explain(await read_body(request, self._config.max_body_bytes)))
+
+        return await self._guard.answer(request, "cache_explain", work)
 
     @http.post("/reset_prefix_cache")
     async def reset_prefix_cache(self, request: Request) -> Response:

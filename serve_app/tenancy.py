@@ -96,6 +96,11 @@ class Tenants:
             )
         return found
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tenants there are, ``default`` alone where none is configured."""
+        return tuple(dict.fromkeys(tenant.name for _, tenant in self._keys)) or (DEFAULT_TENANT,)
+
     def is_operator(self, authorization: str | None) -> bool:
         """Tell whether the header bears an operator key; False when none is configured."""
         digest = _bearer_digest(authorization)

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.server import instance
 from serve_app.tenancy import make_api_key
-from tests.integration.conftest import let_the_feed_arrive
+from tests.integration.conftest import eventually, let_the_feed_arrive
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings: Path = tmp_path_factory.mktemp("tenants") / "settings.yaml"
     tenants = [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")]
     settings.write_text(yaml.safe_dump({"tenants": tenants, "operator_key_sha256": [KEYS["operator"][1]]}))
-    with instance("--config", str(settings), "--set", "dtype=float32") as base:
+    with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
         yield base
 
 
@@ -77,3 +77,38 @@ def test_operator_endpoints_need_the_operator_key(url: str) -> None:
         assert httpx.get(url + path, headers=auth("operator"), timeout=30).status_code == 200
     metrics = httpx.get(url + "/metrics", headers=auth("operator"), timeout=30).text
     assert 'tenant="acme"' in metrics
+
+
+def test_explain_is_the_operators_and_says_where_a_tenants_request_would_go(url: str) -> None:
+    """For the tenant named the holder wins, with a sentence; tenants' keys do not open it, and nothing is counted."""
+    explain = url + "/v1/cache/explain"
+    assert httpx.post(explain, json=BODY, timeout=30).status_code == 401
+    assert httpx.post(explain, json=BODY, headers=auth("acme"), timeout=30).status_code == 403
+    ask(url, "acme")
+
+    def held(tenant: str) -> dict[str, object]:
+        body = {**BODY, "tenant": tenant, "cache_salt": None}
+        said = httpx.post(explain, json=body, headers=auth("operator"), timeout=30).raise_for_status().json()
+        prompt: dict[str, object] = said["prompts"][0]
+        return prompt
+
+    eventually(lambda: int(str(held("acme")["best_cached_tokens"])) > 100)
+
+    def decisions() -> int:
+        state = httpx.get(url + "/v1/cache/state", headers=auth("operator"), timeout=30).json()
+        return sum(policy["decisions"] for policy in state["regret"].values())
+
+    before = decisions()
+    said = held("acme")
+    winner = said["winners"]["estimated_ttft"]  # type: ignore[index]
+    assert winner["reason"] == "cached"
+    assert winner["replica_id"] in winner["because"]
+    assert said["replicas"][0]["replica_id"] == winner["replica_id"]  # type: ignore[index]
+    assert said["replicas"][0]["cached_tokens_by_tier"]["pool"] > 100  # type: ignore[index]
+    assert decisions() == before
+    bad = httpx.post(explain, json=BODY, headers=auth("operator"), timeout=30)
+    assert bad.status_code == 400
+    assert bad.json()["error"]["param"] == "tenant"
+    metrics = httpx.get(url + "/metrics", headers=auth("operator"), timeout=30).text
+    assert "warmpath_router_ttft_actual_to_estimated_ratio_count{ingress=" in metrics
+    assert "warmpath_shadow_decisions_total{" in metrics

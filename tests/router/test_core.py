@@ -10,7 +10,7 @@ import pytest
 
 from router.core import RoutingCore
 from router.cores import core_for
-from router.events import BlocksStored, CacheCleared, LoadReport, StatsReport
+from router.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
 from router.load import LoadSettings
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
@@ -55,7 +55,7 @@ def test_decision_predicts_and_counts() -> None:
     assert (decision.best_cached_tokens, decision.selected_cached_tokens) == (160, 160)
     assert decision.estimated_ttft_s == pytest.approx(0.005)
     core.record_delivered(decision, 144, 0.02)
-    tokens = core.counters.by_reason["cached"]
+    tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
     assert (tokens.decisions, tokens.prompt_tokens, tokens.best_cached_tokens) == (1, 165, 160)
     assert (tokens.selected_cached_tokens, tokens.delivered_cached_tokens) == (160, 144)
     assert core.counters.decisions_by_replica == {"b": 1}
@@ -229,3 +229,53 @@ def test_threads_may_share_a_core() -> None:
     assert not failures
     assert core.state()["open_reservations"] == 0
     assert core.counters.decision_s.count == 1200
+
+
+def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
+    """Tokens not selected, gone by then, not used although held, and beyond the prediction are told apart."""
+    core = core_of("a", "b")
+    core.apply("b", "e", [BlocksStored(CHAIN)])
+    busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, 0.01, committed_prefill_tokens=90_000)
+    for number, delivered in enumerate((160, 100, 170)):
+        decision = decided(core, ask(number))
+        core.release(decision)
+        core.record_delivered(decision, delivered, 0.01, CHAIN)
+    decision = decided(core, ask(3))
+    core.apply("b", "e", [BlocksRemoved(CHAIN[16 * 6 :])])
+    core.record_delivered(decision, 90, 0.01, CHAIN)
+    core.release(decision)
+    tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
+    assert (tokens.evicted_tokens, tokens.unused_tokens, tokens.unpredicted_tokens) == (64, 60 + 6, 10)
+    assert tokens.not_selected_tokens == 0
+    core.apply("b", "e", [BlocksStored(CHAIN), busy])
+    assert decided(core, ask(4)).reason == "load_spill"
+    spilled = core.state()["regret"]["estimated_ttft"]["by_reason"]["load_spill"]
+    assert (spilled["best_cached_tokens"], spilled["selected_cached_tokens"]) == (160, 0)
+    assert spilled["not_selected_tokens"] == 160
+
+
+@pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
+def test_estimates_are_compared_with_what_came(policy: str) -> None:
+    """Under every policy estimated and actual time to first token stand side by side, lateness and earliness apart."""
+    core = core_of("a", policy=policy)
+    for number, ttft_s in enumerate((0.33, 0.065)):
+        decision = decided(core, ask(number))
+        core.release(decision)
+        assert decision.estimated_ttft_s == pytest.approx(0.165)
+        core.record_delivered(decision, 0, ttft_s, CHAIN)
+    shown = core.state()["regret"][policy]["ttft"]
+    assert shown == {"requests": 2, "estimated_s": 0.33, "actual_s": 0.395, "late_s": 0.165, "early_s": 0.1}
+    ratio = core.counters.by_policy[policy].estimates.ratio
+    assert ratio.total == pytest.approx(0.395 / 0.165)
+
+
+def test_counts_belong_to_the_policy_that_decided() -> None:
+    """After a change of policy the next decisions are counted under the new one."""
+    core = core_of("a", "b")
+    decided(core, ask(1))
+    core.configure(RouterSettings("round_robin"))
+    decided(core, ask(2))
+    assert {policy: shown["decisions"] for policy, shown in core.state()["regret"].items()} == {
+        "estimated_ttft": 1,
+        "round_robin": 1,
+    }
