@@ -213,11 +213,6 @@ class LoadTable:
         row = self.row_of(replica_id)
         return 0 if row is None else int(self.queued_tokens[row])
 
-    def pull_s_per_token(self, replica_id: str) -> float:
-        """Return the seconds in which a known replica that pulls copies the KV of one token."""
-        row = self._replicas[replica_id].row
-        return float(self.pull_pace[row]) * float(self.seconds_per_token[row])
-
     def _write(self, replica: ReplicaLoad) -> None:
         row, report, sent = replica.row, replica.report, len(replica.unreported)
         queued, waiting = replica.unreported_tokens, sent

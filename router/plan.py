@@ -41,24 +41,24 @@ def plan(
     cached = held = match.get(replica_id, 0)
     if in_flight:
         held = max(held, in_flight.get(replica_id, 0))
+    row = loads.row_of(replica_id)
+    assert row is not None
     pull_from, pull_tokens, pull_s = "", 0, 0.0
     if loads.num_pulling and best_tokens > held:
         pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, settings)
         if pull_tokens:
-            pull_s = (pull_tokens - held) * loads.pull_s_per_token(replica_id)
+            pull_s = (pull_tokens - held) * float(loads.pull_pace[row]) * float(loads.seconds_per_token[row])
             held = pull_tokens
     uncached = max(request.prompt_tokens - held, 1)
-    wait_s = expected_prefill_s(replica_id, uncached, loads, first_come=not settings.shortest_first)
+    wait_s = expected_prefill_s(row, uncached, loads, first_come=not settings.shortest_first)
     return Plan(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
 
 
-def expected_prefill_s(replica_id: str, uncached_tokens: int, loads: LoadTable, *, first_come: bool) -> float:
-    """Return the seconds until a known replica has computed a request: the work that runs before it, and its own.
+def expected_prefill_s(row: int, uncached_tokens: int, loads: LoadTable, *, first_come: bool) -> float:
+    """Return the seconds until a replica has computed a request: the work that runs before it, and its own.
 
     The queue is the one of ``policies.estimated_ttft``; the delay of others is no part of it.
     """
-    row = loads.row_of(replica_id)
-    assert row is not None
     ahead = float(loads.queued_tokens[row])
     if ahead and not first_come:
         ratio, committed = uncached_tokens * float(loads.falloff[row]), float(loads.committed_tokens[row])

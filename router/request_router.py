@@ -7,7 +7,10 @@ also passes ``decision=None`` gets the Decision filled in for the replica. Repli
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from contextlib import suppress
 from typing import Any
 
 from ray.serve import get_replica_context
@@ -19,11 +22,14 @@ from router.feed_subscriber import FeedSubscriber
 from router.feed_wire import FeedEndpoint
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
+from router.waiting_line import NoReplicaLeft, WaitingLine
 
 logger = logging.getLogger("ray.serve")
 
 FEED_METADATA = "feed"
 """The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
+
+_ABSENT_PAUSE_S = 0.1
 
 
 def deployment_key(app_name: str, deployment_name: str) -> str:
@@ -40,13 +46,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             deployment_key(self._deployment_id.app_name, self._deployment_id.name), RouterSettings.from_json(settings)
         )
         self._subscriber: FeedSubscriber | None = None
-        self._by_name: dict[str, RunningReplica] = {}
+        self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
+        self._line = WaitingLine(self._pause)
+        self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the feeds of new replicas and forget those that left; called on every change of statistics."""
         super().update_replicas(replicas)
-        self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        self._know({replica.replica_id.unique_id: replica for replica in replicas})
         if self._among_peers:
             return
         added, removed = self._core.update_replicas(self._by_name)
@@ -54,7 +62,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._unfollow(name)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
             self._subscriber = FeedSubscriber(self._core.apply, self._core.counters)
-            self._core.follow(self._subscriber.is_live)
+            self._core.follow(self._subscriber.is_live, self._full)
             added = tuple(self._by_name)
         for name in self._by_name.keys() - self._subscriber.replica_ids:
             self._follow(name, self._by_name[name], new=name in added)
@@ -63,29 +71,21 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Drop a dead replica at once."""
         super().on_replica_actor_died(replica_id)
         name = replica_id.unique_id
-        self._by_name.pop(name, None)
+        self._know({other: replica for other, replica in self._by_name.items() if other != name})
         self._core.drop_replica(name)
         self._unfollow(name)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Decide for this very request, in its own coroutine; wait only while no replica can take it.
+        """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
 
         Replaces Serve's queue of routing tasks, which may hand the replica chosen for one request to another.
+        Raises NoReplicaLeft when there has been none for ``no_replica_wait_s``.
         """
         if is_retry:
             self._undo(pending_request)
-        attempt = 0
-        while True:
-            while not self._replicas:
-                self._replicas_updated_event.clear()
-                await self._replicas_updated_event.wait()
-            chosen = self._choose(pending_request)
-            if chosen is not None:
-                return chosen
-            await self._backoff(attempt)
-            attempt += 1
+        return await self._line.take(lambda: self._choose(pending_request), ahead=is_retry)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -107,11 +107,15 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
 
     def _choose(self, pending_request: PendingRequest) -> RunningReplica | None:
-        """Return the replica for a request, None while all are full. Never raises.
+        """Return the replica for a request, None while all are full or away. Raises nothing but NoReplicaLeft.
 
-        A call with a ``target`` that is gone goes to any replica, which sees that it is not meant: an error here would
-        leave the caller waiting.
+        A call with a ``target`` that is gone goes to any replica, which sees that it is not meant.
         """
+        if not self._by_name:
+            wait_s = self._core.settings.no_replica_wait_s
+            if time.monotonic() - self._empty_since_s >= wait_s:
+                raise NoReplicaLeft(f"there has been no replica for {wait_s:g} s")
+            return None
         try:
             target = pending_request.kwargs.get("target")
             if target is not None:
@@ -130,6 +134,20 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         except Exception:
             self._fault("choosing a replica")
             return min(self._replicas.values(), key=self._queue_length, default=None)
+
+    async def _pause(self, attempt: int) -> None:
+        """Wait before the first in line asks again: longer each time, but not beyond a change of replicas."""
+        if self._by_name:
+            await self._backoff(attempt)
+            return
+        self._replicas_updated_event.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._replicas_updated_event.wait(), _ABSENT_PAUSE_S)
+
+    def _know(self, by_name: dict[str, RunningReplica]) -> None:
+        if self._by_name and not by_name:
+            self._empty_since_s = time.monotonic()
+        self._by_name = by_name
 
     def _undo(self, pending_request: PendingRequest) -> None:
         """Release what was reserved at the replica that has just rejected the request."""

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.core import RoutingCore
 from router.request import Decision, RoutedRequest
+from router.waiting_line import NoReplicaLeft
 from serve_app import wire
 from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
 from serve_app.errors import (
@@ -167,6 +168,8 @@ class Dispatcher:
             raise _queue_full(1.0) from error
         except DeploymentUnavailableError as error:
             raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
+        except NoReplicaLeft as error:
+            raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
         except RayActorError:
             raise
         except RayError as error:

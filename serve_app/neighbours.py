@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from router.waiting_line import NoReplicaLeft
 from serve_app.adapters import AdapterRegistry
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,11 @@ class Neighbours:
                 for known in await self.replicas("known_adapters"):
                     adapters.merge(known)
                 break
-            except RayError:
+            except NoReplicaLeft:
+                logger.info("no replica has started yet")
+            except (RayError, DeploymentUnavailableError):
                 logger.warning("no replica answers yet", exc_info=True)
-                await asyncio.sleep(0.5)
+            await asyncio.sleep(0.5)
         try:
             # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
             for known in await self.ingresses("known_adapters"):

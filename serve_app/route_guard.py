@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from router.waiting_line import NoReplicaLeft
 from serve_app.api.openai_response import error_body
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.http import error_headers, json_response, request_id_of
@@ -60,6 +61,8 @@ class RouteGuard:
             self._metrics.disconnects.inc()
             self._count(request, endpoint, 499)
             return Response(status_code=499)
+        except NoReplicaLeft:
+            error = Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0)
         except RayError:
             logger.exception("request %s: Ray failed", request_id)
             error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)

@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -32,16 +38,24 @@ def chain_of(family: int) -> bytes:
 @serve.deployment(
     num_replicas=REPLICAS,
     max_ongoing_requests=400,
+    health_check_period_s=0.5,
     ray_actor_options={"num_cpus": 0},
     request_router_config=RequestRouterConfig(
         request_router_class="router.request_router.CacheAwareRouter",
-        request_router_kwargs={"policy": "estimated_ttft", "block_size": 16},
+        request_router_kwargs={
+            "policy": "estimated_ttft",
+            "block_size": 16,
+            "shadow_policy": "lmetric",
+            "no_replica_wait_s": 1.0,
+        },
     ),
 )
 class Holder:
-    """Holds nothing at first; ``hold`` says which families it has from now on."""
+    """Holds nothing at first; ``hold`` says which families it has from now on. A file ``gate`` bars its start."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: str) -> None:
+        while Path(gate).exists():
+            time.sleep(0.05)
         self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
         self.feed.start()
@@ -51,6 +65,10 @@ class Holder:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed."""
         return {"feed": self.feed.endpoint.to_dict()}
+
+    async def pid(self) -> int:
+        """Say which process to kill."""
+        return os.getpid()
 
     async def hold(self, owners: dict[str, list[int]]) -> str:
         """Publish the families that ``owners`` gives this replica."""
@@ -69,8 +87,9 @@ class Holder:
 class Ingress:
     """Sends everything and checks where it went."""
 
-    def __init__(self, holders: DeploymentHandle) -> None:
+    def __init__(self, holders: DeploymentHandle, gate: str) -> None:
         self.holders = holders
+        self.gate = Path(gate)
 
     async def run(self) -> dict[str, Any]:
         """Return what the test asserts."""
@@ -94,6 +113,25 @@ class Ingress:
             "faults": core.counters.faults,
             "open_reservations": core.state()["open_reservations"],
             "decision_s": core.counters.decision_s.counts,
+            "shadow": core.state()["shadow"],
+            **await self.without_replicas(core),
+        }
+
+    async def without_replicas(self, core: Any) -> dict[str, Any]:
+        """Kill every replica, ask while none can start, and ask again once they can."""
+        self.gate.touch()
+        for pid in await self.holders.broadcast("pid").results_async(timeout_s=30):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not core.replica_ids)
+        asked = [self.ask(core, f"e{number}", number) for number in range(20)]
+        refused = await asyncio.gather(*asked, return_exceptions=True)
+        self.gate.unlink()
+        await until(lambda: bool(core.replica_ids))
+        served, _ = await self.ask(core, "after", 0)
+        return {
+            "refused": [type(error).__name__ for error in refused],
+            "served_again": served in core.replica_ids,
+            "left_behind": core.state()["open_reservations"],
         }
 
     async def ask(self, core: Any, request_id: str, family: int) -> tuple[str, bool]:
@@ -107,6 +145,12 @@ class Ingress:
         return served, decision is not None and decision.reservation == reservation
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that nobody announces."""
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
 async def ask_once(handle: DeploymentHandle) -> Any:
     """Call the ingress from a loop, which the throughput-optimized mode needs."""
     return await asyncio.wait_for(handle.run.remote(), 120)
@@ -117,8 +161,10 @@ def main() -> None:
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         serve.start(http_options={"location": "NoServer"})  # handles only: no port to share with other clusters
-        handle = serve.run(Ingress.bind(Holder.bind()), name="routing", route_prefix=None)
-        outcome = asyncio.run(ask_once(handle))
+        with tempfile.TemporaryDirectory() as folder:
+            gate = f"{folder}/gate"
+            handle = serve.run(Ingress.bind(Holder.bind(gate), gate), name="routing", route_prefix=None)
+            outcome = asyncio.run(ask_once(handle))
     finally:
         ray.shutdown()
     print(json.dumps(outcome))

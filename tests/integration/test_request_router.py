@@ -54,3 +54,17 @@ def test_no_fault_and_no_reservation_is_left(outcome: dict[str, object]) -> None
     """Nothing fell back, and every reservation was released."""
     assert outcome["faults"] == 0
     assert outcome["open_reservations"] == 0
+
+
+def test_a_shadow_saw_every_request_and_acted_on_none(outcome: dict[str, object]) -> None:
+    """The second policy's counters cover the same decisions, without a fault."""
+    shadow = outcome["shadow"]
+    assert isinstance(shadow, dict)
+    assert (shadow["policy"], shadow["decisions"], shadow["faults"]) == ("lmetric", 316, 0)
+
+
+def test_without_replicas_every_request_is_told_so(outcome: dict[str, object]) -> None:
+    """With all replicas killed and none starting nothing hangs; once they start, requests are served again."""
+    assert outcome["refused"] == ["NoReplicaLeft"] * 20
+    assert outcome["served_again"] is True
+    assert outcome["left_behind"] == 0

@@ -15,6 +15,7 @@ from router.block_hash import PrefixScope, hash_blocks
 from router.core import RoutingCore
 from router.request import RoutedRequest
 from router.settings import RouterSettings
+from router.waiting_line import NoReplicaLeft
 from serve_app import wire
 from serve_app.dispatch import MAX_ATTEMPTS, Dispatcher, Generation, Tokens
 from serve_app.engine.protocol import SamplingParams
@@ -270,3 +271,16 @@ def test_closing_early_cancels_the_call() -> None:
     asyncio.run(leave())
     assert handle.streams[0].cancelled
     assert core.state()["open_reservations"] == 0
+
+
+def test_no_replica_at_all_is_503_with_retry_after() -> None:
+    """The router's word that there is none becomes an error that says when to come back."""
+
+    async def none(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> AsyncIterator[wire.GenerateChunk]:
+        raise NoReplicaLeft("there has been no replica for 5 s")
+        yield  # makes it a generator
+
+    with pytest.raises(Overloaded) as caught:
+        run(none)
+    assert caught.value.status == 503
+    assert caught.value.retry_after_s == 5.0

@@ -1,0 +1,58 @@
+"""Requests that no replica can take yet: first come, first served, and only the first of them asks again.
+
+Owns the order. Knows neither why there is no room nor how long to pause. One asyncio loop uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class NoReplicaLeft(Exception):
+    """There has been no replica for longer than a request waits for one."""
+
+
+class WaitingLine:
+    """``pause``: called with the number of attempts so far, returns when it is time for the next."""
+
+    def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
+        self._pause = pause
+        self._line: deque[asyncio.Event] = deque()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    async def take(self, choose: Callable[[], T | None], *, ahead: bool = False) -> T:
+        """Return what ``choose`` returns, asked in turn until it is not None; its exceptions end the wait.
+
+        ``ahead``: in front of all that wait, for a request that has had its turn before.
+        """
+        if not self._line or ahead:
+            found = choose()
+            if found is not None:
+                return found
+        place = asyncio.Event()
+        if ahead:
+            self._line.appendleft(place)
+        else:
+            self._line.append(place)
+        try:
+            attempt = 0
+            while True:
+                while self._line[0] is not place:
+                    await place.wait()
+                    place.clear()
+                found = choose()
+                if found is not None:
+                    return found
+                await self._pause(attempt)
+                attempt += 1
+        finally:
+            self._line.remove(place)
+            if self._line:
+                self._line[0].set()
