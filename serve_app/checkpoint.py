@@ -95,7 +95,7 @@ def load_checkpoint_info(path: Path) -> CheckpointInfo:
         )
     return CheckpointInfo(
         path=path,
-        fingerprint=_fingerprint(path),
+        fingerprint=weights_fingerprint(path),
         architecture=str(architectures[0]),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
@@ -145,7 +145,11 @@ def _added_token_id(tokenizer_file: Path, content: str) -> int | None:
     return next((token.id for token in tokenizer.added_tokens if token.content == content), None)
 
 
-def _fingerprint(path: Path) -> str:
+def weights_fingerprint(path: Path) -> str:
+    """Return the fingerprint of ``load_checkpoint_info``; also of weights that are no model of their own.
+
+    Raises CheckpointError where there are no whole safetensors files.
+    """
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise CheckpointError(f"{path} holds no *.safetensors weights; convert the checkpoint to safetensors")

@@ -6,14 +6,16 @@ Owns the arithmetic of pool size, context length and threads, and the choice of 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from transformers import AutoConfig
 
 from serve_app.cache.tiers import TierSettings
-from serve_app.checkpoint import CheckpointInfo, load_checkpoint_info
+from serve_app.checkpoint import CheckpointInfo, weights_fingerprint
 from serve_app.config import AppConfig
 from serve_app.drafter import drafter_path
 from serve_app.engine.build import build_engine
+from serve_app.engine.eagle_config import read_eagle_config
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.model_runner import choose_device, choose_dtype
@@ -30,9 +32,9 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     model_config = AutoConfig.from_pretrained(str(info.path), local_files_only=True)
     dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
     drafter = drafter_path(config)
-    draft_config = AutoConfig.from_pretrained(str(drafter), local_files_only=True) if drafter else None
+    drafter_bytes = _drafter_bytes(drafter, dtype, config.block_size) if drafter else 0
     num_blocks = config.num_blocks or blocks_in_budget(
-        model_config, dtype, config.block_size, config.kv_cache_bytes, draft_config
+        model_config, dtype, config.block_size, config.kv_cache_bytes, drafter_bytes
     )
     settings = EngineSettings(
         block_size=config.block_size,
@@ -48,7 +50,7 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         dtype=config.dtype,
         device=config.device,
         model_fingerprint=info.fingerprint,
-        speculative_fingerprint=load_checkpoint_info(drafter).fingerprint if drafter else "",
+        speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(
             host_bytes=config.host_cache_bytes,
             disk_bytes=config.disk_cache_bytes,
@@ -80,3 +82,11 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         max_cpu_loras=config.max_cpu_loras,
     )
     return TorchEngine(runner, settings, event_sink)
+
+
+def _drafter_bytes(drafter: Path, dtype: str, block_size: int) -> int:
+    """Return what a block holds of a drafter. Raises ValueError on a head that cannot be run."""
+    head = read_eagle_config(drafter)
+    if head is not None:
+        return head.block_bytes(dtype, block_size)
+    return kv_bytes_per_block(AutoConfig.from_pretrained(str(drafter), local_files_only=True), dtype, block_size)

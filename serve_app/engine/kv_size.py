@@ -21,22 +21,23 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
 
 def kv_bytes_per_block(config: Any, dtype: str, block_size: int) -> int:
     """Return the bytes of one block over all layers. Raises ValueError on an unknown ``dtype``."""
+    layers, kv_heads, head_dim = kv_shape(config)
+    return 2 * layers * block_size * kv_heads * head_dim * dtype_bytes(dtype)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of one number. Raises ValueError on an unknown ``dtype``."""
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPE_BYTES)}, not {dtype!r}")
-    layers, kv_heads, head_dim = kv_shape(config)
-    return 2 * layers * block_size * kv_heads * head_dim * _DTYPE_BYTES[dtype]
+    return _DTYPE_BYTES[dtype]
 
 
-def blocks_in_budget(
-    config: Any, dtype: str, block_size: int, budget_bytes: int, draft_config: Any | None = None
-) -> int:
+def blocks_in_budget(config: Any, dtype: str, block_size: int, budget_bytes: int, drafter_bytes: int = 0) -> int:
     """Return how many blocks fit ``budget_bytes``. Raises ValueError when not one does.
 
-    With ``draft_config`` a block holds the drafter's KV beside the model's.
+    ``drafter_bytes``: what a block holds of the drafter beside the model's KV.
     """
-    per_block = kv_bytes_per_block(config, dtype, block_size)
-    if draft_config is not None:
-        per_block += kv_bytes_per_block(draft_config, dtype, block_size)
+    per_block = kv_bytes_per_block(config, dtype, block_size) + drafter_bytes
     if budget_bytes < per_block:
         raise ValueError(f"{budget_bytes} bytes cannot hold one KV block of {per_block} bytes")
     return budget_bytes // per_block

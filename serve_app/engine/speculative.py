@@ -18,6 +18,8 @@ from msgspec.structs import replace as replace_parts
 
 from serve_app.cache.transfer import Row
 from serve_app.engine.draft_model import DraftModel
+from serve_app.engine.eagle_config import read_eagle_config
+from serve_app.engine.eagle_drafter import load_eagle
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.paging import KvPool
@@ -25,11 +27,22 @@ from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 
-class Drafter(Protocol):
-    """Proposes tokens. Its KV lies in pools of its own under the same block ids as the base's."""
+class BlockMemory(Protocol):
+    """Something of every block: ``tensor`` [layers, planes, blocks, ...]."""
 
-    pools: tuple[KvPool, ...]
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory itself."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens. What it keeps of sequences lies in ``pools`` under the same block ids as the base's KV."""
+
     block_bytes: int
+
+    @property
+    def pools(self) -> Sequence[BlockMemory]:
+        """Saved, reused, evicted and exported with the base's pool."""
 
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Return up to ``drafts`` tokens for each segment, to come after its own."""
@@ -53,7 +66,7 @@ class SpeculativeRunner:
         self.drafter = drafter
         self.pool = base.pool
         self.adapters = base.adapters
-        self.pools = (base.pool, *drafter.pools)
+        self.pools: tuple[BlockMemory, ...] = (base.pool, *drafter.pools)
         self.vocab_size = base.vocab_size
         self.max_positions = base.max_positions
         self.block_bytes = base.block_bytes + drafter.block_bytes
@@ -132,11 +145,14 @@ def erase(pool: KvPool, segment: Segment, count: int) -> None:
 
 
 def load_speculative(model_path: str | Path, settings: EngineSettings) -> SpeculativeRunner:
-    """Load a base model and ``settings.speculative_model``, its drafter.
+    """Load a base model and ``settings.speculative_model``, its drafter: another model, or an EAGLE-3 head.
 
     Raises ValueError when the two do not fit, and what ``ModelRunner`` raises.
     """
+    head = read_eagle_config(Path(settings.speculative_model))
     base = ModelRunner(model_path, settings)
+    if head is not None:
+        return SpeculativeRunner(base, load_eagle(base, Path(model_path), head), settings.speculative_fingerprint)
     draft = ModelRunner(settings.speculative_model, replace(settings, dtype=_name(base.dtype)))
     if draft.vocab_size != base.vocab_size:
         raise ValueError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from router.block_hash import PrefixScope
@@ -16,6 +17,8 @@ from serve_app.api.openai_request import parse_chat, parse_completion
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info
 from serve_app.config import AppConfig
 from serve_app.drafter import with_drafter
+from serve_app.engine.eagle_config import read_eagle_config
+from serve_app.engine.eagle_head import EagleHead
 from serve_app.engine.kv_size import kv_bytes_per_block
 from serve_app.engine.speculative import SpeculativeRunner
 from serve_app.engine_factory import make_engine
@@ -98,6 +101,34 @@ def test_both_pools_fit_the_budget(demo_model_path: Path) -> None:
     assert isinstance(engine._runner, SpeculativeRunner)
     plain = make_engine(config.model_copy(update={"speculative_model": None}), info, lambda _: None)
     assert (plain.settings.num_blocks, plain.settings.num_speculative_tokens) == (21, 0)
+
+
+def test_an_eagle_head_is_a_drafter_of_its_own_format(demo_model_path: Path, tmp_path: Path) -> None:
+    """It needs no tokenizer and no positions; its bytes are in the budget; one of another model is refused."""
+    head = tmp_path / "head"
+    head.mkdir()
+    values = json.loads((demo_model_path / "config.json").read_text())
+    values |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "max_position_embeddings": 64}
+    values |= {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+    (head / "config.json").write_text(json.dumps(values))
+    found = read_eagle_config(head)
+    assert found is not None
+    made = EagleHead(found)
+    save_file({name: tensor.contiguous() for name, tensor in made.state_dict().items()}, head / "model.safetensors")
+    info = load_checkpoint_info(demo_model_path)
+    pair = with_drafter(info, settings(demo_model_path, head))
+    assert pair.fingerprint not in (info.fingerprint, with_drafter(info, settings(demo_model_path, None)).fingerprint)
+    per_block = kv_bytes_per_block(AutoConfig.from_pretrained(demo_model_path), "float32", 16)
+    per_block += 4 * (2 * 16 * 2 * 64 + 256)
+    config = settings(demo_model_path, head, dtype="float32", kv_cache_bytes=20 * per_block)
+    engine = make_engine(config, pair, lambda _: None)
+    assert engine.settings.num_blocks == 20
+    assert isinstance(engine._runner, SpeculativeRunner)
+    assert engine._runner.block_bytes == per_block
+    (head / "config.json").write_text(json.dumps({**values, "hidden_size": 512}))
+    with pytest.raises(CheckpointError, match=r"hidden_size 512, and .* has 256") as refused:
+        with_drafter(info, settings(demo_model_path, head))
+    assert str(demo_model_path) in str(refused.value)
 
 
 def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -> None:

@@ -18,7 +18,7 @@ SCOPE = PrefixScope("tiny")
 SECRET = b"test secret"
 VOCAB = 211
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -34,9 +34,9 @@ def save_tiny(kind: str, path: Path) -> Path:
     """Save a random model of ``kind`` ("qwen3" or "llama") whose greedy output is not constant."""
     torch.manual_seed(7)
     if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **_SIZES))
+        model = Qwen3ForCausalLM(Qwen3Config(head_dim=16, **SIZES))
     else:
-        model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.save_pretrained(path)
     return path
 
