@@ -59,7 +59,7 @@ class EagleDrafter:
         self.pools: tuple[KvPool | BlockStates, ...] = (self._pool, self._ends)
         self.block_bytes = config.block_bytes(str(base.dtype).removeprefix("torch."), size)
         layers = config.aux_layers(int(base.config.num_hidden_layers))
-        self._tap = HiddenTap(base.model, layers, blocks * size, base.device)
+        self._tap = HiddenTap(base.model, layers, base.pool.keys[0].shape[0], base.device)
 
     @torch.inference_mode()
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
