@@ -23,6 +23,7 @@ from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.lora import LoraLayers
+from serve_app.engine.packed_linears import pack_linears
 from serve_app.engine.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sampling import sample
@@ -77,6 +78,7 @@ class ModelRunner:
         )
         refuse_unsupported(self.config, model)
         self.model = model.to(self.device).eval()
+        pack_linears(self.model)
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)

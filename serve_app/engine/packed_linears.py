@@ -1,0 +1,116 @@
+"""Linear layers with weights laid out once as oneDNN reads them, and sibling layers computed in one product.
+
+torch hands oneDNN plain weights, which it lays out anew in every call: for the few rows of a decode step that takes as
+long as the product. Owns the packed copies. The model's modules stay what and where they are (LoRA's hooks too); only
+how they compute is replaced. Knows nothing of steps. CPUs and bfloat16 only: elsewhere nothing is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that Llama- and Qwen-style models call one after the other with the same input."""
+
+_HINT_ROWS = 16
+_CLOSE = 0.05
+
+
+class PackedLinear:
+    """One product for layers that get the same input: the first one called computes for all.
+
+    The others find their part of it as long as they are called with the very same tensor; with another one they compute
+    anew, so that a model which calls them otherwise is slower and not wrong.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+        self._sizes = [layer.out_features for layer in layers]
+        weight = (
+            torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+        )
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT_ROWS)
+        biases = [layer.bias for layer in layers]
+        self._bias: torch.Tensor | None = None
+        if any(bias is not None for bias in biases):
+            zeros = [weight.new_zeros(size) for size in self._sizes]
+            self._bias = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
+        self._input: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._left = 0
+
+    def product(self, given: torch.Tensor) -> torch.Tensor:
+        """Return all layers' outputs side by side, [..., sum of out_features]."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            given.flatten(0, -2), self._weight, self._bias, "none", [], ""
+        )
+        return out.view(*given.shape[:-1], out.shape[-1])
+
+    def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
+        """Return one layer's output [..., out_features]; replaces that layer's ``forward``."""
+        if len(self._sizes) == 1:
+            return self.product(given)
+        if self._input is not given:
+            self._input, self._left = given, len(self._sizes)
+            self._outputs = torch.split(self.product(given), self._sizes, dim=-1)
+        out = self._outputs[index]
+        self._left -= 1
+        if not self._left:  # everybody has had theirs: keep no memory of this step
+            self._input, self._outputs = None, ()
+        return out
+
+
+def pack_linears(model: torch.nn.Module) -> int:
+    """Replace how the model's linear layers compute and return how many were replaced; 0 where packing does not help.
+
+    The plain weights of packed layers are given up, but for the embeddings' and the output layer's, which others read.
+    """
+    weights = {weight.dtype for weight in model.parameters()} | {weight.device.type for weight in model.parameters()}
+    if weights != {torch.bfloat16, "cpu"} or not _works():
+        return 0
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    packed = 0
+    for parent in model.modules():
+        linears = {name: one for name, one in parent.named_children() if type(one) is torch.nn.Linear}
+        for names in _groups(linears):
+            layers = [linears[name] for name in names]
+            together = PackedLinear(layers)
+            for index, layer in enumerate(layers):
+                layer.forward = partial(together.part, index)  # type: ignore[method-assign]
+                if layer is not output:
+                    layer.weight = torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+            packed += len(layers)
+    return packed
+
+
+def _groups(linears: dict[str, torch.nn.Linear]) -> list[tuple[str, ...]]:
+    found = [
+        names
+        for names in SIBLINGS
+        if linears.keys() >= set(names) and len({linears[name].in_features for name in names}) == 1
+    ]
+    grouped = {name for names in found for name in names}
+    return [*found, *((name,) for name in linears if name not in grouped)]
+
+
+@torch.inference_mode()
+def _works() -> bool:
+    """Whether this torch has the operators (they are not part of its public interface) and they compute right."""
+    layers = [torch.nn.Linear(64, size, bias=size == 32, dtype=torch.bfloat16) for size in (32, 48)]
+    given = torch.randn(1, 5, 64, dtype=torch.bfloat16)
+    try:
+        together = PackedLinear(layers)
+        found = [together.part(index, given) for index in range(2)]
+    except (AttributeError, RuntimeError) as error:
+        _log.info("linear layers stay unpacked: %s", error)
+        return False
+    right = [layer(given) for layer in layers]
+    return all(
+        torch.allclose(one.float(), other.float(), rtol=_CLOSE, atol=_CLOSE)
+        for one, other in zip(found, right, strict=True)
+    )
