@@ -1,6 +1,6 @@
 """A streaming client that times what it sees: first token, tokens after it, and what `usage` reports.
 
-Speaks the chat completions protocol over httpx; knows nothing of warmpath.
+Speaks OpenAI's completions and chat completions over httpx; knows nothing of warmpath.
 """
 
 from __future__ import annotations
@@ -40,12 +40,19 @@ class RequestFailed(Exception):
 
 async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
     """Send one streamed chat completion. Raises RequestFailed on any error, before or within the stream."""
+    return await stream_answer(client, f"{url}/v1/chat/completions", body)
+
+
+async def stream_answer(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Answer:
+    """Send one streamed request to a completions endpoint of either kind. Raises RequestFailed on any error."""
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started_s = time.perf_counter()
     first_s: float | None = None
     parts: list[str] = []
     usage: dict[str, Any] = {}
-    async with client.stream("POST", f"{url}/v1/chat/completions", json=payload) as response:
+    async with client.stream("POST", url, json=payload, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
         async for line in response.aiter_lines():
@@ -55,12 +62,14 @@ async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any])
             if "error" in event:
                 raise RequestFailed(500, line)
             for choice in event["choices"]:
-                content = choice["delta"].get("content")
+                content = choice["delta"].get("content") if "delta" in choice else choice["text"]
                 if content:
                     if first_s is None:
                         first_s = time.perf_counter()
                     parts.append(content)
             usage = event.get("usage") or usage
+    if not usage:
+        raise RequestFailed(500, "the stream ended without usage")
     ended_s = time.perf_counter()
     return Answer(
         ttft_s=(first_s or ended_s) - started_s,

@@ -10,14 +10,21 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from serve_app.dispatch import Dispatcher, Generation
+from serve_app.dispatch import Generation, Tokens
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed
 from serve_app.stream_text import StopChecker, StreamDecoder
 
 EndReason = Literal["stop", "length"]
+
+
+class TokenSource(Protocol):
+    """Where generated tokens come from."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +40,11 @@ class Piece:
 
 
 async def choice_pieces(
-    index: int, generation: Generation, dispatcher: Dispatcher, decoder: StreamDecoder, stop: tuple[str, ...]
+    index: int, generation: Generation, source: TokenSource, decoder: StreamDecoder, stop: tuple[str, ...]
 ) -> AsyncGenerator[Piece, None]:
     """Yield one choice's pieces; the last has a finish reason. Closing it cancels the generation."""
     checker = StopChecker(stop)
-    async with aclosing(dispatcher.generate(generation)) as stream:
+    async with aclosing(source.generate(generation)) as stream:
         async for tokens in stream:
             text, stopped = checker.push(decoder.push(tokens.token_ids))
             reason: EndReason | None = None
@@ -56,12 +63,12 @@ async def choice_pieces(
 
 async def answer_pieces(
     generations: list[Generation],
-    dispatcher: Dispatcher,
+    source: TokenSource,
     make_decoder: Callable[[], StreamDecoder],
     stop: tuple[str, ...],
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come. One failing choice ends all; closing it cancels all."""
-    streams = [choice_pieces(i, g, dispatcher, make_decoder(), stop) for i, g in enumerate(generations)]
+    streams = [choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations)]
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for piece in stream:

@@ -17,13 +17,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from serve_app.answer import Piece, answer_pieces
+from serve_app.answer import Piece, TokenSource, answer_pieces
 from serve_app.api import sse
 from serve_app.api.generate import GenerateRequest
 from serve_app.api.openai_response import ChatStream, Choice, CompletionStream, Usage, chat_completion, completion
 from serve_app.cache_state import TrafficTable
 from serve_app.config import AppConfig
-from serve_app.dispatch import Dispatcher, Generation
+from serve_app.dispatch import Generation
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.http import json_response, until_disconnect
@@ -49,14 +49,14 @@ class Completions:
         self,
         config: AppConfig,
         preparer: Preparer,
-        dispatcher: Dispatcher,
+        source: TokenSource,
         tokenizer: PromptTokenizer,
         metrics: IngressMetrics,
         traffic: TrafficTable,
     ) -> None:
         self._config = config
         self._preparer = preparer
-        self._dispatcher = dispatcher
+        self._source = source
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._traffic = traffic
@@ -70,7 +70,7 @@ class Completions:
         internal_id = uuid.uuid4().hex
         generations = await self._preparer.prepare(wanted, tenant, internal_id)
         pieces = self._timed(
-            answer_pieces(generations, self._dispatcher, self._tokenizer.decoder, wanted.stop),
+            answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop),
             generations,
             tenant,
             arrived_s,
