@@ -49,7 +49,8 @@ class TraceText:
 
     def _piece(self, hash_id: int) -> tuple[str, ...]:
         # The id itself comes first, in digits of the vocabulary, so that no two ids are the same words.
-        digits, rest = [], hash_id
+        digits: list[str] = []
+        rest = hash_id
         while rest or not digits:
             rest, digit = divmod(rest, len(self._words))
             digits.append(self._words[digit])
@@ -68,10 +69,10 @@ def whole_words(model_path: Path) -> tuple[str, ...]:
     words = []
     for token_id in vocabulary:
         word = tokenizer.decode([token_id])
-        if len(word) > 2 and word[0] == " " and word[1:].isascii() and word[1:].isalpha():
-            # What comes before and after must not change how the word is cut.
-            if tokenizer(word * 3, add_special_tokens=False)["input_ids"] == [token_id] * 3:
-                words.append(word)
+        plain = len(word) > 2 and word[0] == " " and word[1:].isascii() and word[1:].isalpha()
+        # What comes before and after must not change how the word is cut.
+        if plain and tokenizer(word * 3, add_special_tokens=False)["input_ids"] == [token_id] * 3:
+            words.append(word)
     if len(words) < _WORDS_NEEDED:
         raise ValueError(f"the tokenizer of {model_path} knows {len(words)} whole words; {_WORDS_NEEDED} are needed")
     return tuple(words)
