@@ -63,9 +63,10 @@ async def stream_answer(
                 raise RequestFailed(500, line)
             for choice in event["choices"]:
                 content = choice["delta"].get("content") if "delta" in choice else choice["text"]
+                # A first token that is half a character comes with no text: the end is then the first sign of it.
+                if first_s is None and (content or choice["finish_reason"]):
+                    first_s = time.perf_counter()
                 if content:
-                    if first_s is None:
-                        first_s = time.perf_counter()
                     parts.append(content)
             usage = event.get("usage") or usage
     if not usage:

@@ -24,6 +24,7 @@ def tokenizer_of(model_path: Path) -> PromptTokenizer:
     return PromptTokenizer(model_path, cache_bytes=64 * 1024 * 1024, block_size=16)
 
 
+@cache
 def text_of(tokens: int, model_path: Path, seed: int) -> str:
     """Return prose of exactly ``tokens`` tokens under the checkpoint's tokenizer, different for each seed."""
     tokenizer = tokenizer_of(model_path)

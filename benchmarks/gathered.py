@@ -1,0 +1,45 @@
+"""Everything an engine's outputs say, by request, for whoever waits for it in another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+from serve_app.engine.protocol import EngineOutput
+
+
+class Gathered:
+    """An output sink. ``first_s``: when a request's first output came, by ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.first_s: dict[str, float] = {}
+        self.cached_tokens: dict[str, int] = {}
+        self.generated_tokens: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._failed: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, outputs: Sequence[EngineOutput]) -> None:
+        """Take one step's outputs (the engine's thread)."""
+        now_s = time.perf_counter()
+        with self._changed:
+            for output in outputs:
+                name = output.request_id
+                self.first_s.setdefault(name, now_s)
+                self.generated_tokens[name] = self.generated_tokens.get(name, 0) + len(output.token_ids)
+                if output.cached_tokens is not None:
+                    self.cached_tokens[name] = output.cached_tokens
+                if output.error:
+                    self._failed.append(f"{name}: {output.error}")
+                if output.finish_reason is not None:
+                    self._ended.add(name)
+            self._changed.notify_all()
+
+    def wait(self, names: Iterable[str]) -> None:
+        """Wait until all of them have ended. Raises RuntimeError when any request failed."""
+        wanted = set(names)
+        with self._changed:
+            self._changed.wait_for(lambda: wanted <= self._ended)
+            if self._failed:
+                raise RuntimeError(f"a request failed: {self._failed[0]}")
