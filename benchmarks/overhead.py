@@ -206,7 +206,9 @@ class Asked:
     async def measure(self) -> dict[str, Any]:
         """Return the paired ratios by name."""
         arguments = self._arguments
-        cold = await self._pairs("cold", arguments.cold, lambda p: self._http_s(p, p, 0), lambda p: self._alone_s(p, p, 0))
+        cold = await self._pairs(
+            "cold", arguments.cold, lambda p: self._http_s(p, p, 0), lambda p: self._alone_s(p, p, 0)
+        )
         prefix = arguments.prefix_tokens // BLOCK * BLOCK
         count, most = arguments.cold, 1000
 

@@ -192,3 +192,6 @@ class Pins:
         if pin.ttl_s is not None:
             self._entries += 1
             heapq.heappush(self._expiries, (pin.expires_s, self._entries, pin))
+            if len(self._expiries) > 2 * len(self._pins) + 64:
+                self._expiries = [entry for entry in self._expiries if self._pins.get(entry[2].key) is entry[2]]
+                heapq.heapify(self._expiries)

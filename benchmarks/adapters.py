@@ -1,0 +1,52 @@
+"""LoRA adapters of random weights for any checkpoint, in PEFT's format.
+
+Reads the names and shapes of a checkpoint's linear layers; knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from serve_app.engine.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, describe_adapter
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_adapters(model: Path, directory: Path, count: int, rank: int = 16) -> list[AdapterSpec]:
+    """Write ``count`` adapters of every linear layer of the decoder into ``directory`` and describe them."""
+    shapes = _linear_shapes(model)
+    made = []
+    for number in range(count):
+        generator = np.random.default_rng(number)
+        tensors = {}
+        for module, (rows, columns) in shapes.items():
+            for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                values = 0.02 * generator.standard_normal(shape, dtype=np.float32)
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
+        path = directory / f"adapter-{number}"
+        path.mkdir(parents=True)
+        save_file(tensors, path / WEIGHTS_FILE)
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(TARGETS)}
+        (path / CONFIG_FILE).write_text(json.dumps(config))
+        made.append(describe_adapter(f"adapter-{number}", path))
+    return made
+
+
+def _linear_shapes(model: Path) -> dict[str, tuple[int, int]]:
+    """Return [out, in] by module name. Raises ValueError for a checkpoint without such layers."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(str(file), framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                module = name.removesuffix(".weight")
+                if module.rpartition(".")[2] in TARGETS:
+                    rows, columns = tensors.get_slice(name).get_shape()
+                    shapes[module] = rows, columns
+    if not shapes:
+        raise ValueError(f"{model} has no linear layers called {', '.join(TARGETS)}")
+    return shapes

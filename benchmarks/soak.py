@@ -1,0 +1,424 @@
+"""Minutes of churn through one real engine, and whether anything is left behind.
+
+Tenants, salts and prefixes come and go, adapters are loaded and unloaded, prompts are saved with and without an end,
+requests are cancelled at any moment, KV moves through host memory and disk, prefixes are exported and imported, caches
+are reset. Every so often all is let to end, and every block and table is looked at (``soak_audit``). No Ray, no HTTP.
+`python -m benchmarks.soak --minutes 3 --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from benchmarks.adapters import make_adapters
+from benchmarks.metrics import write
+from benchmarks.soak_audit import Imbalance, audit, instances, settled, tables, tier_hashes
+from router.block_hash import PrefixScope, TokenArray, split_chain
+from router.directory import Directory
+from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from serve_app.cache.tiers import TierSettings
+from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.engine.engine import build_engine
+from serve_app.engine.protocol import (
+    EngineOutput,
+    EngineRequest,
+    EngineSettings,
+    QueueFull,
+    RequestTooLong,
+    SamplingParams,
+    Save,
+    UnknownAdapter,
+)
+
+SECRET = b"soak benchmark"
+REPLICA = "soaked"
+CANARY = "canary"
+
+
+@dataclass(frozen=True, slots=True)
+class SoakSettings:
+    """How much of what. ``clock_speed``: the engine's clock runs as much faster, so that TTLs and shares end."""
+
+    seed: int = 0
+    concurrency: int = 12
+    operations_a_check: int = 400
+    tenants: int = 12
+    prefixes: int = 3
+    adapters: int = 6
+    clock_speed: float = 20.0
+    num_blocks: int = 256
+    host_blocks: int = 64
+    disk_blocks: int = 256
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    settings = SoakSettings(seed=arguments.seed)
+    # A save that does not fit is expected here, and counted.
+    logging.getLogger("serve_app.engine.saves").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="warmpath-soak-") as directory:
+        soak = Soak(resolve_model(arguments.model), Path(directory), settings)
+        try:
+            with Progress() as progress:
+                task = progress.add_task("soak", total=arguments.minutes * 60)
+                started_s = time.monotonic()
+                while (now_s := time.monotonic()) - started_s < arguments.minutes * 60:
+                    soak.churn(settings.operations_a_check)
+                    soak.check()
+                    progress.update(task, completed=now_s - started_s)
+            results = soak.results()
+        finally:
+            soak.close()
+    write(arguments.json, {**vars(arguments), **asdict(settings)}, results)
+
+
+class Ledger:
+    """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
+
+    def __init__(self, block_size: int) -> None:
+        self.live: set[str] = set()
+        self.ended: Counter[str] = Counter()
+        self.announced: dict[str, set[bytes]] = {}
+        self.directory = Directory(block_size)
+        self.directory.add_replica(REPLICA)
+        self.canary: list[int] = []
+        self._changed = threading.Condition()
+
+    def outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        """Take one step's outputs (the engine's thread)."""
+        with self._changed:
+            for output in outputs:
+                if output.request_id == CANARY:
+                    self.canary.extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self.live.discard(output.request_id)
+                    self.ended[output.finish_reason] += 1
+            self._changed.notify_all()
+
+    def events(self, events: Sequence[Event]) -> None:
+        """Take cache events (the engine's thread)."""
+        self.directory.apply(REPLICA, "one life", events)
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))
+            elif isinstance(event, BlocksRemoved):
+                self.announced[event.tier].difference_update(split_chain(event.hashes))
+            elif isinstance(event, CacheCleared):
+                self.announced.clear()
+
+    def wait(self, most_live: int) -> None:
+        """Wait until at most so many requests are alive. Raises TimeoutError after two minutes."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self.live) <= most_live, 120):
+                raise TimeoutError(f"{len(self.live)} requests did not end, {sorted(self.live)[:3]} among them")
+
+    def born(self, name: str) -> None:
+        """Count a request as alive."""
+        with self._changed:
+            self.live.add(name)
+
+    def stillborn(self, name: str) -> None:
+        """Forget a request that was refused."""
+        with self._changed:
+            self.live.discard(name)
+
+
+class Soak:
+    """One engine, what is done to it, and what was seen of it."""
+
+    def __init__(self, model: Path, directory: Path, settings: SoakSettings) -> None:
+        info = load_checkpoint_info(model)
+        self._settings = settings
+        self._random = random.Random(settings.seed)
+        self._vocab = info.vocab_size
+        self._fingerprint = info.fingerprint
+        self._specs = make_adapters(model, directory / "adapters", settings.adapters, rank=4)
+        shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(settings.tenants)}
+        # 4 layers x 2 x 16 tokens x 2 heads x 64 x 4 bytes in the built-in model; a bound, not a fact, for others.
+        block_bytes = 4 * 2 * 16 * 2 * 64 * 4
+        tiers = TierSettings(
+            settings.host_blocks * block_bytes, settings.disk_blocks * block_bytes, directory / "disk", load_ratio=1e9
+        )
+        self._engine_settings = EngineSettings(
+            num_blocks=settings.num_blocks,
+            max_model_len=2048,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            max_waiting_requests=32,
+            dtype="float32",
+            num_threads=1,
+            pin_budget_blocks=settings.num_blocks // 4,
+            tenant_shares=shares,
+            max_loras=2,
+            max_cpu_loras=3,
+            model_fingerprint=info.fingerprint,
+            tiers=tiers,
+        )
+        self.ledger = Ledger(self._engine_settings.block_size)
+        self.engine = build_engine(
+            model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * settings.clock_speed
+        )
+        self.engine.start()
+        self.done: Counter[str] = Counter()
+        self.checks: list[dict[str, int]] = []
+        self._resident: list[tuple[float, int]] = []
+        self._started_s = time.monotonic()
+        self._numbers = 0
+        self._families: dict[tuple[str, int], TokenArray] = {}
+        self._canary: list[int] | None = None
+
+    def churn(self, operations: int) -> None:
+        """Do so many things, each while others are under way."""
+        actions = {
+            self._ask: 60, self._save: 8, self._cancel: 12, self._burst: 2, self._load_adapter: 6,
+            self._unload_adapter: 3, self._move: 2, self._refused: 2, self._reset: 0.3,
+        }  # fmt: skip
+        chosen = self._random.choices(list(actions), list(actions.values()), k=operations)
+        for action in chosen:
+            self.ledger.wait(self._settings.concurrency)
+            action()
+            self._sample()
+
+    def check(self) -> None:
+        """Let everything end, then look at every block and every table. Raises Imbalance."""
+        self.ledger.wait(0)
+        self._ask_canary()
+        deadline_s = time.monotonic() + 60
+        while not self.engine._on_loop(self._look):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the disk tier did not come to rest")
+            time.sleep(0.005)
+        self._sample()
+
+    def results(self) -> dict[str, Any]:
+        """Return resident memory and its slope, what was done, and the tables that grew the most."""
+        samples = {}
+        for name, labels, value in self.engine.stats().samples:
+            if name.endswith("_total") or name.startswith("warmpath_kv_tier"):
+                key = " ".join([name.removeprefix("warmpath_"), *(v for k, v in labels if k in ("tier", "outcome"))])
+                samples[key] = samples.get(key, 0.0) + value
+        middle = self.checks[len(self.checks) // 2]
+        grown = {name: (middle.get(name, 0), size) for name, size in self.checks[-1].items()}
+        most = sorted(grown.items(), key=lambda item: item[1][0] - item[1][1])[:12]
+        return {
+            "resident": slope(self._resident),
+            "checks": len(self.checks),
+            "operations": sum(self.done.values()),
+            "done": dict(self.done),
+            "ended": dict(self.ledger.ended),
+            "counters": {name: value for name, value in samples.items() if value},
+            "directory_blocks": self.ledger.directory.num_blocks,
+            "most_grown_since_half_time": dict(most),
+        }
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.stop()
+
+    # -- what is done ---------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._submit(self._request(self._tenant()))
+        self.done["asked"] += 1
+
+    def _save(self) -> None:
+        ttl_s = self._random.choice([None, 30.0, 300.0, 3600.0])
+        tenant, family = self._tenant(), self._random.randrange(self._settings.prefixes)
+        request = self._request(tenant, family=family)
+        tokens = len(self._prefix(tenant, family))
+        self._submit(request, Save(f"{tenant} {family}".encode() + request.root, tokens, ttl_s))
+        self.done["saved"] += 1
+
+    def _burst(self) -> None:
+        tenant, prefix = self._tenant(), self._tokens(self._random.randrange(100, 600))
+        for _ in range(6):
+            self._submit(self._request(tenant, prefix=prefix))
+        self.done["bursts"] += 1
+
+    def _cancel(self) -> None:
+        live = sorted(self.ledger.live.copy())
+        if live:
+            self.engine.cancel(self._random.choice(live))
+            self.done["cancelled"] += 1
+
+    def _load_adapter(self) -> None:
+        try:
+            self.engine.load_adapter(self._random.choice(self._specs))
+            self.done["adapters loaded"] += 1
+        except QueueFull:
+            self.done["adapters refused"] += 1
+
+    def _unload_adapter(self) -> None:
+        self.done["adapters unloaded"] += self.engine.unload_adapter(self._random.choice(self._specs).key)
+
+    def _move(self) -> None:
+        tenant, family = self._tenant(), self._random.randrange(self._settings.prefixes)
+        scope = self._scope(tenant)
+        root = scope.root(SECRET)
+        chain = self.engine.export_prefix(scope, root, self._prefix(tenant, family))
+        if chain is not None:
+            self.engine.reset_prefix_cache(tiers=False)
+            self.done["blocks imported"] += self.engine.import_prefix(chain, scope, root, tenant=tenant).new_blocks
+            self.done["moved"] += 1
+
+    def _refused(self) -> None:
+        request = self._request(self._tenant(), prefix=self._tokens(3000))
+        self._submit(request)
+        unknown = PrefixScope(self._fingerprint, lora="never@heard")
+        self._submit(self._request(self._tenant(), scope=unknown))
+
+    def _reset(self) -> None:
+        self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
+        self.done["resets"] += 1
+
+    # -- what it is done with -------------------------------------------------------------------------------------
+
+    def _tenant(self) -> str:
+        """Return a configured tenant, or one of a window of others that moves on for ever."""
+        if self._random.random() < 0.7:
+            return f"tenant-{self._random.randrange(self._settings.tenants)}"
+        return f"visitor-{self._numbers // 200 + self._random.randrange(4)}"
+
+    def _scope(self, tenant: str) -> PrefixScope:
+        salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
+        loaded = self.engine.adapters()
+        lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
+        return PrefixScope(self._fingerprint, lora, salt.encode())
+
+    def _prefix(self, tenant: str, family: int) -> TokenArray:
+        """Return one of a tenant's prefixes; now and then it is a new one from then on."""
+        found = self._families.get((tenant, family))
+        if found is None or self._random.random() < 0.03:
+            found = self._families[tenant, family] = self._tokens(self._random.randrange(40, 400))
+            if len(self._families) > 100:
+                del self._families[next(iter(self._families))]
+        return found
+
+    def _tokens(self, count: int) -> TokenArray:
+        generator = np.random.default_rng(self._random.randrange(1 << 60))
+        return generator.integers(300, self._vocab, count, dtype=np.int32)
+
+    def _request(
+        self,
+        tenant: str,
+        *,
+        prefix: TokenArray | None = None,
+        family: int | None = None,
+        scope: PrefixScope | None = None,
+    ) -> EngineRequest:
+        if prefix is None:
+            prefix = self._prefix(tenant, self._random.randrange(self._settings.prefixes) if family is None else family)
+        scope = scope or self._scope(tenant)
+        self._numbers += 1
+        return EngineRequest(
+            f"request-{self._numbers}",
+            np.append(prefix, self._tokens(self._random.randrange(1, 60))),
+            scope,
+            scope.root(SECRET),
+            SamplingParams(self._random.choice([1, 1, 4, 12, 32]), temperature=0.0),
+            tenant=tenant,
+            router_id=f"router-{self._numbers % 3}",
+            reservation=self._numbers,
+        )
+
+    def _submit(self, request: EngineRequest, save: Save | None = None) -> None:
+        self.ledger.born(request.request_id)
+        try:
+            self.engine.submit(replace(request, save=save), self.ledger.outputs)
+        except (QueueFull, RequestTooLong, UnknownAdapter) as refusal:
+            self.ledger.stillborn(request.request_id)
+            self.done[f"refused: {type(refusal).__name__}"] += 1
+
+    # -- what is seen ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Audit on the engine's loop; False while something is still on its way."""
+        if not settled(self.engine):
+            return False
+        audit(self.engine)
+        held = {tier: hashes for tier, hashes in tier_hashes(self.engine).items() if hashes}
+        announced = {tier: hashes for tier, hashes in self.ledger.announced.items() if hashes}
+        if announced != held:
+            sizes = {tier: (len(announced.get(tier, ())), len(held.get(tier, ()))) for tier in announced | held}
+            raise Imbalance(f"the events tell of other blocks than are held (announced, held): {sizes}")
+        known = {tier: blocks for tier, blocks in self.ledger.directory.blocks_held(REPLICA).items() if blocks}
+        if known != {tier: len(hashes) for tier, hashes in held.items()}:
+            raise Imbalance(f"the directory knows {known} blocks")
+        self.checks.append({**{f"table {k}": v for k, v in tables(self.engine).items()}, **instances()})
+        return True
+
+    def _ask_canary(self) -> None:
+        """Ask what was asked at every check before: the answer must not change."""
+        scope = PrefixScope(self._fingerprint, salt=b"canary")
+        ids = np.arange(300, 500, dtype=np.int32)
+        self.ledger.canary.clear()
+        self.ledger.born(CANARY)
+        sampling = SamplingParams(16, temperature=0.0)
+        self.engine.submit(EngineRequest(CANARY, ids, scope, scope.root(SECRET), sampling), self.ledger.outputs)
+        self.ledger.wait(0)
+        answer = list(self.ledger.canary)
+        if self._canary is None:
+            self._canary = answer
+        elif answer != self._canary:
+            raise Imbalance(f"the same prompt was answered {self._canary} and now {answer}")
+
+    def _sample(self) -> None:
+        now_s = time.monotonic() - self._started_s
+        if not self._resident or now_s - self._resident[-1][0] >= 1.0:
+            self._resident.append((now_s, resident_bytes()))
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def slope(samples: Sequence[tuple[float, int]], block_s: float = 10.0, warm_up: float = 1 / 3) -> dict[str, Any]:
+    """Fit a line through (seconds, bytes) after a warm-up: KB a minute, with a 95 % interval.
+
+    Means over ``block_s`` seconds are fitted, because neighbouring samples are not independent.
+    """
+    end_s = samples[-1][0]
+    after = [(t, size) for t, size in samples if t >= warm_up * end_s]
+    blocks: dict[int, list[int]] = {}
+    for t, size in after:
+        blocks.setdefault(int(t // block_s), []).append(size)
+    x = np.array([block_s * (number + 0.5) / 60 for number in blocks])
+    y = np.array([np.mean(sizes) / 1024 for sizes in blocks.values()])
+    figures: dict[str, Any] = {
+        "after_warm_up_mb": after[0][1] / 2**20,
+        "end_mb": after[-1][1] / 2**20,
+        "most_mb": max(size for _, size in samples) / 2**20,
+        "minutes": end_s / 60,
+    }
+    if len(x) < 4:
+        return figures
+    centred = x - x.mean()
+    kb_per_min = float(centred @ y / (centred @ centred))
+    residual = y - y.mean() - kb_per_min * centred
+    error = float(np.sqrt(residual @ residual / (len(x) - 2) / (centred @ centred)))
+    return {**figures, "kb_per_min": kb_per_min, "interval": [kb_per_min - 2.1 * error, kb_per_min + 2.1 * error]}
+
+
+if __name__ == "__main__":
+    main()

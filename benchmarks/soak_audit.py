@@ -1,0 +1,159 @@
+"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left, how large is what.
+
+Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.engine import TorchEngine
+
+OURS = ("serve_app.", "router.")
+_CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
+
+
+class Imbalance(Exception):
+    """A law does not hold; the message says which."""
+
+
+def audit(engine: TorchEngine) -> None:
+    """Raise Imbalance unless the engine, with no request in it, holds exactly what it says. On its loop, or stopped."""
+    cache = engine._cache
+    _audit_pool(cache)
+    _audit_index(cache)
+    scheduler, adapters, lower = engine._scheduler, engine._runner.adapters, engine._lower
+    ended: dict[str, Any] = {
+        "live requests": engine._live,
+        "waiting counts": engine._waiting,
+        "inbox": engine._inbox,
+        "cancels": engine._cancels,
+        "waiting": scheduler._waiting,
+        "running": scheduler._running,
+        "in flight": scheduler._in_flight,
+        "parked": scheduler._parked,
+        "promised by tenant": scheduler._admission._promised,
+        "running by tenant": scheduler._admission._running,
+        "saves under way": engine._saves._under_way,
+        "saves by key": engine._saves._by_key,
+        "outputs": engine._outbox._batches,
+        "adapters' live requests": adapters._live,
+        "adapters' running sequences": adapters._running,
+        "retired adapters": adapters._retired,
+        "fetches": lower._fetches if lower is not None else (),
+    }
+    left = {name: len(table) for name, table in ended.items() if table}
+    _hold(not left, f"no request is here, but there are {left}")
+    _hold(scheduler.promised_blocks == 0, f"{scheduler.promised_blocks} blocks are promised to nobody")
+    _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
+    _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
+    if lower is not None:
+        _audit_tiers(lower.tiers)
+
+
+def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
+    """Return the hashes of the blocks held, by the tier that events name."""
+    held = {"pool": engine._cache.hashes()}
+    tiers = engine._lower.tiers if engine._lower is not None else None
+    if tiers is not None and tiers._host is not None:
+        held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
+    if tiers is not None and tiers.disk is not None:
+        held["disk"] = tiers.disk.tier.hashes()
+    return held
+
+
+def settled(engine: TorchEngine) -> bool:
+    """Whether nothing is on its way to disk and every event was delivered."""
+    lower = engine._lower
+    if engine._cache._events or (lower is not None and lower.tiers.has_news):
+        return False
+    disk = lower.tiers.disk if lower is not None else None
+    return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
+
+
+def tables(root: object) -> dict[str, int]:
+    """Return the entries of every container that an object of ours reaches, by class and attribute.
+
+    Containers within containers count with what they hold. Follows attributes of our own classes only.
+    """
+    sizes: Counter[str] = Counter()
+    seen: set[int] = set()
+    line: list[tuple[str, Any]] = [("", root)]
+    while line:
+        name, found = line.pop()
+        if id(found) in seen or found is None:
+            continue
+        if isinstance(found, _CONTAINERS):
+            seen.add(id(found))
+            sizes[name] += len(found)
+            entries = [*found.keys(), *found.values()] if isinstance(found, Mapping) else list(found)
+            line.extend((name, entry) for entry in entries if isinstance(entry, _CONTAINERS) or _is_ours(entry))
+        elif _is_ours(found):
+            seen.add(id(found))
+            kind = type(found).__name__
+            line.extend((f"{kind}.{attribute}", value) for attribute, value in _attributes(found))
+    return dict(sizes)
+
+
+def instances() -> dict[str, int]:
+    """Return how many objects of each of our classes there are in this process."""
+    gc.collect()
+    return dict(Counter(type(found).__qualname__ for found in gc.get_objects() if _is_ours(found)))
+
+
+def _is_ours(found: object) -> bool:
+    return str(type(found).__module__).startswith(OURS)
+
+
+def _attributes(found: object) -> Iterator[tuple[str, Any]]:
+    names = [name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())]
+    if is_dataclass(found):
+        names.extend(field.name for field in fields(found))
+    for name in dict.fromkeys([*names, *getattr(found, "__dict__", {})]):
+        yield name, getattr(found, name, None)
+
+
+def _audit_pool(cache: PrefixCache) -> None:
+    pool, pins = cache.pool, cache.pins.counts()
+    everything = [*pool._free, *pool._idle, *(b for b in range(pool.total_blocks) if pool.references(b))]
+    _hold(
+        sorted(everything) == list(range(pool.total_blocks)),
+        f"{len(everything)} of {pool.total_blocks} blocks are free, idle or in use",
+    )
+    _hold(
+        all(pool.references(block) == pins.get(block, 0) for block in range(pool.total_blocks)),
+        f"{pool.used_blocks} blocks are in use and {len(pins)} pinned, with no request here",
+    )
+    _hold(cache.pins.blocks <= cache.pins.budget_blocks, "more is pinned than the budget")
+    held, taken = sum(cache.quota.holdings().values()), pool.total_blocks - pool.free_blocks
+    _hold(held == taken, f"tenants hold {held} blocks, and {taken} are taken")
+
+
+def _audit_index(cache: PrefixCache) -> None:
+    by_hash, by_block = cache._by_hash, cache._by_block
+    _hold(len(by_hash) == len(by_block), "the index has other hashes than blocks")
+    indexed = cache.pool.total_blocks - cache.pool.free_blocks
+    _hold(len(by_hash) == indexed, f"{len(by_hash)} blocks are indexed, and {indexed} taken")
+    children: Counter[int | None] = Counter(entry.parent for entry in by_block.values())
+    for entry in by_block.values():
+        _hold(by_hash.get(entry.block_hash) is entry, "a block is indexed under another's hash")
+        _hold(entry.parent is None or entry.parent in by_block, "a block's parent is not cached")
+        _hold(entry.children == children[entry.block], "a block miscounts its children")
+
+
+def _audit_tiers(tiers: Any) -> None:
+    host, disk = tiers._host, tiers.disk
+    if host is not None:
+        _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
+    if disk is not None:
+        _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
+
+
+def _hold(law: bool, otherwise: str) -> None:
+    if not law:
+        raise Imbalance(otherwise)
