@@ -25,7 +25,8 @@ from benchmarks.paired import ratios
 from router.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.adapter import AdapterSpec
-from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.build import build_engine
+from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
 
 SECRET = b"lora benchmark"

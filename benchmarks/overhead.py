@@ -31,7 +31,8 @@ from benchmarks.workloads import text_of, tokenizer_of
 from router.block_hash import PrefixScope
 from router.feed import FeedPublisher, FeedPublisherThread
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.engine import TorchEngine, build_engine
+from serve_app.engine.build import build_engine
+from serve_app.engine.engine import TorchEngine
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner

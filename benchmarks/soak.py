@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from router.directory import Directory
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.engine import build_engine
+from serve_app.engine.build import build_engine
 from serve_app.engine.protocol import (
     EngineOutput,
     EngineRequest,
@@ -204,7 +204,7 @@ class Soak:
         self.ledger.wait(0)
         self._ask_canary()
         deadline_s = time.monotonic() + 60
-        while not self.engine._on_loop(self._look):
+        while not self.engine._loop.call(self._look):
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the disk tier did not come to rest")
             time.sleep(0.005)
@@ -217,9 +217,6 @@ class Soak:
             if name.endswith("_total") or name.startswith("warmpath_kv_tier"):
                 key = " ".join([name.removeprefix("warmpath_"), *(v for k, v in labels if k in ("tier", "outcome"))])
                 samples[key] = samples.get(key, 0.0) + value
-        middle = self.checks[len(self.checks) // 2]
-        grown = {name: (middle.get(name, 0), size) for name, size in self.checks[-1].items()}
-        most = sorted(grown.items(), key=lambda item: item[1][0] - item[1][1])[:12]
         return {
             "resident": slope(self._resident),
             "checks": len(self.checks),
@@ -228,7 +225,8 @@ class Soak:
             "ended": dict(self.ledger.ended),
             "counters": {name: value for name, value in samples.items() if value},
             "directory_blocks": self.ledger.directory.num_blocks,
-            "most_grown_since_half_time": dict(most),
+            "tables": self.checks[-1],
+            "grown_since_half_time": grown(self.checks),
         }
 
     def close(self) -> None:
@@ -355,7 +353,8 @@ class Soak:
         """Audit on the engine's loop; False while something is still on its way."""
         if not settled(self.engine):
             return False
-        audit(self.engine)
+        sizes = tables(self.engine)
+        audit(self.engine, sizes)
         held = {tier: hashes for tier, hashes in tier_hashes(self.engine).items() if hashes}
         announced = {tier: hashes for tier, hashes in self.ledger.announced.items() if hashes}
         if announced != held:
@@ -364,7 +363,7 @@ class Soak:
         known = {tier: blocks for tier, blocks in self.ledger.directory.blocks_held(REPLICA).items() if blocks}
         if known != {tier: len(hashes) for tier, hashes in held.items()}:
             raise Imbalance(f"the directory knows {known} blocks")
-        self.checks.append({**{f"table {k}": v for k, v in tables(self.engine).items()}, **instances()})
+        self.checks.append({**{f"table {k}": v for k, v in sizes.items()}, **instances()})
         return True
 
     def _ask_canary(self) -> None:
@@ -386,6 +385,13 @@ class Soak:
         now_s = time.monotonic() - self._started_s
         if not self._resident or now_s - self._resident[-1][0] >= 1.0:
             self._resident.append((now_s, resident_bytes()))
+
+
+def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return the tables that are half as large again, and more, as they ever were in the first half of the checks."""
+    before, last = checks[: (len(checks) + 1) // 2], checks[-1]
+    most = {name: max(check.get(name, 0) for check in before) for name in last}
+    return {name: (most[name], size) for name, size in last.items() if size > 1.5 * most[name] + 64}
 
 
 def resident_bytes() -> int:

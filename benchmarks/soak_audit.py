@@ -22,38 +22,31 @@ class Imbalance(Exception):
     """A law does not hold; the message says which."""
 
 
-def audit(engine: TorchEngine) -> None:
-    """Raise Imbalance unless the engine, with no request in it, holds exactly what it says. On its loop, or stopped."""
+EMPTY_WHEN_IDLE = (
+    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Inbox._waiting"),
+    *("Scheduler._waiting", "Scheduler._running", "Scheduler._in_flight", "Scheduler._parked"),
+    *("Admission._promised", "Admission._running", "Saves._under_way", "Saves._by_key", "Outbox._batches"),
+    *("AdapterSlots._live", "AdapterSlots._running", "AdapterSlots._retired", "LowerTiers._fetches"),
+)
+"""Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
+
+
+def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
+    """Raise Imbalance unless the engine, with no request in it, holds exactly what it says. On its loop, or stopped.
+
+    ``sizes``: its ``tables``.
+    """
     cache = engine._cache
     _audit_pool(cache)
     _audit_index(cache)
-    scheduler, adapters, lower = engine._scheduler, engine._runner.adapters, engine._lower
-    ended: dict[str, Any] = {
-        "live requests": engine._live,
-        "waiting counts": engine._waiting,
-        "inbox": engine._inbox,
-        "cancels": engine._cancels,
-        "waiting": scheduler._waiting,
-        "running": scheduler._running,
-        "in flight": scheduler._in_flight,
-        "parked": scheduler._parked,
-        "promised by tenant": scheduler._admission._promised,
-        "running by tenant": scheduler._admission._running,
-        "saves under way": engine._saves._under_way,
-        "saves by key": engine._saves._by_key,
-        "outputs": engine._outbox._batches,
-        "adapters' live requests": adapters._live,
-        "adapters' running sequences": adapters._running,
-        "retired adapters": adapters._retired,
-        "fetches": lower._fetches if lower is not None else (),
-    }
-    left = {name: len(table) for name, table in ended.items() if table}
+    left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
     _hold(not left, f"no request is here, but there are {left}")
-    _hold(scheduler.promised_blocks == 0, f"{scheduler.promised_blocks} blocks are promised to nobody")
+    adapters, promised = engine._runner.adapters, engine._scheduler.promised_blocks
+    _hold(promised == 0, f"{promised} blocks are promised to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
-    if lower is not None:
-        _audit_tiers(lower.tiers)
+    if engine._lower is not None:
+        _audit_tiers(engine._lower.tiers)
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
