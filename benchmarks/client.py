@@ -64,7 +64,7 @@ async def stream_answer(
             for choice in event["choices"]:
                 content = choice["delta"].get("content") if "delta" in choice else choice["text"]
                 # A first token that is half a character comes with no text: the end is then the first sign of it.
-                if first_s is None and (content or choice["finish_reason"]):
+                if first_s is None and (content or choice.get("finish_reason")):
                     first_s = time.perf_counter()
                 if content:
                     parts.append(content)

@@ -116,7 +116,7 @@ async def host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
 
     async def seconds(pair: int, caching: bool) -> float:
         side = replace(settings, enable_prefix_caching=caching)
-        return tokens / throughput(runner, side, arguments, pair)
+        return float(tokens) / throughput(runner, side, arguments, pair)
 
     on, off = await alternate(5 * arguments.runs, lambda p: seconds(p, True), lambda p: seconds(p, False))
     found = ratios(on, off)
@@ -153,7 +153,7 @@ def throughput(runner: Runner, settings: EngineSettings, arguments: argparse.Nam
         finally:
             engine.stop()
     assert max(gathered.cached_tokens.values(), default=0) == 0, "requests were to share nothing"
-    return arguments.requests * (arguments.prompt_tokens + arguments.new_tokens) / seconds
+    return float(arguments.requests * (arguments.prompt_tokens + arguments.new_tokens) / seconds)
 
 
 @contextmanager

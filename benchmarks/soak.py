@@ -212,7 +212,7 @@ class Soak:
 
     def results(self) -> dict[str, Any]:
         """Return resident memory and its slope, what was done, and the tables that grew the most."""
-        samples = {}
+        samples: dict[str, float] = {}
         for name, labels, value in self.engine.stats().samples:
             if name.endswith("_total") or name.startswith("warmpath_kv_tier"):
                 key = " ".join([name.removeprefix("warmpath_"), *(v for k, v in labels if k in ("tier", "outcome"))])
@@ -333,7 +333,7 @@ class Soak:
             np.append(prefix, self._tokens(self._random.randrange(1, 60))),
             scope,
             scope.root(SECRET),
-            SamplingParams(self._random.choice([1, 1, 4, 12, 32]), temperature=0.0),
+            SamplingParams(self._random.choice([1, 1, 4, 8, 16, 120]), temperature=0.0),
             tenant=tenant,
             router_id=f"router-{self._numbers % 3}",
             reservation=self._numbers,
@@ -358,8 +358,8 @@ class Soak:
         held = {tier: hashes for tier, hashes in tier_hashes(self.engine).items() if hashes}
         announced = {tier: hashes for tier, hashes in self.ledger.announced.items() if hashes}
         if announced != held:
-            sizes = {tier: (len(announced.get(tier, ())), len(held.get(tier, ()))) for tier in announced | held}
-            raise Imbalance(f"the events tell of other blocks than are held (announced, held): {sizes}")
+            both = {tier: (len(announced.get(tier, ())), len(held.get(tier, ()))) for tier in announced | held}
+            raise Imbalance(f"the events tell of other blocks than are held (announced, held): {both}")
         known = {tier: blocks for tier, blocks in self.ledger.directory.blocks_held(REPLICA).items() if blocks}
         if known != {tier: len(hashes) for tier, hashes in held.items()}:
             raise Imbalance(f"the directory knows {known} blocks")

@@ -24,7 +24,7 @@ class Imbalance(Exception):
 
 EMPTY_WHEN_IDLE = (
     *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Inbox._waiting"),
-    *("Scheduler._waiting", "Scheduler._running", "Scheduler._in_flight", "Scheduler._parked"),
+    *("Scheduler._waiting", "RunningSet.sequences", "Flights._in_flight", "Flights._parked"),
     *("Admission._promised", "Admission._running", "Saves._under_way", "Saves._by_key", "Outbox._batches"),
     *("AdapterSlots._live", "AdapterSlots._running", "AdapterSlots._retired", "LowerTiers._fetches"),
 )
@@ -39,6 +39,8 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     cache = engine._cache
     _audit_pool(cache)
     _audit_index(cache)
+    unknown = [name for name in EMPTY_WHEN_IDLE if name not in sizes]
+    _hold(not unknown, f"there are no tables {unknown}: they were renamed, and EMPTY_WHEN_IDLE has to follow")
     left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
     _hold(not left, f"no request is here, but there are {left}")
     adapters, promised = engine._runner.adapters, engine._scheduler.promised_blocks

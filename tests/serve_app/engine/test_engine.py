@@ -72,6 +72,22 @@ def test_a_hundred_cold_requests_of_one_prompt_cost_one_prefill(make_engine: Mak
     assert sample(engine, "warmpath_prefix_cache_hits_total") == 99 * 800
 
 
+def test_a_hundred_requests_of_two_thousand_cold_tokens_cost_one_prefill() -> None:
+    """The same at the length that the requirement names, counted on the scheduler alone (simulated forward)."""
+    runner = GatedRunner()
+    engine = simulated(runner, max_num_seqs=128, num_blocks=1024, max_num_batched_tokens=2048)
+    collector = Collector()
+    base = prompt(2000)
+    for i in range(100):
+        engine.submit(request(f"r{i}", np.append(base, i), 2), collector)
+    engine.start()
+    collector.wait(f"r{i}" for i in range(100))
+    engine.stop()
+    prefills = [tokens for step in runner.steps for tokens in step if tokens > 1]
+    assert prefills == [2001], "one prefill of the prefix; everybody else computed one token"
+    assert sorted(collector.cached.values()) == [0] + [2000] * 99
+
+
 def test_who_waits_for_a_cancelled_prefill_goes_on() -> None:
     """The one that computes the shared prefix is cancelled mid-way: the next in line takes over, nothing is lost."""
     runner = GatedRunner(gated=True)
