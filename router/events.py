@@ -43,7 +43,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
 
     ``committed_prefill_tokens``: those of the queued tokens that run before any request that comes now, however short
-    (the rest of a prefill or step that is not interrupted); their sequence counts as waiting.
+    (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
+    other tokens, ignored where none are committed.
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
     """
 
@@ -57,6 +58,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     shares: tuple[RouterShare, ...] = ()
     committed_prefill_tokens: int = 0
     pull_tokens_per_s: float = 0.0
+    committed_sequences: int = 1
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -227,7 +227,8 @@ class LoadTable:
             full = 0 < report.max_waiting_sequences <= report.waiting_sequences or 0 < room <= running + waiting
         committed = min(report.committed_prefill_tokens, queued) if report is not None else 0
         others = queued - committed
-        jobs = max(waiting - (committed > 0), 1) if others else 0
+        settled = report.committed_sequences if report is not None and committed else 0
+        jobs = max(waiting - settled, 1) if others else 0
         self._queued[row] = queued
         self._committed[row] = committed
         self._overtakable[row] = others
@@ -297,5 +298,6 @@ def _clamped(report: LoadReport) -> LoadReport:
         decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
         shares=report.shares,
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
+        committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
     )

@@ -14,14 +14,13 @@ import numpy as np
 from router.block_hash import PrefixScope, TokenArray, hash_blocks
 from router.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
-from serve_app.cache.tiers import Tiers
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.gauges import gauge_samples
 from serve_app.engine.inbox import Inbox
 from serve_app.engine.load_view import LoadView
 from serve_app.engine.loop import STALL_AFTER_S, Clock, EngineLoop
-from serve_app.engine.lower_tiers import LowerTiers
+from serve_app.engine.lower_tiers import open_tiers
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.prefix_transfer import PrefixTransfer
 from serve_app.engine.protocol import EngineRequest, EngineSettings, EventSink, ImportedPrefix, OutputSink
@@ -68,7 +67,9 @@ class TorchEngine:
         self._saves = Saves(self._cache, self._meters)
         self._inbox = Inbox(self.settings)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._lower = self._open_tiers()
+        self._lower = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
+        if self._lower is not None:
+            self._scheduler.fetch, self._saves.file = self._lower.fetch, self._lower.save
         self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call)
         self._settlement = Settlement(
             self._cache, runner, self._scheduler, self._saves, self._lower, self._inbox, self._meters
@@ -117,7 +118,7 @@ class TorchEngine:
     def load(self) -> LoadReport:
         """Return the load as of the last step, with everything submitted since."""
         with self._inbox.changed:
-            return self._load.report()
+            return self._load.report(self._clock())
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
@@ -251,6 +252,8 @@ class TorchEngine:
                 prefill_tokens += item.tokens
                 prompt_tokens += fresh
                 recomputed += again
+        with self._inbox.changed:
+            self._load.step_begins(chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
@@ -294,15 +297,3 @@ class TorchEngine:
         if CacheCleared() in self.deliver() and self._lower is not None:
             self._lower.tiers.announce()
         return complete
-
-    def _open_tiers(self) -> LowerTiers | None:
-        settings, runner = self.settings, self._runner
-        if not (settings.tiers.on and settings.enable_prefix_caching):
-            return None
-        tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, self._inbox.wake)
-        lower = LowerTiers(
-            self._cache, runner, tiers, settings.tiers.load_ratio, lambda: self._meters.prefill_tokens_per_s
-        )
-        self._scheduler.fetch = lower.fetch
-        self._saves.file = lower.save
-        return lower

@@ -20,7 +20,8 @@ from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.tiers import ReadRows, TierEvent, Tiers
 from serve_app.cache.transfer import Row
 from serve_app.engine.install import install_blocks
-from serve_app.engine.meters import Histogram, Labels, Sample
+from serve_app.engine.meters import EngineMeters, Histogram, Labels, Sample
+from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sequence import Sequence as RequestSequence
 from serve_app.engine.step import Runner
 
@@ -278,3 +279,13 @@ class LowerTiers:
         if load.blocks:
             self._rule.observe("disk", len(load.blocks) * self.tiers.size_bytes, load.duration_s)
         self._times["disk"].observe(load.duration_s)
+
+
+def open_tiers(
+    settings: EngineSettings, cache: PrefixCache, runner: Runner, meters: EngineMeters, wake: Callable[[], None]
+) -> LowerTiers | None:
+    """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
+    if not (settings.tiers.on and settings.enable_prefix_caching):
+        return None
+    tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake)
+    return LowerTiers(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

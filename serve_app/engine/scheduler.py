@@ -95,6 +95,17 @@ class Scheduler:
         """Sequences that had to give way in the last ``schedule``; they wait again."""
         return self._preempted
 
+    def ready(self) -> list[Sequence]:
+        """Return the waiting sequences that wait for their turn and for nothing else."""
+        parked = self._flights.parked()
+        return [
+            sequence
+            for sequence in self._waiting.values()
+            if id(sequence) not in parked
+            and not sequence.arriving
+            and not (sequence.after and self.find(sequence.after))
+        ]
+
     def add(self, sequence: Sequence) -> None:
         """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
         sequence.number = next(self._numbers)
@@ -104,6 +115,13 @@ class Scheduler:
     def computes(self, block_hash: bytes) -> bool:
         """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
         return self._flights.has(block_hash)
+
+    def missing_block(self, sequence: Sequence) -> bytes:
+        """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
+        first = sequence.held_blocks_hint
+        if first >= self._cache.reusable_blocks(sequence.prefill_tokens):
+            return b""
+        return sequence.chain[HASH_BYTES * first : HASH_BYTES * (first + 1)]
 
     def find(self, request_id: str) -> Sequence | None:
         """Return a sequence that waits or runs here."""
@@ -155,18 +173,11 @@ class Scheduler:
     def _schedule_prefill(self, budget: int, prefilling: list[Sequence], chosen: list[Scheduled]) -> None:
         if not prefilling and self.running_count >= self._settings.max_num_seqs:
             return
-        parked = self._flights.parked()
-        candidates = [
-            sequence
-            for sequence in self._waiting.values()
-            if id(sequence) not in parked
-            and not sequence.arriving
-            and not (sequence.after and self.find(sequence.after))
-        ]
+        candidates = self.ready()
         lines: dict[str, deque[Sequence]] = {}
         for sequence in candidates:
             self._refresh_hint(sequence)
-        for sequence in sorted([*prefilling, *candidates], key=self._rank):
+        for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
         self._turns.begin(lines)
         self._stopped.clear()
@@ -236,7 +247,8 @@ class Scheduler:
         self._slot_claim = None if room else request.request_id
         return room
 
-    def _rank(self, sequence: Sequence) -> float:
+    def rank(self, sequence: Sequence) -> float:
+        """Return a sequence's place among those of its tenant: the lowest is computed first."""
         # Who had to give way was overtaken already: it counts as having nothing to compute.
         work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
         return work + AGING_TOKENS_PER_S * sequence.arrival_s

@@ -14,11 +14,16 @@ QUANTUM_TOKENS = 512
 """Tokens a turn, at most a quarter of a step: small enough that a step serves several tenants."""
 
 
+def quantum_tokens(max_num_batched_tokens: int) -> int:
+    """Return the tokens of a turn where a step has so many."""
+    return max(1, min(QUANTUM_TOKENS, max_num_batched_tokens // 4))
+
+
 class TenantTurns:
     """The ring of tenants with prefill work. The first one has the turn until its credit is spent."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
-        self.quantum_tokens = max(1, min(QUANTUM_TOKENS, max_num_batched_tokens // 4))
+        self.quantum_tokens = quantum_tokens(max_num_batched_tokens)
         self._credit: OrderedDict[str, int] = OrderedDict()
 
     def begin(self, tenants: Iterable[str]) -> None:

@@ -129,6 +129,16 @@ def test_nonsense_is_clamped_and_counted(nonsense: LoadReport) -> None:
     assert loads.seconds_per_token[0] > 0
 
 
+def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
+    """Of five waiting sequences two have nothing but committed tokens: three jobs share the others."""
+    loads = table()
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_prefill_tokens=300, committed_sequences=2), 0.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (300, 600, 3)
+    assert loads.waiting[0] == 5, "they wait all the same"
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_sequences=2), 0.0)
+    assert loads.jobs[0] == 5, "without committed tokens nobody has them"
+
+
 def test_nonsense_share_does_not_hide_later_reservations() -> None:
     """A share that claims reservations never made counts for those made, no more."""
     loads = table()
