@@ -9,6 +9,8 @@ are reset. Every so often all is let to end, and every block and table is looked
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import logging
 import os
 import random
@@ -55,7 +57,7 @@ class SoakSettings:
 
     seed: int = 0
     concurrency: int = 12
-    operations_a_check: int = 400
+    operations_a_check: int = 200
     tenants: int = 12
     prefixes: int = 3
     adapters: int = 6
@@ -197,7 +199,6 @@ class Soak:
         for action in chosen:
             self.ledger.wait(self._settings.concurrency)
             action()
-            self._sample()
 
     def check(self) -> None:
         """Let everything end, then look at every block and every table. Raises Imbalance."""
@@ -382,9 +383,12 @@ class Soak:
             raise Imbalance(f"the same prompt was answered {self._canary} and now {answer}")
 
     def _sample(self) -> None:
-        now_s = time.monotonic() - self._started_s
-        if not self._resident or now_s - self._resident[-1][0] >= 1.0:
-            self._resident.append((now_s, resident_bytes()))
+        """Note resident memory, without what the allocator keeps for later."""
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        if trim is not None:
+            trim(0)
+        self._resident.append((time.monotonic() - self._started_s, resident_bytes()))
 
 
 def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
