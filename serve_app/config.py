@@ -35,7 +35,12 @@ class AppConfig(BaseModel):
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
-    kv_cache_bytes: int = Field(512 * MIB, ge=MIB, description="bytes of a replica's KV pool")
+    kv_cache_bytes: int | None = Field(
+        None, ge=MIB, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="part of a GPU that a replica may take: weights, a step's work, the rest KV"
+    )
     max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
     max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
@@ -67,7 +72,12 @@ class AppConfig(BaseModel):
         None, gt=0, description="seconds after its last use that a saved prompt stays; default: until a reset"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "auto"
+    device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
+    attention_backend: str = Field(
+        "auto",
+        description="on a GPU, the first that passes a check at the start: fa3_torch, fa3, varlen_torch, fa2, sdpa",
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
     lora_adapters: dict[str, Path] = Field(default_factory=dict, description="adapters to preload: name -> path")
     max_loras: int = Field(4, ge=1, le=256, description="LoRA adapters in one batch of a replica")
@@ -102,9 +112,11 @@ class AppConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _adapters_fit(self) -> AppConfig:
+    def _settings_fit(self) -> AppConfig:
         if self.max_cpu_loras < self.max_loras:
             raise ValueError("max_cpu_loras must be at least max_loras")
+        if self.device.startswith("cuda") and self.replica_num_gpus == 0:
+            raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
         if self.model_name in self.lora_adapters:
             raise ValueError(f"an adapter cannot be called {self.model_name!r}, as the model is")
         # Ray's workers need not run in the directory that a relative path means.

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import CheckpointInfo, weights_fingerprint
-from serve_app.config import AppConfig
+from serve_app.config import MIB, AppConfig
 from serve_app.drafter import drafter_path
 from serve_app.engine.build import build_engine
+from serve_app.engine.device_memory import Work, kv_budget_bytes
 from serve_app.engine.eagle_config import read_eagle_config
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
@@ -22,6 +25,8 @@ from serve_app.engine.model_runner import choose_device, choose_dtype
 from serve_app.engine.protocol import Engine, EngineSettings, EventSink
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine_sizes import max_model_len, pin_budget_blocks
+
+CPU_POOL_BYTES = 512 * MIB
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -34,7 +39,7 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     drafter = drafter_path(config)
     drafter_bytes = _drafter_bytes(drafter, dtype, config.block_size) if drafter else 0
     num_blocks = config.num_blocks or blocks_in_budget(
-        model_config, dtype, config.block_size, config.kv_cache_bytes, drafter_bytes
+        model_config, dtype, config.block_size, pool_bytes(config, model_config, drafter), drafter_bytes
     )
     settings = EngineSettings(
         block_size=config.block_size,
@@ -49,6 +54,8 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         tenant_shares={tenant.name: tenant.cache_share for tenant in config.tenants},
         dtype=config.dtype,
         device=config.device,
+        attention_backend=config.attention_backend,
+        enforce_eager=config.enforce_eager,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(
@@ -90,3 +97,28 @@ def _drafter_bytes(drafter: Path, dtype: str, block_size: int) -> int:
     if head is not None:
         return head.block_bytes(dtype, block_size)
     return kv_bytes_per_block(AutoConfig.from_pretrained(str(drafter), local_files_only=True), dtype, block_size)
+
+
+def pool_bytes(config: AppConfig, model_config: Any, drafter: Path | None) -> int:
+    """Return the bytes of the KV pool: as set, else 512 MiB, on a GPU what ``gpu_memory_utilization`` leaves.
+
+    Raises ValueError when that is nothing.
+    """
+    device = choose_device(config.device)
+    if config.kv_cache_bytes is not None or device.type != "cuda" or config.engine != "torch":
+        return config.kv_cache_bytes or CPU_POOL_BYTES
+    adapters = config.max_loras if config.lora_adapters or config.allow_runtime_lora else 0
+    work = Work(
+        batched_tokens=config.max_num_batched_tokens,
+        sequences=config.max_num_seqs * (1 + (config.num_speculative_tokens if drafter else 0)),
+        lora_ranks=adapters * config.max_lora_rank,
+        graphs=not config.enforce_eager,
+    )
+    models, head_bytes = [model_config], 0
+    if drafter is not None and read_eagle_config(drafter) is None:
+        models.append(AutoConfig.from_pretrained(str(drafter), local_files_only=True))
+    elif drafter is not None:
+        head_bytes = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
+    memory = torch.cuda.mem_get_info(device)
+    dtype = choose_dtype(config.dtype, device)
+    return kv_budget_bytes(memory, config.gpu_memory_utilization, models, dtype, work) - head_bytes

@@ -1,18 +1,20 @@
 """Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
 
-Owns the arithmetic: write the step's KV, decode rows by partial results merged through their log-sum-exp, prefill
-chunks by tiles. Knows nothing of scheduling; where things lie comes in a PagedStep. Refuses what it does not
-compute (sliding windows, soft-capping, sinks) instead of ignoring it.
+Owns the writing of a step's KV, and the backend that suits a CPU: decode rows by partial results merged through
+their log-sum-exp, prefill chunks by tiles. Knows nothing of scheduling; where things lie, and another backend where
+there is one, comes in a PagedStep. Refuses what it does not compute (sliding windows, soft-capping, sinks).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
-from serve_app.engine.paging import SHAPE_TOKENS, DecodePart, GatherJob, PagedStep, PrefillPart
+from serve_app.engine.paging import SHAPE_TOKENS, DecodePart, GatherJob, KvPool, PagedStep, PrefillPart, plan_step
+from serve_app.engine.step import Segment
 
 IMPLEMENTATION = "paged_kv"
 
@@ -38,6 +40,10 @@ def refuse_unsupported(config: Any, model: torch.nn.Module | None = None) -> Non
         raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(kinds - {'full_attention'}))}")
     if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
         raise UnsupportedModel(f"{name}: sliding_window={config.sliding_window}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # One scale for the whole packed row, taken from its longest sequence: neighbours would change each other.
+        raise UnsupportedModel(f"{name}: rope_type={rope['rope_type']}")
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModel(f"{name}: soft-capped attention logits")
     if getattr(config, "kv_lora_rank", None) or getattr(config, "is_encoder_decoder", False):
@@ -72,17 +78,36 @@ def paged_attention(
     real = len(paged.slots)
     keys.index_copy_(0, paged.slots, key[0, :, :real].transpose(0, 1))
     values.index_copy_(0, paged.slots, value[0, :, :real].transpose(0, 1))
-    heads, tokens, head_dim = query.shape[1:]
-    kv_heads = keys.shape[1]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    rows = query[0].transpose(0, 1).reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-    output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
-    output[real:] = 0
-    if paged.decode is not None:
-        output[: paged.decode.rows] = _decode(paged, paged.decode, layer, rows[: paged.decode.rows], scale)
-    for part in paged.prefills:
-        _prefill(paged, part, layer, rows, output, scale)
-    return output.view(1, tokens, heads, head_dim), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return (paged.backend or RUNS).attend(paged, layer, query[0].transpose(0, 1), scale)[None], None
+
+
+class RunsBackend:
+    """The default: long runs of blocks are read in place, once for all sequences that share them."""
+
+    name = "runs"
+    in_graphs = False
+
+    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+        """Plan a step; see ``AttentionBackend``."""
+        return plan_step(pool, segments)
+
+    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+        tokens, heads, head_dim = query.shape
+        kv_heads = step.pool.keys[layer].shape[1]
+        real = len(step.slots)
+        rows = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+        output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
+        output[real:] = 0
+        if step.decode is not None:
+            output[: step.decode.rows] = _decode(step, step.decode, layer, rows[: step.decode.rows], scale)
+        for part in step.prefills:
+            _prefill(step, part, layer, rows, output, scale)
+        return output.view(tokens, heads, head_dim)
+
+
+RUNS = RunsBackend()
 
 
 def partial_attention(

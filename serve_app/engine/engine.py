@@ -129,8 +129,8 @@ class TorchEngine:
         )
         counted = (*self._meters.samples(self._labels), *self._settlement.speculation.samples(self._labels))
         tiers = self._lower.samples(self._labels) if self._lower is not None else ()
-        adapters = self._runner.adapters.samples(self._labels)
-        return StatsReport(samples=(*counted, *gauges, *tiers, *adapters))
+        runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
+        return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.

@@ -7,7 +7,7 @@ Segments flow in; sampled tokens, or the reason a segment failed, flow out.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,22 @@ from serve_app.engine.adapter import AdapterSpec, read_described
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.adapter_weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
+from serve_app.engine.backend_probe import Heads, choose_backend
+from serve_app.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.lora import LoraLayers
+from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.packed_linears import pack_linears
-from serve_app.engine.paging import KvPool, PagedStep, plan_step
+from serve_app.engine.paging import KvPool, PagedStep
 from serve_app.engine.protocol import EngineSettings
-from serve_app.engine.sampling import sample
+from serve_app.engine.sampling import choose_tokens
 from serve_app.engine.step import Segment, SegmentResult
 
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
+
+_DUMMY_SEED = 20
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,18 +78,25 @@ class ModelRunner:
         self.dtype = choose_dtype(settings.dtype, self.device)
         self.config: Any = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
         refuse_unsupported(self.config)
-        model = AutoModelForCausalLM.from_pretrained(
-            str(model_path), dtype=self.dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
-        )
+        model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
         refuse_unsupported(self.config, model)
-        self.model = model.to(self.device).eval()
+        self.model = model.eval()
         pack_linears(self.model)
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
         self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
+        heads = Heads(int(self.config.num_attention_heads), kv_heads, head_dim, settings.block_size, self.dtype)
+        self.attention = choose_backend(settings.attention_backend, self.device, heads)
         self.pool = KvPool(
-            layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
+            layers,
+            settings.num_blocks,
+            settings.block_size,
+            kv_heads,
+            head_dim,
+            self.dtype,
+            self.device,
+            scratch_block=self.device.type == "cuda",
         )
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
@@ -93,6 +105,23 @@ class ModelRunner:
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
         self._lora = LoraLayers(self._linears, self.adapters, self.device)
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and not settings.enforce_eager:
+            self._graphs = DecodeGraphs(
+                self.pool,
+                self.attention.backend,
+                self.forward,
+                max_rows=settings.max_num_seqs * (1 + settings.num_speculative_tokens),
+                max_tokens=min(settings.max_model_len, self.max_positions),
+                record=cuda_recorder(),
+            )
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield 1 for the attention backend that serves, 0 for those refused before it; how many graphs there are."""
+        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name), ("refused", "")), 1.0
+        for name, reason in self.attention.refused:
+            yield "warmpath_attention_backend", (*labels, ("backend", name), ("refused", reason)), 0.0
+        yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
@@ -110,14 +139,15 @@ class ModelRunner:
             return parsed.result()
 
     @torch.inference_mode()
-    def forward(self, step: PagedStep, logit_rows: Sequence[int]) -> torch.Tensor:
+    def forward(self, step: PagedStep, logit_rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Compute a step, write its KV, and return float32 logits [len(logit_rows), vocab] of those packed rows."""
-        keep = torch.tensor(list(logit_rows), dtype=torch.long, device=self.device)
+        if not isinstance(logit_rows, torch.Tensor):
+            logit_rows = torch.tensor(list(logit_rows), dtype=torch.long, device=self.device)
         output = self.model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=logit_rows,
             paged=step,
         )
         logits: torch.Tensor = output.logits[0].float()
@@ -126,22 +156,48 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and sample; a segment whose logits are not numbers fails alone."""
-        step = plan_step(self.pool, segments)
+        step, logits = self._compute(segments)
         results = [SegmentResult()] * len(segments)
-        wanted = [(row, i) for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
-        with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
-            logits = self.forward(step, [row for row, _ in wanted])
-        if not wanted:
-            return results
-        broken = (torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))).tolist()
-        sound = [k for k, bad in enumerate(broken) if not bad]
-        for (_, i), bad in zip(wanted, broken, strict=True):
-            if bad:
-                results[i] = SegmentResult(error="the model's logits are not numbers")
-        if sound:
-            params = [p for _, i in wanted if (p := segments[i].sampling) is not None]
-            kept = logits if len(sound) == len(wanted) else logits[sound]
-            tokens = sample(kept, [params[k] for k in sound], [segments[wanted[k][1]].end for k in sound])
-            for k, token in zip(sound, tokens, strict=True):
-                results[wanted[k][1]] = SegmentResult(token=token)
+        wanted = [(i, sampling) for i in step.order if (sampling := segments[i].sampling) is not None]
+        if wanted:
+            tokens = choose_tokens(logits, [sampling for _, sampling in wanted], [segments[i].end for i, _ in wanted])
+            for (i, _), token in zip(wanted, tokens, strict=True):
+                error = "the model's logits are not numbers" if token is None else ""
+                results[i] = SegmentResult(token=token, error=error)
         return results
+
+    def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:
+        """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
+        if self._graphs is not None and (done := self._graphs.run(segments)) is not None:
+            step, logits = done
+            assert step.logit_rows is not None
+            if len(step.logit_rows) < len(logits):
+                logits = logits.index_select(0, step.logit_rows)
+            return step, logits
+        step = self.attention.backend.plan(self.pool, segments)
+        rows: Sequence[int] | torch.Tensor | None = step.logit_rows
+        if rows is None:
+            rows = [row for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
+        with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
+            return step, self.forward(step, rows)
+
+
+def load_model(
+    path: str | Path, config: Any, dtype: torch.dtype, device: torch.device, *, random: bool = False
+) -> torch.nn.Module:
+    """Load a local checkpoint onto ``device``.
+
+    ``random``: only its config is read, and weights are drawn on the device, the same ones for the same device.
+    """
+    if not random:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+        loaded: torch.nn.Module = model.to(device)
+        return loaded
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(_DUMMY_SEED)
+        drawn: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
+    return drawn.to(device)

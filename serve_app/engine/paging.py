@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,7 +34,10 @@ SMALL_REST_BLOCKS = 16
 
 
 class KvPool:
-    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first."""
+    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first.
+
+    With ``scratch_block`` there is one block more, the last, that belongs to nobody: where padding rows write.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,11 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        scratch_block: bool = False,
     ) -> None:
+        self.num_blocks = num_blocks
+        num_blocks += scratch_block
         self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
         self.block_size = block_size
         slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
@@ -106,10 +114,49 @@ class DecodePart:
 
 
 @dataclass(frozen=True, slots=True)
+class PageTable:
+    """Where each sequence of a step lies, for kernels that follow tables. Sequences are in the step's order.
+
+    On the device, int32: ``cu_rows`` [n + 1], sequence i has rows ``cu_rows[i]`` to ``cu_rows[i + 1]`` - 1;
+    ``lengths`` [n], tokens with KV, the new ones included; ``blocks`` [n, width]. On the host: ``rows`` and
+    ``tokens``, the same counts; ``singles``, how many sequences have one row (they come first); the largest of
+    both counts. In a captured graph the host's counts are bounds only.
+    """
+
+    cu_rows: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    singles: int
+    most_rows: int
+    most_tokens: int
+
+
+class AttentionBackend(Protocol):
+    """One way to attend a step's rows to the pool, on one kind of device."""
+
+    name: str
+    in_graphs: bool
+    """Whether sizes are read on the device alone, so that a captured decode step is right for other lengths."""
+
+    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+        """Lay ``segments`` out as one packed row; zeroes the unused part of every block a segment begins.
+
+        ``rows``: pad a step of single tokens to so many rows (only with ``in_graphs``). All layers use the plan.
+        """
+
+    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attend ``query`` [T, heads, head_dim], whose own KV is in the pool already; same shape back."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagedStep:
     """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first.
 
     ``slots`` covers the real tokens; rows from len(``slots``) to T are padding that is computed and ignored.
+    ``decode`` and ``prefills`` are the plan of the default backend (None), ``pages`` and ``jobs`` of the others.
+    ``logit_rows``: the packed rows whose token is wanted, where they are on the device already.
     """
 
     pool: KvPool
@@ -118,8 +165,12 @@ class PagedStep:
     position_ids: torch.Tensor
     slots: torch.Tensor
     last_rows: tuple[int, ...]
-    decode: DecodePart | None
-    prefills: tuple[PrefillPart, ...]
+    decode: DecodePart | None = None
+    prefills: tuple[PrefillPart, ...] = ()
+    backend: AttentionBackend | None = None
+    pages: PageTable | None = None
+    jobs: tuple[Any, ...] = ()
+    logit_rows: torch.Tensor | None = None
 
 
 def plan_step(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:

@@ -234,6 +234,8 @@ class EngineSettings:
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
     ``admission``: what is promised to a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
+    ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read.
+    ``attention_backend``: a name of ``backend_probe.CANDIDATES``; "auto" takes the first that works.
     """
 
     block_size: int = 16
@@ -246,6 +248,9 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    attention_backend: str = "auto"
+    enforce_eager: bool = False
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from serve_app.engine.page_table import upload
 from serve_app.engine.protocol import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -27,8 +29,11 @@ def position_uniform(seed: int, position: int) -> float:
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> torch.Tensor:
     """Return standard Gumbel numbers [n, vocab], float32: row i is a splitmix64 stream from (seed, position) i."""
-    keys = torch.tensor([_signed(_key(s, p)) for s, p in zip(seeds, positions, strict=True)], device=device)
-    state = keys[:, None] + torch.arange(1, vocab + 1, device=device) * _signed(_STRIDE)
+    return _noise(torch.tensor(_keys(seeds, positions), device=device), vocab)
+
+
+def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    state = keys[:, None] + torch.arange(1, vocab + 1, device=keys.device) * _signed(_STRIDE)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         state ^= _shifted(state, shift)
         state *= _signed(factor)
@@ -47,6 +52,10 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    return [_signed(_key(s, p)) for s, p in zip(seeds, positions, strict=True)]
+
+
 def _key(seed: int, position: int) -> int:
     return _mix((seed & _MASK) ^ _mix(position & _MASK))
 
@@ -56,6 +65,64 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
     value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
     return value ^ (value >> 31)
+
+
+def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+    """Return one token a row of ``logits`` [n, vocab], None where they are not numbers; see ``sample``."""
+    if logits.device.type != "cpu":
+        chosen: list[int] = sample_at_once(logits, params, positions).tolist()
+        return [None if token < 0 else token for token in chosen]
+    broken = (torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))).tolist()
+    sound = [i for i, bad in enumerate(broken) if not bad]
+    tokens: list[int | None] = [None] * len(broken)
+    if sound:
+        kept = logits if len(sound) == len(broken) else logits[sound]
+        found = sample(kept, [params[i] for i in sound], [positions[i] for i in sound])
+        for i, token in zip(sound, found, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """Return ``sample``'s tokens [n], int64, on the device of ``logits``; -1 where logits are not numbers.
+
+    Nothing waits for the device: the host reads the result with one transfer. Costs a sort of every filtered row.
+    """
+    broken = torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))
+    tokens = torch.argmax(logits, dim=-1)
+    drawn = [i for i, p in enumerate(params) if p.temperature > 0.0 and p.top_k != 1]
+    if drawn:
+        chosen = [params[i] for i in drawn]
+        vocab = logits.shape[-1]
+        rows, keys, top_k, temperature, top_p = upload(
+            (
+                np.array(drawn, dtype=np.int64),
+                np.array(_keys([p.seed for p in chosen], [positions[i] for i in drawn]), dtype=np.int64),
+                np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], dtype=np.int64),
+                np.array([p.temperature for p in chosen], dtype=np.float64),
+                np.array([p.top_p for p in chosen], dtype=np.float64),
+            ),
+            logits.device,
+        )
+        scaled = logits.index_select(0, rows).double() / temperature[:, None]
+        if any(0 < p.top_k < vocab or p.top_p < 1.0 for p in chosen):
+            scaled = scaled.masked_fill(scaled < _floors(scaled, top_k, top_p), float("-inf"))
+        scaled += _noise(keys, vocab)
+        tokens = tokens.index_copy(0, rows, torch.argmax(scaled, dim=-1))
+    return tokens.masked_fill(broken, -1)
+
+
+def _floors(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return each row's smallest logit to keep [n, 1]; ``top_k`` [n] and ``top_p`` [n] as ``_threshold`` has them."""
+    best = torch.sort(scaled, dim=-1, descending=True).values
+    floor = best.gather(1, top_k[:, None] - 1)
+    kept = best.masked_fill(best < floor, float("-inf"))
+    mass = torch.exp(kept - torch.logsumexp(kept, dim=-1, keepdim=True)).cumsum(dim=-1)
+    reached = mass >= top_p[:, None]
+    first = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), best.shape[-1] - 1)
+    # Without a top-p, and where rounding never reaches it, top-k decides alone.
+    by_mass = torch.where(top_p < 1.0, best.gather(1, first[:, None])[:, 0], float("-inf"))
+    return torch.maximum(floor[:, 0], by_mass)[:, None]
 
 
 def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:

@@ -7,12 +7,13 @@ nothing of scheduling or caching, which are the real ones. Whatever ran on it ha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from serve_app.cache.transfer import KvFormat, KvPart, Row
 from serve_app.engine.adapter import read_described
 from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.sampling import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -83,6 +84,10 @@ class SimulatedRunner:
         self.max_positions = cost.max_positions
         self.block_bytes = cost.block_bytes
         self._sleep = sleep
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield nothing: no device is in use."""
+        return ()
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Sleep for the step's simulated duration and return deterministic pseudo-random tokens."""

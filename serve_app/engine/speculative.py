@@ -7,7 +7,7 @@ drafter decides only how many base steps it takes. Knows nothing of how drafts c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from serve_app.engine.draft_model import DraftModel
 from serve_app.engine.eagle_config import read_eagle_config
 from serve_app.engine.eagle_drafter import load_eagle
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
+from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.paging import KvPool
 from serve_app.engine.protocol import EngineSettings
@@ -72,6 +73,10 @@ class SpeculativeRunner:
         self.block_bytes = base.block_bytes + drafter.block_bytes
         drafted = (kv_part(pool.tensor, drafter_fingerprint) for pool in drafter.pools)
         self.kv_format = replace_parts(base.kv_format, parts=(*base.kv_format.parts, *drafted))
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield the base model's gauges."""
+        return self.base.samples(labels)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV, the drafter's after the base's, into its row."""

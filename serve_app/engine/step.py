@@ -7,13 +7,14 @@ of tensors, queues or requests' origins.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from router.block_hash import TokenArray
 from serve_app.cache.transfer import KvFormat, Row
 from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.protocol import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ class Runner(Protocol):
     kv_format: KvFormat
     """What KV must be like to be loaded here; ``block_bytes`` of it is what a block really carries."""
     adapters: AdapterSlots[Any]
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield gauges of how it runs (any thread)."""
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and return one result a segment. What it raises concerns the step as a whole."""

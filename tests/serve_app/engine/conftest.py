@@ -20,6 +20,14 @@ MakeEngine = Callable[..., TorchEngine]
 Reference = Callable[[str, Any, int], list[int]]
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each kind of device that a test is about; skipped where there is none."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_tiny(kind, tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "llama")}

@@ -102,6 +102,7 @@ def test_partial_results_off_the_cpu_kernel_are_the_same() -> None:
         (Qwen3Config(num_hidden_layers=4, use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding"),
         (SimpleNamespace(model_type="g", layer_types=None, attn_logit_softcapping=50.0), "soft-capped"),
         (GptOssConfig(num_hidden_layers=2), "sliding"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rope_type=dynamic"),
     ],
 )
 def test_models_this_engine_would_get_wrong_are_refused(config: object, words: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.sampling import gumbel_noise, position_uniform, sample
+from serve_app.engine.sampling import choose_tokens, gumbel_noise, position_uniform, sample, sample_at_once
 from tests.serve_app.engine.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
@@ -141,3 +141,38 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_e
     resent = np.concatenate([ids, np.array(alone[:9], dtype=np.int32)])
     assert run_all(engine, [request("resent", resent, 15, **how)]).tokens["resent"] == alone[9:]
     assert run_all(engine, [request("else", ids, 24, **{**how, "seed": 1})]).tokens["else"] != alone
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+            st.sampled_from([0, 1, 2, 7, 299, 300, 1000]),
+            st.sampled_from([1e-6, 0.2, 0.9, 0.999999, 1.0]),
+            st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(0, 5),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_sampling_without_waiting_for_the_device_chooses_the_same_tokens(
+    rows: list[tuple[float, int, float, int]], seed: int, ties: bool
+) -> None:
+    logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = logits.round() if ties else logits
+    params = [SamplingParams(1, temperature=t, top_k=k, top_p=p, seed=s) for t, k, p, s in rows]
+    positions = list(range(len(rows)))
+    assert sample_at_once(logits, params, positions).tolist() == sample(logits, params, positions)
+
+
+def test_rows_that_are_no_numbers_get_no_token(device: torch.device) -> None:
+    """On every device, and the others get theirs: one transfer carries both."""
+    logits = torch.zeros(5, 40)
+    logits[torch.arange(5), torch.tensor([3, 9, 1, 0, 39])] = 30.0
+    logits[1, 5], logits[2, 7], logits[3] = float("nan"), float("inf"), float("-inf")
+    params = [SamplingParams(1, temperature=t) for t in (0.0, 1.0, 0.0, 1.0, 1.0)]
+    assert choose_tokens(logits.to(device), params, [0] * 5) == [3, None, None, None, 39]
+    assert sample_at_once(logits, params, [0] * 5).tolist() == [3, -1, -1, -1, 39]
