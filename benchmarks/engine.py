@@ -1,6 +1,7 @@
 """The engine alone against its peers: time to first token cold and warm, decode, and a batch of long prompts.
 
 Every system runs in a process of its own, one after the other, with the same prompts (`benchmarks.peers.workload`).
+On a GPU also the memory-bandwidth limit of decoding: `--device cuda --model random:llama-3.1-8b`.
 `python -m benchmarks.engine --json FILE [--vllm-python /path/to/env/bin/python]`
 """
 
@@ -11,10 +12,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks import random_models
 from benchmarks.metrics import spread, write
+from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 
 MODULES = {
@@ -30,7 +36,8 @@ def main() -> None:
     """Parse flags, run each system, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    shapes = ", ".join(random_models.PREFIX + name for name in random_models.SHAPES)
+    parser.add_argument("--model", default="small", help=f"a built-in model, a directory, or {shapes}: random weights")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -41,26 +48,41 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(MODULES))
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""))
     arguments = parser.parse_args()
-    info = load_checkpoint_info(resolve_model(arguments.model))
-    workload = {
-        "model": str(info.path),
-        "vocab_size": info.vocab_size,
-        "max_model_len": min(info.max_model_len, 16384),
-        "cache_tokens": 131072,
-        **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs")},
-        "prefix_tokens": arguments.prefix_tokens,
-        "question_tokens": arguments.question_tokens,
-        "batch_new_tokens": arguments.batch_new_tokens,
-    }
-    results = {name: run(name, workload, arguments) for name in arguments.systems.split(",")}
+    with tempfile.TemporaryDirectory(prefix="warmpath-shape-") as directory:
+        workload = {
+            **described(arguments.model, Path(directory)),
+            "cache_tokens": 131072,
+            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs")},
+            "prefix_tokens": arguments.prefix_tokens,
+            "question_tokens": arguments.question_tokens,
+            "batch_new_tokens": arguments.batch_new_tokens,
+        }
+        results = {name: run(name, workload, arguments) for name in arguments.systems.split(",")}
     write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)})
+
+
+def described(model: str, directory: Path) -> dict[str, Any]:
+    """Return the workload's part that is the model's; a random one's config is written into ``directory``."""
+    if model.startswith(random_models.PREFIX):
+        config = random_models.write_config(model.removeprefix(random_models.PREFIX), directory)
+        path, vocab_size, longest = directory, config["vocab_size"], config["max_position_embeddings"]
+    else:
+        info = load_checkpoint_info(resolve_model(model))
+        path, vocab_size, longest = info.path, info.vocab_size, info.max_model_len
+    return {
+        "model": str(path),
+        "load_format": "dummy" if path == directory else "auto",
+        "vocab_size": vocab_size,
+        "max_model_len": min(longest, 16384),
+    }
 
 
 def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one system; one that cannot run is named with the reason."""
     python = sys.executable
     # transformers' batching needs minutes for one long prompt on a CPU: measured once, said in the spread.
-    prefix_runs = 1 if name == "transformers_cb" else workload["runs"]
+    on_cpu = workload["device"] == "cpu" or (workload["device"] == "auto" and not torch.cuda.is_available())
+    prefix_runs = 1 if name == "transformers_cb" and on_cpu else workload["runs"]
     if name == "vllm_cpu":
         python = arguments.vllm_python
         if not python:
@@ -77,20 +99,27 @@ def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> d
     if done.returncode != 0:
         return {"not_measured": f"its process ended with status {done.returncode}"}
     answer = json.loads(done.stdout)
-    return {"version": answer["version"], **figures(answer["seconds"], workload)}
+    return {"version": answer["version"], **figures(answer["seconds"], workload, answer["facts"])}
 
 
-def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[str, Any]:
-    """Turn seconds into the contract's figures: medians, with their spread."""
+def figures(seconds: dict[str, list[float]], workload: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Turn seconds into the contract's figures: medians, with their spread; ``facts`` as the system gave them.
+
+    Where it gave the memory-bandwidth limit of decoding, also how much of that was reached.
+    """
     prompt = workload["prefix_tokens"] + workload["question_tokens"]
     cold, warm = spread(seconds["cold_s"]), spread(seconds["warm_s"])
     decode, batch = spread(seconds["decode_s"]), spread(seconds["batch_s"])
+    decode_tok_s = DECODE_ROWS * DECODE_NEW_TOKENS / decode["p50"]
+    limit = facts.get("decode_limit_tok_s")
     return {
         "cold_ttft_ms": 1000 * cold["p50"],
         "warm_ttft_ms": 1000 * warm["p50"],
         "prefill_tok_s": prompt / cold["p50"],
-        "decode_tok_s": 16 * 64 / decode["p50"],
+        "decode_tok_s": decode_tok_s,
+        **({"decode_of_limit": decode_tok_s / limit} if limit else {}),
         "throughput_32x1024_tok_s": 32 * workload["batch_new_tokens"] / batch["p50"],
+        "facts": facts,
         "spread_s": {"cold": cold, "warm": warm, "decode": decode, "batch": batch},
     }
 

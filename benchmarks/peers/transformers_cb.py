@@ -13,12 +13,21 @@ class TransformersContinuousBatching:
 
     def __init__(self, workload: dict[str, Any]) -> None:
         import torch
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
         torch.set_num_threads(workload["threads"])
-        self._model = AutoModelForCausalLM.from_pretrained(
-            workload["model"], dtype=getattr(torch, workload["dtype"]), local_files_only=True
-        ).eval()
+        dtype = getattr(torch, workload["dtype"])
+        device = workload["device"]
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if workload["load_format"] == "dummy":
+            config = AutoConfig.from_pretrained(workload["model"], local_files_only=True)
+            with torch.device(device):
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(workload["model"], dtype=dtype, local_files_only=True)
+        self._model = model.to(device).eval()
         self._config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:

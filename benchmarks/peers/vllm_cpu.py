@@ -25,6 +25,8 @@ class VllmCpu:
         self._llm = vllm.LLM(
             model=workload["model"],
             dtype=workload["dtype"],
+            load_format=workload["load_format"],
+            skip_tokenizer_init=True,
             max_model_len=workload["max_model_len"],
             enable_prefix_caching=True,
         )

@@ -10,13 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.workload import Prompt, serve
+from benchmarks.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
+from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, DECODE_ROWS, Prompt, serve
 from router.block_hash import PrefixScope
-from serve_app.engine.build import build_engine
+from serve_app.engine.build import load_runner
+from serve_app.engine.engine import TorchEngine
+from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams
 
 _SCOPE = PrefixScope("benchmark")
 _ROOT = _SCOPE.root(b"a benchmark's secret")
+
+COPY_BYTES = 2 * 1024**3
+"""Far more than any cache between the device's memory and its processors holds."""
 
 
 class WarmpathEngine:
@@ -28,9 +34,11 @@ class WarmpathEngine:
             max_model_len=workload["max_model_len"],
             dtype=workload["dtype"],
             device=workload["device"],
+            load_format=workload["load_format"],
             num_threads=workload["threads"],
         )
-        self._engine = build_engine(Path(workload["model"]), settings, lambda _: None)
+        self._runner = load_runner(Path(workload["model"]), settings)
+        self._engine = TorchEngine(self._runner, settings, lambda _: None)
         self._engine.start()
         self._numbers = iter(range(1 << 40))
 
@@ -59,6 +67,31 @@ class WarmpathEngine:
         if errors:
             raise RuntimeError(errors[0])
 
+    def facts(self) -> dict[str, Any]:
+        """Return how the model was run and, on a GPU, the memory-bandwidth limit of the decode figure."""
+        runner = self._runner
+        assert isinstance(runner, ModelRunner)
+        shown = {name: value for name, _, value in runner.samples(())}
+        facts: dict[str, Any] = {
+            "attention_backend": runner.attention.backend.name,
+            "refused_backends": dict(runner.attention.refused),
+            "decode_graphs": shown["warmpath_decode_graphs"],
+        }
+        if runner.device.type == "cuda":
+            facts |= bandwidth_limit(runner, COPY_BYTES)
+        return facts
+
+
+def bandwidth_limit(runner: ModelRunner, copy_bytes: int) -> dict[str, float]:
+    """Return what a decode step reads, how fast a copy of ``copy_bytes`` is, and the tokens a second of both."""
+    sizes: dict[str, float] = {
+        "copy_bytes_per_s": copy_bytes_per_s(runner.device, copy_bytes),
+        "weight_bytes": weight_bytes_read(runner.model),
+        "kv_bytes_per_token": runner.block_bytes / runner.pool.block_size,
+        "context_tokens": DECODE_PROMPT_TOKENS + DECODE_NEW_TOKENS / 2,
+    }
+    return {**sizes, "decode_limit_tok_s": decode_limit_tok_s(**sizes, rows=DECODE_ROWS)}  # type: ignore[arg-type]
+
 
 if __name__ == "__main__":
-    serve(WarmpathEngine, lambda: version("warmpath"))
+    serve(WarmpathEngine, lambda: version("warmpath"), WarmpathEngine.facts)

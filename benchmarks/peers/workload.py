@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 Prompt = list[int]
 
@@ -22,6 +22,12 @@ class System(Protocol):
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
         """Answer all prompts at once, greedily, ``max_tokens`` each whatever they are; return when all are done."""
+
+
+S = TypeVar("S", bound=System)
+
+DECODE_ROWS, DECODE_PROMPT_TOKENS, DECODE_NEW_TOKENS = 16, 32, 64
+"""The decode figure: so many sequences, all new."""
 
 
 def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prompt]:
@@ -54,14 +60,20 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
             (head,) = prompts_of(1, prefix, vocab, next(seed))
             results["cold_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
             results["warm_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
-        results["decode_s"].append(timed(prompts_of(16, 32, vocab, next(seed)), 64))
+        decoded = prompts_of(DECODE_ROWS, DECODE_PROMPT_TOKENS, vocab, next(seed))
+        results["decode_s"].append(timed(decoded, DECODE_NEW_TOKENS))
         results["batch_s"].append(timed(prompts_of(32, 1024, vocab, next(seed)), workload["batch_new_tokens"]))
     return results
 
 
-def serve(make: Callable[[dict[str, Any]], System], version: Callable[[], str]) -> None:
+def serve(
+    make: Callable[[dict[str, Any]], S],
+    version: Callable[[], str],
+    facts: Callable[[S], dict[str, Any]] = lambda _: {},
+) -> None:
     """Be a peer's process: read the workload, measure, print the result.
 
+    ``facts``: what else the system says of itself afterwards.
     What a peer prints itself goes to standard error, so that the result is all there is on standard output.
     """
     workload = json.load(sys.stdin)
@@ -73,4 +85,5 @@ def serve(make: Callable[[dict[str, Any]], System], version: Callable[[], str]) 
 
     system = make(workload)
     figures = measure(workload, system, progress)
-    print(json.dumps({"version": version(), "seconds": figures}), file=result, flush=True)
+    answer = {"version": version(), "seconds": figures, "facts": facts(system)}
+    print(json.dumps(answer), file=result, flush=True)

@@ -28,6 +28,11 @@ def build_engine(
     Raises UnsupportedModel for attention this engine does not compute, OSError when there is no checkpoint,
     ValueError when ``settings.speculative_model`` cannot draft for it.
     """
+    return TorchEngine(load_runner(model_path, settings), settings, event_sink, clock=clock)
+
+
+def load_runner(model_path: str | Path, settings: EngineSettings) -> Runner:
+    """Load a local checkpoint, with its drafter where there is one. Raises what ``build_engine`` raises."""
     from serve_app.engine.model_runner import ModelRunner
     from serve_app.engine.speculative import load_speculative
 
@@ -38,5 +43,4 @@ def build_engine(
     # Loaded in a thread that ends: OpenMP workers left to the caller's thread would share the cores with the loop's,
     # and libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
     with ThreadPoolExecutor(max_workers=1) as loader:
-        runner = loader.submit(load, model_path, settings).result()
-    return TorchEngine(runner, settings, event_sink, clock=clock)
+        return loader.submit(load, model_path, settings).result()
