@@ -155,7 +155,8 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
     Raises ValueError when the two do not fit, and what ``ModelRunner`` raises.
     """
     head = read_eagle_config(Path(settings.speculative_model))
-    base = ModelRunner(model_path, settings)
+    # A replay of a recorded step calls none of the hooks that a head reads.
+    base = ModelRunner(model_path, replace(settings, enforce_eager=settings.enforce_eager or head is not None))
     if head is not None:
         return SpeculativeRunner(base, load_eagle(base, Path(model_path), head), settings.speculative_fingerprint)
     draft = ModelRunner(settings.speculative_model, replace(settings, dtype=_name(base.dtype)))

@@ -31,14 +31,14 @@ def test_the_limit_is_bytes_over_bandwidth() -> None:
 def test_a_shapes_weights_are_drawn_and_counted(tmp_path: Path) -> None:
     """The embedding is looked up, not read; tied to the output it is read once."""
     config = write_config("llama-tiny", tmp_path)
-    runner = ModelRunner(tmp_path, EngineSettings(num_blocks=8, dtype="bfloat16", device="cpu", load_format="dummy"))
-    table = 2 * config["vocab_size"] * config["hidden_size"]
-    assert weight_bytes_read(runner.model) == weight_bytes(runner.config, torch.bfloat16) - table
+    runner = ModelRunner(tmp_path, EngineSettings(num_blocks=8, dtype="float32", device="cpu", load_format="dummy"))
+    table = 4 * config["vocab_size"] * config["hidden_size"]
+    assert weight_bytes_read(runner.model) == weight_bytes(runner.config, torch.float32) - table
     limit = bandwidth_limit(runner, 1 << 20)
-    assert limit["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
+    assert limit["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4
     assert limit["decode_limit_tok_s"] > 0
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    tied = ModelRunner(tmp_path, EngineSettings(num_blocks=8, dtype="bfloat16", device="cpu", load_format="dummy"))
+    tied = ModelRunner(tmp_path, EngineSettings(num_blocks=8, dtype="float32", device="cpu", load_format="dummy"))
     assert weight_bytes_read(tied.model) == weight_bytes_read(runner.model)
 
 
