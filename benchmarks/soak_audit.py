@@ -47,6 +47,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(promised == 0, f"{promised} blocks are promised to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
+    _hold(sizes.get("LoraLayers._singles", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
     if engine._lower is not None:
         _audit_tiers(engine._lower.tiers)
 
@@ -85,7 +86,8 @@ def tables(root: object) -> dict[str, int]:
             continue
         if isinstance(found, _CONTAINERS):
             seen.add(id(found))
-            sizes[name] += len(found)
+            if not isinstance(found, tuple):  # it cannot grow, only hold what can
+                sizes[name] += len(found)
             entries = [*found.keys(), *found.values()] if isinstance(found, Mapping) else list(found)
             line.extend((name, entry) for entry in entries if isinstance(entry, _CONTAINERS) or _is_ours(entry))
         elif _is_ours(found):
