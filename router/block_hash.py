@@ -2,13 +2,14 @@
 
 Owns the byte layout of every hash, so that a router and a replica in different processes (or on different
 machines) agree. Knows nothing of caches, replicas or text beyond the system-prompt key. A chain travels as one
-packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``.
+packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``. A prompt's first blocks may be
+public: they hang under the public scope's root, and the first private one under ``private_parent``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -21,18 +22,37 @@ HASH_BYTES = 16
 TokenArray = npt.NDArray[np.int32]
 """Token ids: one-dimensional, int32, little-endian in memory."""
 
+ChainHasher = Callable[[bytes, TokenArray, int], bytes]
+"""(parent, ids, block size) -> packed hashes, as ``hash_blocks``; tests pass others to force collisions."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixScope:
     """What must be equal, besides the tokens, for two requests to share KV.
 
     ``model`` is the fingerprint of config and weights index, ``lora`` the adapter's name and weights digest
-    ("" for the base model), ``salt`` the tenant's derived salt (b"" for a public scope).
+    ("" for the base model), ``salt`` the tenant's derived salt (b"" for a public scope). ``public_blocks``: how many
+    leading blocks of this request are in the public scope instead; a block's own scope (``at``) has none.
     """
 
     model: str
     lora: str = ""
     salt: bytes = b""
+    public_blocks: int = 0
+
+    def at(self, index: int) -> PrefixScope:
+        """Return the scope of a request's block ``index``."""
+        return self.public if index < self.public_blocks else self.private
+
+    @property
+    def public(self) -> PrefixScope:
+        """The scope that all tenants share."""
+        return self if not (self.salt or self.public_blocks) else PrefixScope(self.model, self.lora)
+
+    @property
+    def private(self) -> PrefixScope:
+        """The scope of what is not public."""
+        return replace(self, public_blocks=0) if self.public_blocks else self
 
     def root(self, secret: bytes) -> bytes:
         """Return the 16-byte hash under which this scope's first block hangs.
@@ -64,6 +84,54 @@ def hash_blocks(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
         parent = digest(parent + raw[start : start + step])
         chain += parent
     return bytes(chain)
+
+
+def private_parent(private_root: bytes, public_hash: bytes) -> bytes:
+    """Return the 16 bytes under which the first private block after ``public_hash`` hangs.
+
+    Keyed with the private scope's root, which is itself keyed with the secret over model, adapter and salt.
+    """
+    return blake2b(public_hash, digest_size=HASH_BYTES, key=private_root).digest()
+
+
+def extend_chain(
+    root: bytes,
+    public_blocks: int,
+    token_ids: TokenArray,
+    block_size: int,
+    known: bytes = b"",
+    hasher: ChainHasher = hash_blocks,
+) -> bytes:
+    """Return the packed hashes of all full blocks of a prompt, of which ``known`` are known.
+
+    ``root``: the private scope's root; where ``public_blocks`` is not 0 the public scope's goes before it (32 bytes).
+    """
+    done = len(known) // HASH_BYTES
+    return known + next_hashes(root, public_blocks, token_ids, block_size, done, known[-HASH_BYTES:], hasher)
+
+
+def next_hashes(
+    root: bytes,
+    public_blocks: int,
+    token_ids: TokenArray,
+    block_size: int,
+    done: int,
+    last: bytes,
+    hasher: ChainHasher = hash_blocks,
+) -> bytes:
+    """Return the packed hashes of a prompt's full blocks from block ``done`` on; ``last``: the hash of the one before.
+
+    ``root`` as in ``extend_chain``; ``last`` is not looked at where ``done`` is 0.
+    """
+    more, full = b"", len(token_ids) // block_size
+    while done < full:
+        end = min(public_blocks, full) if done < public_blocks else full
+        parent = last if done else root[:HASH_BYTES]
+        if 0 < done == public_blocks:
+            parent = private_parent(root[HASH_BYTES:], parent)
+        more += hasher(parent, token_ids[done * block_size : end * block_size], block_size)
+        done, last = end, more[-HASH_BYTES:]
+    return more
 
 
 def split_chain(chain: bytes) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ def build_app(args: AppConfig) -> Application:
             request_router_class="router.request_router.CacheAwareRouter",
             request_router_kwargs=args.routing(),
         ),
-    ).bind(config)
+    ).bind({**config, "public_prompts": []})
     return serve.deployment(
         Ingress,
         name=INGRESS_NAME,

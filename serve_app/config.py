@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serve_app.prompts import PublicPromptConfig, check_prompts
 from serve_app.tenancy import TenantConfig
 
 Policy = Literal["estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin"]
@@ -105,6 +106,9 @@ class AppConfig(BaseModel):
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
 
     tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
+    public_prompts: list[PublicPromptConfig] = Field(
+        default_factory=list, description="system prompts whose KV all tenants share"
+    )
     operator_key_sha256: list[str] = Field(default_factory=list, description="keys that may read /v1/cache/state")
     metrics_public: bool = Field(False, description="serve /metrics without an operator key although tenants exist")
     secret_file: Path | None = Field(
@@ -122,6 +126,11 @@ class AppConfig(BaseModel):
         # Ray's workers need not run in the directory that a relative path means.
         self.lora_adapters = {name: path.expanduser().absolute() for name, path in self.lora_adapters.items()}
         self.lora_root = self.lora_root.expanduser().absolute() if self.lora_root is not None else None
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> AppConfig:
+        check_prompts(self.public_prompts)
         return self
 
     @property

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.block_hash import PrefixScope, TokenArray, extend_chain
 from router.core import RoutingCore
 from router.request import Decision, RoutedRequest
 from router.waiting_line import NoReplicaLeft
@@ -150,6 +150,7 @@ class Dispatcher:
             disable_spec_decode=sampling.disable_spec_decode,
             save=generation.save,
             lora_path=generation.lora_path,
+            public_blocks=generation.scope.public_blocks,
         )
         started_s = time.perf_counter()
         try:
@@ -230,11 +231,10 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
 def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
     """The same generation with the tokens already received moved into the prompt."""
     token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
-    hashed = len(generation.block_hashes) // HASH_BYTES
-    parent = generation.block_hashes[-HASH_BYTES:] if hashed else generation.root
-    more = hash_blocks(parent, token_ids[hashed * block_size :], block_size)
+    public_blocks = generation.scope.public_blocks
+    hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
-    return replace(generation, token_ids=token_ids, block_hashes=generation.block_hashes + more, sampling=sampling)
+    return replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
 
 
 def _queue_full(retry_after_s: float) -> RateLimited:

@@ -68,4 +68,4 @@ class Explainer:
             name = names[0]
         if name not in names:
             raise fields.fault("tenant", f"the tenant on whose behalf to ask, one of {', '.join(names)[:1000]}")
-        return Tenant(name)
+        return self._tenants.named(name)

@@ -49,6 +49,7 @@ from serve_app.http import json_response, read_body
 from serve_app.metrics import IngressMetrics, Sample, render, with_label
 from serve_app.neighbours import Neighbours
 from serve_app.prepare import Preparer
+from serve_app.prompts import PublicPrompts
 from serve_app.route_guard import RouteGuard
 from serve_app.router_metrics import replica_samples, router_samples
 from serve_app.tenancy import Tenants, load_secret
@@ -95,6 +96,8 @@ class Ingress:
             cache_bytes=self._config.tokenizer_cache_bytes,
             block_size=self._config.block_size,
         )
+        prompts = PublicPrompts(self._config.public_prompts)
+        await asyncio.to_thread(prompts.install, self._tokenizer)
         self._created = int(time.time())
         self._adapters = AdapterRegistry(self._config.model_name)
         self._adapters.merge(await asyncio.to_thread(configured_adapters, self._config.lora_adapters))
@@ -121,6 +124,7 @@ class Ingress:
             default_max_tokens=self._config.default_max_tokens,
             save_ttl_s=self._config.save_ttl_s,
             adapters=self._adapters,
+            prompts=prompts,
         )
         self._explainer = Explainer(self._core, preparer, self._tenants)
         self._completions = Completions(
@@ -148,7 +152,7 @@ class Ingress:
 
     async def _generate(self, request: Request, parse: Callable[[bytes], GenerateRequest]) -> Response:
         arrived_s = time.perf_counter()
-        tenant = self._tenants.authenticate(request.headers.get("authorization"))
+        tenant = self._guard.tenant(request)
         wanted = parse(await read_body(request, self._config.max_body_bytes))
         return await self._completions.respond(request, wanted, tenant, arrived_s)
 
@@ -168,7 +172,7 @@ class Ingress:
         """One model by name."""
 
         async def work() -> Response:
-            tenant = self._tenants.authenticate(request.headers.get("authorization"))
+            tenant = self._guard.tenant(request)
             self._adapters.choose(model, None, tenant.name)
             return json_response(next(one for one in self._models(request) if one["id"] == model))
 
@@ -178,7 +182,7 @@ class Ingress:
         """The models of whoever asks; where files lie is shown to operators, and where nobody else is."""
         authorization = request.headers.get("authorization")
         operator = self._tenants.is_operator(authorization)
-        adapters = self._adapters.visible(None if operator else self._tenants.authenticate(authorization).name)
+        adapters = self._adapters.visible(None if operator else self._guard.tenant(request).name)
         base = model_body(self._config.model_name, self._created, self._max_model_len)
         shows_paths = self._guard.sees_all(request)
         roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in adapters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
@@ -20,7 +21,8 @@ from serve_app.checkpoint import CheckpointInfo
 from serve_app.dispatch import Generation
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.protocol import SamplingParams, Save
-from serve_app.errors import ContextLengthExceeded
+from serve_app.errors import ContextLengthExceeded, InvalidRequest
+from serve_app.prompts import PublicPrompts
 from serve_app.tenancy import Tenant, Tenants
 from serve_app.tokenizer import EncodedPrompt, PromptTokenizer
 
@@ -31,6 +33,15 @@ COMPLETION_MAX_TOKENS = 16
 """``max_tokens`` of a completion that names none. Source: OpenAI's completions API."""
 
 _SCOPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """A private scope and its root; ``public_root``: the public scope's, b"" where nothing is public."""
+
+    scope: PrefixScope
+    root: bytes
+    public_root: bytes
 
 
 class Preparer:
@@ -48,6 +59,7 @@ class Preparer:
         default_max_tokens: int,
         save_ttl_s: float | None = None,
         adapters: AdapterRegistry | None = None,
+        prompts: PublicPrompts | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
@@ -57,21 +69,25 @@ class Preparer:
         self._default_max_tokens = default_max_tokens
         self._save_ttl_s = save_ttl_s
         self._adapters = AdapterRegistry(model_name) if adapters is None else adapters
-        self._scopes: OrderedDict[tuple[str, str | None, str], tuple[PrefixScope, bytes]] = OrderedDict()
+        self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
+        self._prompts = PublicPrompts() if prompts is None else prompts
 
     async def prepare(self, request: GenerateRequest, tenant: Tenant, request_id: str) -> list[Generation]:
         """Return prompts x n generations, a prompt's choices in a row.
 
-        Raises ModelNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an adapter.
+        Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
+        adapter.
         """
+        await self._prompts.keep_current(self._tokenizer)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name)
-        scope, root = self._scope(tenant, request.cache_salt, adapter)
+        keys = self._keys(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         generations: list[Generation] = []
-        for encoded, system_text in await self._encode(request, root):
-            save = await self._save(request, root, encoded, system_text)
+        for encoded, system_text in await self._encode(self._with_reference(request), keys):
+            save = await self._save(request, keys.root, encoded, system_text)
             sampling = self._sampling(request, len(encoded.token_ids))
-            placement_key = self._placement_key(request, root, encoded, system_text)
+            placement_key = self._placement_key(request, keys, encoded, system_text)
+            public_blocks = encoded.public_blocks
             for choice in range(request.n):
                 index = len(generations)
                 generations.append(
@@ -79,8 +95,8 @@ class Preparer:
                         request_id=f"{request_id}.{index}",
                         token_ids=encoded.token_ids,
                         block_hashes=encoded.block_hashes,
-                        scope=scope,
-                        root=root,
+                        scope=replace(keys.scope, public_blocks=public_blocks) if public_blocks else keys.scope,
+                        root=keys.public_root + keys.root if public_blocks else keys.root,
                         placement_key=placement_key,
                         tenant=tenant.name,
                         # Choices of one request must differ; the first is what a single one would have been.
@@ -91,38 +107,53 @@ class Preparer:
                 )
         return generations
 
-    def _scope(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> tuple[PrefixScope, bytes]:
+    def _keys(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> _Keys:
         lora = adapter.key if adapter is not None else ""
-        key = (tenant.name, cache_salt, lora)
+        key = (tenant, cache_salt, lora)
         found = self._scopes.get(key)
         if found is None:
             scope = PrefixScope(self._info.fingerprint, lora, self._tenants.salt(tenant, cache_salt))
-            found = self._scopes[key] = (scope, scope.root(self._secret))
+            public_root = scope.public.root(self._secret) if self._prompts else b""
+            found = self._scopes[key] = _Keys(scope, scope.root(self._secret), public_root)
             if len(self._scopes) > _SCOPES:
                 self._scopes.popitem(last=False)
         else:
             self._scopes.move_to_end(key)
         return found
 
-    async def _encode(self, request: GenerateRequest, root: bytes) -> list[tuple[EncodedPrompt, str]]:
-        tokenizer = self._tokenizer
+    def _with_reference(self, request: GenerateRequest) -> GenerateRequest:
+        """Put the prompt that a request refers to before its messages, or before its text."""
+        if request.prompt_ref is None:
+            return request
+        text = self._prompts.text(request.prompt_ref)
+        if request.kind == "chat":
+            return replace(request, messages=({"role": "system", "content": text}, *request.messages))
+        texts = tuple(text + prompt for prompt in request.prompts if isinstance(prompt, str))
+        if len(texts) < len(request.prompts):
+            raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
+        return replace(request, prompts=texts)
+
+    async def _encode(self, request: GenerateRequest, keys: _Keys) -> list[tuple[EncodedPrompt, str]]:
+        tokenizer, root, public_root = self._tokenizer, keys.root, keys.public_root
         if request.kind == "chat":
             if not request.apply_chat_template:
                 text = "".join(str(message.get("content") or "") for message in request.messages)
                 leading = takewhile(lambda message: message["role"] == "system", request.messages)
                 system_text = "".join(str(message.get("content") or "") for message in leading)
-                return [(await tokenizer.encode_async(text, root, add_special_tokens=True), system_text)]
+                encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
+                return [(encoded, system_text)]
             rendered = tokenizer.render_chat(
                 request.messages,
                 add_generation_prompt=request.add_generation_prompt,
                 **dict(request.chat_template_kwargs),
             )
-            return [(await tokenizer.encode_async(rendered.text, root), rendered.system_text)]
+            encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
+            return [(encoded, rendered.system_text)]
         return [
             (
-                await tokenizer.encode_async(prompt, root, add_special_tokens=True)
+                await tokenizer.encode_async(prompt, root, public_root=public_root, add_special_tokens=True)
                 if isinstance(prompt, str)
-                else tokenizer.encode_ids(prompt, root),
+                else tokenizer.encode_ids(prompt, root, public_root),
                 "",
             )
             for prompt in request.prompts
@@ -170,11 +201,14 @@ class Preparer:
         stop_ids = () if request.ignore_eos else self._info.eos_token_ids
         return _SamplingMaker(request, max_tokens, stop_ids)
 
-    def _placement_key(self, request: GenerateRequest, root: bytes, encoded: EncodedPrompt, system_text: str) -> bytes:
+    def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:
+        root = keys.root
         if request.prompt_cache_key:
             return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + request.prompt_cache_key.encode())
         if system_text:
-            return system_prompt_key(root, system_text)
+            # A public prompt that nobody holds yet is computed once, not once a tenant.
+            shared = encoded.public_blocks and self._prompts.is_public(system_text)
+            return system_prompt_key(keys.public_root if shared else root, system_text)
         blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
         if blocks:
             return encoded.block_hashes[HASH_BYTES * (blocks - 1) : HASH_BYTES * blocks]

@@ -17,7 +17,7 @@ from serve_app.api.openai_response import error_body
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.http import error_headers, json_response, request_id_of
 from serve_app.metrics import IngressMetrics
-from serve_app.tenancy import Tenants
+from serve_app.tenancy import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,13 @@ class RouteGuard:
         self._metrics = metrics
         self._has_operators = has_operators
 
+    def tenant(self, request: Request) -> Tenant:
+        """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        if tenant is None:
+            tenant = request.state.tenant = self._tenants.authenticate(request.headers.get("authorization"))
+        return tenant
+
     def sees_all(self, request: Request) -> bool:
         """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
         if self._tenants.is_operator(request.headers.get("authorization")):
@@ -40,10 +47,9 @@ class RouteGuard:
         """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
         if self.sees_all(request):
             return
-        authorization = request.headers.get("authorization")
         if not self._tenants.open:
-            self._tenants.authenticate(authorization)
-        elif not authorization:
+            self.tenant(request)
+        elif not request.headers.get("authorization"):
             raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 
@@ -73,8 +79,6 @@ class RouteGuard:
         return json_response(error_body(error), error.status, error_headers(error))
 
     def _count(self, request: Request, endpoint: str, status: int) -> None:
-        try:
-            tenant = self._tenants.authenticate(request.headers.get("authorization")).name
-        except WarmpathError:
-            tenant = "none"
-        self._metrics.requests.labels(endpoint, str(status), tenant).inc()
+        found: Tenant | None = getattr(request.state, "tenant", None)
+        name = found.name if found is not None else DEFAULT_TENANT if self._tenants.open else "none"
+        self._metrics.requests.labels(endpoint, str(status), name).inc()

@@ -41,13 +41,17 @@ class TenantConfig(BaseModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="shown in metrics")
     key_sha256: list[Sha256Hex] = Field(min_length=1, description="SHA-256 of each of the tenant's API keys")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
+    trust_group: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="tenants of one group share all their KV"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An authenticated customer."""
+    """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody."""
 
     name: str
+    trust_group: str | None = None
 
 
 class Tenants:
@@ -64,7 +68,11 @@ class Tenants:
         operators = list(operator_key_sha256)
         if not all(_SHA256_HEX.fullmatch(key) for key in operators):
             raise ValueError("an operator key must be a SHA-256, 64 hex digits; make one with `warmpath keys`")
-        self._keys = [(bytes.fromhex(key), Tenant(config.name)) for config in configs for key in config.key_sha256]
+        self._keys = [
+            (bytes.fromhex(key), Tenant(config.name, config.trust_group))
+            for config in configs
+            for key in config.key_sha256
+        ]
         self._operator_keys = [bytes.fromhex(key) for key in operators]
         every = [digest for digest, _ in self._keys] + self._operator_keys
         if len(set(every)) < len(every):
@@ -101,6 +109,11 @@ class Tenants:
         """The tenants there are, ``default`` alone where none is configured."""
         return tuple(dict.fromkeys(tenant.name for _, tenant in self._keys)) or (DEFAULT_TENANT,)
 
+    def named(self, name: str) -> Tenant:
+        """Return the tenant of a name in ``names``, with its trust group. Raises KeyError for another name."""
+        tenants = {tenant.name: tenant for _, tenant in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        return tenants[name]
+
     def is_operator(self, authorization: str | None) -> bool:
         """Tell whether the header bears an operator key; False when none is configured."""
         digest = _bearer_digest(authorization)
@@ -108,12 +121,15 @@ class Tenants:
         return any(matches)
 
     def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
-        """Return the 32-byte salt of a tenant's private scope, or of the part a client's ``cache_salt`` names.
+        """Return the 32-byte salt of a tenant's (or trust group's) scope, or of the part a ``cache_salt`` names.
 
-        HMAC-SHA256 keyed with the secret over length-prefixed fields: a client's salt divides its own tenant's
-        scope further and can never reach another's, and no salt is not the empty salt.
+        HMAC-SHA256 keyed with the secret over length-prefixed fields: a client's salt divides its own tenant's or
+        group's scope further and can never reach another's, and no salt is not the empty salt.
         """
         message = _length_prefixed(tenant.name.encode())
+        if tenant.trust_group is not None:
+            # No tenant's name is empty, so no group is a tenant of the same name.
+            message = _length_prefixed(b"") + _length_prefixed(tenant.trust_group.encode())
         if cache_salt is not None:
             message += b"\1" + _length_prefixed(cache_salt.encode())
         else:

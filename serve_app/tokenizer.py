@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -23,8 +23,9 @@ import xxhash
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from router.block_hash import HASH_BYTES, TokenArray, hash_blocks
+from router.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from serve_app.errors import InvalidRequest
+from serve_app.public_tokens import PublicTokens
 from serve_app.segments import Segmenter
 from serve_app.stream_text import StreamDecoder, TokenTexts
 from serve_app.text_cache import ChainLink, TextCache, TextCacheStats
@@ -45,10 +46,14 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
-    """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks."""
+    """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks.
+
+    ``public_blocks``: how many of them are public; the others hang under the private root.
+    """
 
     token_ids: TokenArray
     block_hashes: bytes
+    public_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -56,6 +61,8 @@ class _Lookup:
     """One UTF-8 text cut into segments and what the cache knows of each; None where it knows nothing."""
 
     root: bytes
+    public_root: bytes
+    public: PublicTokens
     raw: bytes
     ends: list[int]
     chain_keys: list[bytes] = field(default_factory=list)
@@ -92,6 +99,7 @@ class PromptTokenizer:
         self._segmenter = Segmenter(backend)
         self._prefix, self._suffix = self._find_template_ids()
         self._cache = TextCache(cache_bytes)
+        self._public = PublicTokens()
         self._seed = secrets.randbits(64)
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -104,6 +112,10 @@ class PromptTokenizer:
     def exact_segments(self) -> bool:
         """False when only whole texts can be remembered (see ``Segmenter``)."""
         return self._segmenter.exact
+
+    def set_public(self, prompts: Iterable[TokenArray]) -> None:
+        """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
+        self._public = PublicTokens(prompts, self._public.generation + 1)
 
     def close(self) -> None:
         """Stop the worker threads; cold ``encode_async`` calls fail from now on."""
@@ -144,21 +156,26 @@ class PromptTokenizer:
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
         return RenderedPrompt(text, text[: sum(1 for _ in equal)])
 
-    def encode(self, text: str, root: bytes, *, add_special_tokens: bool = False) -> EncodedPrompt:
+    def encode(
+        self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
+    ) -> EncodedPrompt:
         """Tokenize ``text`` and hash its full blocks under the scope root; equal to doing both from nothing.
 
-        ``add_special_tokens`` adds what the tokenizer puts around a bare text (a bos token, for most). Text rendered
-        by a chat template has it already. Raises InvalidRequest on a lone surrogate.
+        With a ``public_root``, blocks wholly inside a public prompt hang under that one. ``add_special_tokens`` adds
+        what the tokenizer puts around a bare text (a bos token, for most). Text rendered by a chat template has it
+        already. Raises InvalidRequest on a lone surrogate.
         """
-        return self._complete(self._look_up(text, root, add_special_tokens), add_special_tokens)
+        return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
 
-    async def encode_async(self, text: str, root: bytes, *, add_special_tokens: bool = False) -> EncodedPrompt:
+    async def encode_async(
+        self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
+    ) -> EncodedPrompt:
         """Like ``encode``, but a text with much unknown in it is tokenized in a thread.
 
         Calls that wait for the same unknown text share one tokenization.
         """
         while True:
-            lookup = self._look_up(text, root, add_special_tokens)
+            lookup = self._look_up(text, root, public_root, add_special_tokens)
             if lookup.missing_bytes <= INLINE_BYTES:
                 return self._complete(lookup, add_special_tokens)
             longest = max(lookup.missing, key=lambda index: len(lookup.segment(index)))
@@ -171,12 +188,14 @@ class PromptTokenizer:
                 return await asyncio.shield(asyncio.wrap_future(work))
             await asyncio.wait([asyncio.wrap_future(leader)])
 
-    def encode_ids(self, ids: Sequence[int], root: bytes) -> EncodedPrompt:
+    def encode_ids(self, ids: Sequence[int], root: bytes, public_root: bytes = b"") -> EncodedPrompt:
         """Hash a prompt given as token ids. Raises InvalidRequest for an id this tokenizer does not have."""
         if any(not 0 <= token_id < self.vocab_size for token_id in ids):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
-        return EncodedPrompt(token_ids, hash_blocks(root, token_ids, self._block_size))
+        public_blocks = self._public.count(token_ids) // self._block_size if public_root else 0
+        root = public_root + root if public_blocks else root
+        return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
 
     def decoder(self) -> StreamDecoder:
         """Return a decoder for the tokens of one answer."""
@@ -213,15 +232,19 @@ class PromptTokenizer:
                 return np.array(full[:start], dtype=np.int32), np.array(suffix, dtype=np.int32)
         raise ValueError("the tokenizer's post-processor changes the text's own tokens; it cannot be served")
 
-    def _look_up(self, text: str, root: bytes, add_special_tokens: bool) -> _Lookup:
+    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> _Lookup:
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
-        lookup = _Lookup(root, raw, self._segmenter.cut(raw))
+        public = self._public
+        lookup = _Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
         view = memoryview(raw)
         seed, ids_scope = self._seed, root + b"ids"
-        so_far = xxhash.xxh3_128(root + (b"chain+" if add_special_tokens else b"chain"), seed)
+        chain_scope = root + (b"chain+" if add_special_tokens else b"chain")
+        if public_root:
+            chain_scope += b"%d of " % public.generation + public_root
+        so_far = xxhash.xxh3_128(chain_scope, seed)
         chain_keys, ids_keys, ids, hashes = lookup.chain_keys, lookup.ids_keys, lookup.ids, lookup.hashes
         cache = self._cache
         start = 0
@@ -255,15 +278,26 @@ class PromptTokenizer:
         known = [segment for segment in lookup.ids if segment is not None]
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
         token_ids: TokenArray = np.concatenate((prefix, *known, suffix))
-        new_hashes = self._fill_hashes(lookup, known, token_ids, len(prefix))
+        public_blocks = lookup.public.count(token_ids) // self._block_size if lookup.public_root else 0
+        root = lookup.public_root + lookup.root if public_blocks else lookup.root
+
+        def hash_from(chain: bytes | bytearray, end: int) -> bytes:
+            """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
+            done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
+            return next_hashes(root, public_blocks, token_ids[:end], self._block_size, done, last)
+
+        new_hashes = self._fill_hashes(lookup, known, len(prefix), hash_from)
         if lookup.missing or new_hashes:
             self._remember(lookup, known, new_hashes)
         chain = b"".join(part for part in lookup.hashes if part is not None)
         if len(suffix):
-            chain += self._hash_from(lookup.root, chain, token_ids, len(token_ids))
-        return EncodedPrompt(token_ids, chain)
+            chain += hash_from(chain, len(token_ids))
+        return EncodedPrompt(token_ids, chain, public_blocks)
 
-    def _fill_hashes(self, lookup: _Lookup, known: list[TokenArray], token_ids: TokenArray, start: int) -> list[int]:
+    @staticmethod
+    def _fill_hashes(
+        lookup: _Lookup, known: list[TokenArray], start: int, hash_from: Callable[[bytearray, int], bytes]
+    ) -> list[int]:
         """Hash the blocks of segments that have no hashes yet; return the indices of those segments.
 
         ``start``: tokens before the first segment. Segment i holds the hashes of the blocks completed in it.
@@ -277,15 +311,9 @@ class PromptTokenizer:
             end += len(segment_ids)
             hashes = lookup.hashes[index]
             if hashes is None:
-                hashes = lookup.hashes[index] = self._hash_from(lookup.root, chain, token_ids, end)
+                hashes = lookup.hashes[index] = hash_from(chain, end)
             chain += hashes
         return filled
-
-    def _hash_from(self, root: bytes, chain: bytes | bytearray, token_ids: TokenArray, end: int) -> bytes:
-        """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
-        parent = bytes(chain[-HASH_BYTES:]) or root
-        begin = len(chain) // HASH_BYTES * self._block_size
-        return hash_blocks(parent, token_ids[begin : max(begin, end)], self._block_size)
 
     def _remember(self, lookup: _Lookup, known: list[TokenArray], new_hashes: list[int]) -> None:
         cache = self._cache

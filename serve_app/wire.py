@@ -18,7 +18,7 @@ ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavail
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation. ``token_ids``: little-endian int32 bytes; ``root`` and ``block_hashes`` as in block_hash.
+    """One generation. ``token_ids``: little-endian int32 bytes; ``root`` and ``public_blocks`` as in block_hash.
 
     ``lora_path``: where a replica that lacks the adapter ``lora`` finds it.
     """
@@ -39,13 +39,14 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     disable_spec_decode: bool = False
     save: Save | None = None
     lora_path: str = ""
+    public_blocks: int = 0
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
         return EngineRequest(
             request_id=self.request_id,
             token_ids=np.frombuffer(self.token_ids, dtype="<i4"),
-            scope=PrefixScope(self.model, self.lora, self.salt),
+            scope=PrefixScope(self.model, self.lora, self.salt, self.public_blocks),
             root=self.root,
             sampling=SamplingParams(
                 max_tokens=self.max_tokens,

@@ -20,7 +20,8 @@ class GenerateRequest:
     A ``chat`` has ``messages`` (each with string ``role`` and ``content``), a ``completion`` has ``prompts``.
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
-    the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache.
+    the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
+    ``prompt_ref`` names the registered prompt that goes before everything else.
     """
 
     kind: Literal["chat", "completion"]
@@ -40,6 +41,7 @@ class GenerateRequest:
     include_usage: bool = False
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    prompt_ref: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     apply_chat_template: bool = True

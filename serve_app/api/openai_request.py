@@ -61,9 +61,6 @@ _REFUSED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "prompt_ref": (),
-}
 
 
 def parse_chat(body: bytes) -> GenerateRequest:
@@ -109,10 +106,6 @@ def parse_completion(body: bytes) -> GenerateRequest:
 def _refuse(fields: Body, more: dict[str, tuple[Any, ...]]) -> None:
     for name, neutral in (_REFUSED | more).items():
         fields.refuse_unless(name, *neutral)
-    for name, neutral in _NOT_YET.items():
-        value = fields.raw(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name} is not available in this version; leave it out.", param=name)
 
 
 def _common(fields: Body) -> dict[str, Any]:
@@ -141,6 +134,7 @@ def _common(fields: Body) -> dict[str, Any]:
         "include_usage": options is not None and options.boolean("include_usage", False),
         "cache_salt": fields.text("cache_salt", MAX_KEY_CHARS),
         "prompt_cache_key": fields.text("prompt_cache_key", MAX_KEY_CHARS),
+        "prompt_ref": fields.text("prompt_ref", 256),
         "disable_spec_decode": fields.boolean("disable_spec_decode", False),
         "save_system_prompt_kv_cache": fields.boolean("save_system_prompt_kv_cache", False),
     }

@@ -17,7 +17,7 @@ LINEAGE_BYTES = 32
 
 @lru_cache(maxsize=1024)
 def scope_digest(scope: PrefixScope) -> bytes:
-    """Return the 32-byte digest of a scope's length-prefixed fields; it tells nothing of a secret salt."""
+    """Return the 32-byte digest of a block's scope (length-prefixed fields); it tells nothing of a secret salt."""
     digest = blake2b(digest_size=LINEAGE_BYTES)
     for field in (scope.model.encode(), scope.lora.encode(), scope.salt):
         digest.update(len(field).to_bytes(8, "little"))
@@ -31,12 +31,13 @@ def next_lineage(parent: bytes, scope: bytes, token_bytes: bytes) -> bytes:
 
 
 def extend_lineage(parent: bytes, scope: PrefixScope, token_ids: TokenArray, block_size: int) -> list[bytes]:
-    """Return the lineages of the full blocks of ``token_ids`` that follow ``parent``."""
+    """Return the lineages of the full blocks of ``token_ids`` that follow ``parent``, each under its own scope."""
     raw = token_ids.astype("<i4", copy=False).tobytes()
-    digest = scope_digest(scope)
+    public, private = scope_digest(scope.public), scope_digest(scope.private)
     step = 4 * block_size
     lineages = []
-    for start in range(0, len(raw) - step + 1, step):
+    for index, start in enumerate(range(0, len(raw) - step + 1, step)):
+        digest = public if index < scope.public_blocks else private
         parent = next_lineage(parent, digest, raw[start : start + step])
         lineages.append(parent)
     return lineages

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.block_pool import BlockPool
 from serve_app.cache.pins import PinOutcome, Pins
-from serve_app.cache.quota import Quota
+from serve_app.cache.quota import PUBLIC, Quota
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
-ChainHasher = Callable[[bytes, TokenArray, int], bytes]
 
 EvictionHook = Callable[[list["CachedBlock"]], None]
 """Called with what is being evicted, children first, while the blocks' KV is still in place."""
@@ -94,6 +93,12 @@ class PrefixCache:
         """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
         return self._hash_chain(parent, token_ids, self.block_size) if self.enabled else b""
 
+    def prompt_chain(self, scope: PrefixScope, root: bytes, token_ids: TokenArray, known: bytes = b"") -> bytes:
+        """Return the chain of a whole prompt, public blocks included, from what is known of it; b"" when off."""
+        if not self.enabled:
+            return b""
+        return extend_chain(root, scope.public_blocks, token_ids, self.block_size, known, self._hash_chain)
+
     def entry(self, block: int) -> CachedBlock | None:
         """Return what is indexed of a block."""
         return self._by_block.get(block)
@@ -137,14 +142,16 @@ class PrefixCache:
         parent: int | None = None
         raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
         step = 4 * self.block_size
-        known = scope
+        known = wanted = scope.at(0)
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
         for i in range(limit):
+            if i == scope.public_blocks:
+                known = wanted = scope.private
             entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
             if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
                 break
             if entry.scope is not known:
-                if entry.scope != scope:
+                if entry.scope != wanted:
                     break
                 known = entry.scope
             parent = entry.block
@@ -155,6 +162,8 @@ class PrefixCache:
         """Add a reference to each matched block, so that none can be evicted, and renew the pins among them."""
         for block in blocks:
             self._retain(block)
+        if blocks:
+            self.quota.read(blocks[0])
         self.pins.read(blocks, self._clock())
 
     def allocate(self, count: int, tenant: str = "default") -> list[int]:
@@ -208,10 +217,12 @@ class PrefixCache:
 
         Blocks before ``first`` are indexed already. Where an equal block is indexed, ``blocks`` is changed to use
         that one and the duplicate is freed. The count stays below ``last`` when a hash is taken by other content.
+        What is public leaves its tenant's account.
         """
         if not self.enabled or first >= last:
             return first
         size = self.block_size
+        public, private = scope.public, scope.private
         raw = np.ascontiguousarray(token_ids[first * size : last * size], dtype="<i4").tobytes()
         parent = self._by_block[blocks[first - 1]] if first else None
         stored = bytearray()
@@ -220,14 +231,17 @@ class PrefixCache:
             block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
             parent_block = parent.block if parent else None
+            own_scope = public if i < scope.public_blocks else private
             entry = self._by_hash.get(block_hash)
             if entry is None:
-                entry = CachedBlock(block_hash, blocks[i], parent_block, content, scope)
+                entry = CachedBlock(block_hash, blocks[i], parent_block, content, own_scope)
                 self._by_hash[block_hash] = self._by_block[entry.block] = entry
+                if i < scope.public_blocks:
+                    self.quota.hand_over(entry.block, PUBLIC)
                 if parent:
                     parent.children += 1
                 stored += block_hash
-            elif entry.parent != parent_block or entry.token_bytes != content or entry.scope != scope:
+            elif entry.parent != parent_block or entry.token_bytes != content or entry.scope != own_scope:
                 break
             elif entry.block != blocks[i]:
                 self._retain(entry.block)

@@ -3,7 +3,8 @@
 Owns the tenants' accounts and their leaves in LRU order. Knows nothing of hashes, tokens or requests. Laws: the
 accounts add up to the pool's taken blocks; nobody at or under their share gives up a block while somebody over
 theirs has one to give; room that nobody needs can be borrowed. A tenant without a request for ``ACTIVE_S`` has no
-share until the next one. Not thread-safe, except ``holdings``.
+share until the next one. Blocks of public prompts are nobody's: they are the account ``PUBLIC``, which has a share
+of its own, so that no tenant's flood takes from the others what they all use. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from dataclasses import dataclass, field
 
 ACTIVE_S = 600.0
 """Seconds without a request after which a tenant's blocks are the first to go."""
+
+PUBLIC = "(public)"
+"""The account of public prompts' blocks; no tenant can have this name."""
 
 GUARD_S = 60.0
 """Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
@@ -73,7 +77,10 @@ class Quota:
         account = self._accounts.get(tenant)
         weight = account.weight if account is not None else self._weights.get(tenant, 1.0)
         others = self._active_weight - (weight if account is not None and account.active else 0.0)
-        if len(self._recent) <= 1 and len(self._weights) > 1:
+        shared = self._recent.get(PUBLIC)
+        if shared is not None:  # what is public is used on everybody's behalf: it narrows nobody's share of the room
+            others -= shared.weight
+        if len(self._recent) - (shared is not None) <= 1 and len(self._weights) > 1:
             others = max(others, 1.0)
         return weight / (weight + max(others, 0.0))
 
@@ -123,6 +130,21 @@ class Quota:
             self._owners[block] = account
         account.held += len(blocks)
         self._queue(account)
+
+    def hand_over(self, block: int, tenant: str) -> None:
+        """Enter a block in use under another tenant."""
+        account = self.touch(tenant)
+        before = self._owner(block)
+        if before is not account:
+            self.freed(block, idle=False)
+            self._owners[block] = account
+            account.held += 1
+            self._queue(account)
+
+    def read(self, block: int) -> None:
+        """Note a hit that begins with ``block``: what is public has a share as long as anybody reads it."""
+        if self._owner(block).tenant == PUBLIC:
+            self.touch(PUBLIC)
 
     def reused(self, block: int) -> None:
         """Note that an idle block is in use again."""

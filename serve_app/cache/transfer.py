@@ -9,7 +9,6 @@ has no bfloat16.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -18,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
 from serve_app.cache.lineage import LINEAGE_BYTES, extend_lineage, scope_digest
 
 MAGIC = b"WPKV"
 VERSION = 1
 MAX_HEADER_BYTES = 1 << 26
-
-ChainHasher = Callable[[bytes, TokenArray, int], bytes]
 
 _PREFIX = struct.Struct("<4sHxxIQ")
 PREFIX_BYTES = _PREFIX.size
@@ -88,7 +85,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "simulated": 0}
 
 
 class ChainHeader(msgspec.Struct, frozen=True):
-    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``lineage``: of the last block.
+    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``lineage``: of the last block.
 
     ``checksum``: xxh3_128 of the payload. A file holds one block from anywhere in a chain, an export a chain's start.
     """
@@ -201,11 +198,11 @@ def check_format(header: ChainHeader, expected: KvFormat) -> None:
             raise FormatMismatch(f"{field} is {theirs}, not {ours}")
 
 
-def check_scope(header: ChainHeader, scope: PrefixScope) -> None:
-    """Raise WrongScope where the KV was computed under another scope."""
+def check_scope(header: ChainHeader, scope: PrefixScope, first: int = 0) -> None:
+    """Raise WrongScope where the KV, of the blocks from ``first`` on, was computed under another scope."""
     if header.lora != scope.lora:
         raise WrongScope(f"the KV was computed with adapter {header.lora!r}, not {scope.lora!r}")
-    if header.scope != scope_digest(scope):
+    if header.scope != scope_digest(scope.at(first + max(header.blocks - 1, 0))):
         raise WrongScope("the KV belongs to another scope")
 
 
@@ -216,7 +213,7 @@ def make_header(
     lineages = extend_lineage(b"", scope, token_ids, kv_format.block_size)
     return ChainHeader(
         format=kv_format,
-        scope=scope_digest(scope),
+        scope=scope_digest(scope.at(len(lineages) - 1)),
         lora=scope.lora,
         hashes=hashes[first * HASH_BYTES :],
         token_ids=token_ids[first * kv_format.block_size :].astype("<i4", copy=False).tobytes(),
@@ -238,7 +235,8 @@ def verify_chain(
         raise WrongChain("the chain is empty")
     if extend_lineage(b"", scope, token_ids, kv_format.block_size)[-1] != header.lineage:
         raise WrongChain("the lineage is not that of the tokens")
-    if hash_chain(root, token_ids, kv_format.block_size) != header.hashes:
+    hashes = extend_chain(root, scope.public_blocks, token_ids, kv_format.block_size, hasher=hash_chain)
+    if hashes != header.hashes:
         raise WrongChain("the hashes are not those of the tokens under this root")
     return token_ids
 
@@ -252,7 +250,7 @@ def verify_part(
     """
     header, size = part.header, kv_format.block_size
     check_format(header, kv_format)
-    check_scope(header, scope)
+    check_scope(header, scope, first)
     check_payload(header, part.payload)
     end = first + header.blocks
     if not header.blocks or header.hashes != hashes[first * HASH_BYTES : end * HASH_BYTES]:

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.block_hash import PrefixScope, TokenArray, hash_blocks
+from router.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
 from router.events import CacheCleared, Event, LoadReport, StatsReport
-from serve_app.cache.prefix_cache import ChainHasher, PrefixCache
+from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.gauges import gauge_samples
@@ -101,7 +101,7 @@ class TorchEngine:
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = b""
         if self._cache.enabled:
-            chain = request.block_hashes or self._cache.chain(request.root, ids)
+            chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
         sequence = Sequence(replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.count_held(chain, self._cache.reusable_blocks(len(ids)))
         with self._inbox.changed:

@@ -200,7 +200,7 @@ class LowerTiers:
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"
             ids = sequence.tokens[size * i : size * (i + 1)]
-            (parent,) = extend_lineage(parent, scope, ids, size)
+            (parent,) = extend_lineage(parent, scope.at(i), ids, size)
             if known is None or known[0].lineage != parent:
                 break
             found.append(known)

@@ -53,7 +53,7 @@ class PrefixTransfer:
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
-        chain = self._cache.chain(root, ids)
+        chain = self._cache.prompt_chain(scope, root, ids)
         blocks: list[int] = []
         payload = np.empty((0, 0), dtype=np.uint8)
         copied = 0

@@ -82,8 +82,9 @@ class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
 
     ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
-    ``root`` is the scope's keyed root hash; ``block_hashes`` the packed chain of the prompt's full blocks under
-    it (empty: the engine computes it). ``router_id`` and ``reservation`` come back in the load report.
+    ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0;
+    ``block_hashes`` the packed chain of the prompt's full blocks under it (empty: the engine computes it).
+    ``router_id`` and ``reservation`` come back in the load report.
     ``arrival``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     """
 

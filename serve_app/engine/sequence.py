@@ -197,10 +197,9 @@ class Sequence:
         self._runs_cover = 0
 
     def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
-        known = len(self.chain) // HASH_BYTES
-        if known < blocks:
-            parent = self.chain[-HASH_BYTES:] if known else self.request.root
-            self.chain += cache.chain(parent, self._tokens[known * cache.block_size : blocks * cache.block_size])
+        if len(self.chain) // HASH_BYTES < blocks:
+            tokens = self._tokens[: blocks * cache.block_size]
+            self.chain = cache.prompt_chain(self.request.scope, self.request.root, tokens, self.chain)
 
     def _current_runs(self) -> list[BlockRun]:
         if self._runs_cover == 0:
@@ -229,8 +228,10 @@ def check_request(
         raise ValueError("temperature must be a finite number of at least 0")
     if not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0:
         raise ValueError("top_p must be over 0 and at most 1, and top_k at least 0")
-    if len(request.root) != HASH_BYTES:
-        raise ValueError(f"root must have {HASH_BYTES} bytes")
+    if len(request.root) != (2 * HASH_BYTES if request.scope.public_blocks else HASH_BYTES):
+        raise ValueError(f"root must have {HASH_BYTES} bytes, and the public scope's as many where blocks are public")
+    if not 0 <= request.scope.public_blocks <= len(ids) // block_size:
+        raise ValueError("public_blocks must not exceed the full blocks of the prompt")
     if request.block_hashes and len(request.block_hashes) != len(ids) // block_size * HASH_BYTES:
         raise ValueError("block_hashes must hold one hash for each full block of the prompt")
     wanted = len(ids) + sampling.max_tokens

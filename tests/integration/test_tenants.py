@@ -1,4 +1,4 @@
-"""Several tenants on one instance: keys are needed, and nobody profits from another's cache."""
+"""Several tenants on one instance: keys are needed, and of another's cache only what is public is of use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.integration.conftest import eventually, let_the_feed_arrive
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
-KEYS = {name: make_api_key() for name in ("acme", "globex", "operator")}
+KEYS = {name: make_api_key() for name in ("acme", "globex", "initech", "initrode", "operator")}
+RULES = "You advise on berths and tides. Name the ship before any advice, and the hour after it. " * 6
 BODY = {
     "model": "demo",
     "messages": [{"role": "system", "content": "Shared words. " * 100}, {"role": "user", "content": "hi"}],
@@ -33,7 +34,15 @@ def auth(name: str) -> dict[str, str]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     settings: Path = tmp_path_factory.mktemp("tenants") / "settings.yaml"
     tenants = [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")]
-    settings.write_text(yaml.safe_dump({"tenants": tenants, "operator_key_sha256": [KEYS["operator"][1]]}))
+    tenants += [
+        {"name": name, "key_sha256": [KEYS[name][1]], "trust_group": "init"} for name in ("initech", "initrode")
+    ]
+    (settings.parent / "rules.txt").write_text(RULES)
+    prompts = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
+    operators = [KEYS["operator"][1]]
+    settings.write_text(
+        yaml.safe_dump({"tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators})
+    )
     with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
         yield base
 
@@ -67,6 +76,66 @@ def test_tenants_share_nothing(url: str) -> None:
     assert warm > 100
     assert salted_again > 100
     assert text == other_text == salted_text
+
+
+def chat(url: str, tenant: str, *messages: tuple[str, str], **extra: object) -> tuple[int, int, str]:
+    """Prompt tokens, cached ones among them, and the answer."""
+    body = {"messages": [{"role": role, "content": content} for role, content in messages], **extra}
+    answer = httpx.post(url + CHAT, json={**BODY, **body}, headers=auth(tenant), timeout=60).json()
+    usage = answer["usage"]
+    return (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        answer["choices"][0]["message"]["content"],
+    )
+
+
+def test_a_public_prompt_is_shared_and_nothing_after_it(url: str) -> None:
+    """Sent as text or by reference; the question behind it, though the same, is cold for every other tenant."""
+    question = ("user", "And when does the tide turn? " * 12)
+    tokens, cold, text = chat(url, "acme", ("system", RULES), question)
+    let_the_feed_arrive()
+    _, warm, _ = chat(url, "acme", ("system", RULES), question)
+    _, other, other_text = chat(url, "globex", ("system", RULES), question)
+    let_the_feed_arrive()
+    _, referred, referred_text = chat(url, "initech", question, prompt_ref="rules@2")
+    assert cold == 0
+    assert warm >= (tokens - 1) // 16 * 16
+    assert 64 <= other == referred < warm - 64
+    assert text == other_text == referred_text
+    unknown = httpx.post(url + CHAT, json={**BODY, "prompt_ref": "rules@1"}, headers=auth("acme"), timeout=60)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "prompt_not_found")
+    assert "rules@2" in unknown.json()["error"]["message"]
+
+
+def test_a_trust_group_shares_all_and_a_salt_divides_it(url: str) -> None:
+    private = ("system", "The merger is called off. " * 30)
+    tokens, cold, _ = chat(url, "initech", private)
+    let_the_feed_arrive()
+    assert cold == 0
+    assert chat(url, "initrode", private)[1] >= (tokens - 1) // 16 * 16
+    assert chat(url, "initrode", private, cache_salt="mine")[1] == 0
+    assert chat(url, "acme", private)[1] == 0
+
+
+def test_a_conversation_returns_to_its_history(url: str) -> None:
+    """Four turns beside another tenant's with the same key: each finds all full blocks of the turn before."""
+    history: dict[str, list[tuple[str, str]]] = {
+        name: [("system", f"You are {name}'s. " * 20)] for name in ("acme", "globex")
+    }
+    before = dict.fromkeys(history, 0)
+    for turn in range(4):
+        for name, messages in history.items():
+            messages.append(("user", f"Question {turn} is a rather long one about {turn} things. " * 4))
+            tokens, cached, answer = chat(url, name, *messages, prompt_cache_key="the same for both")
+            assert cached >= before[name] // 16 * 16 - 16
+            assert turn or not cached
+            messages.append(("assistant", answer))
+            before[name] = tokens
+        let_the_feed_arrive()
+    # Another key, or none: the history is found all the same.
+    for extra in ({"prompt_cache_key": "another"}, {}):
+        assert chat(url, "acme", *history["acme"], ("user", "Done?"), **extra)[1] >= before["acme"] // 16 * 16 - 16
 
 
 def test_operator_endpoints_need_the_operator_key(url: str) -> None:

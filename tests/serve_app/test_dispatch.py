@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from router.block_hash import PrefixScope, hash_blocks
+from router.block_hash import PrefixScope, extend_chain, hash_blocks
 from router.core import RoutingCore
 from router.request import RoutedRequest
 from router.settings import RouterSettings
@@ -73,28 +74,32 @@ class Retries:
         self.after_first_token.append(after_first_token)
 
 
-def generation(max_tokens: int = 6) -> Generation:
+def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
     token_ids = np.arange(10, dtype=np.int32)
     return Generation(
         request_id="r",
         token_ids=token_ids,
-        block_hashes=hash_blocks(ROOT, token_ids, BLOCK),
-        scope=SCOPE,
-        root=ROOT,
+        block_hashes=extend_chain(root_of(public_blocks), public_blocks, token_ids, BLOCK),
+        scope=replace(SCOPE, public_blocks=public_blocks),
+        root=root_of(public_blocks),
         placement_key=b"k" * 16,
         tenant="t",
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
     )
 
 
-def run(chunks: Chunks, max_tokens: int = 6) -> tuple[list[Tokens], FakeHandle, Retries]:
+def root_of(public_blocks: int) -> bytes:
+    return b"p" * 16 + ROOT if public_blocks else ROOT
+
+
+def run(chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0) -> tuple[list[Tokens], FakeHandle, Retries]:
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
     handle, retries = FakeHandle(core, chunks), Retries()
     dispatcher = Dispatcher(handle, core, BLOCK, retries)  # type: ignore[arg-type]
 
     async def collect() -> list[Tokens]:
-        return [tokens async for tokens in dispatcher.generate(generation(max_tokens))]
+        return [tokens async for tokens in dispatcher.generate(generation(max_tokens, public_blocks))]
 
     try:
         return asyncio.run(collect()), handle, retries
@@ -167,6 +172,26 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: t
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
     assert second_call.max_tokens == 6 - received
     assert second_call.seed == 11
+
+
+@pytest.mark.parametrize("public_blocks", [1, 2])
+def test_what_is_sent_again_keeps_its_public_part(public_blocks: int) -> None:
+    """Received tokens go on with the chain, and are private also where the whole prompt was public."""
+    failed: list[str] = []
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        stop_after = None if failed else 4
+        failed.append(replica)
+        async for chunk in answer(call, replica, stop_after=stop_after):
+            yield chunk
+
+    _, handle, _ = run(chunks, public_blocks=public_blocks)
+    call, route = handle.calls[1]
+    resumed = np.frombuffer(call.token_ids, dtype="<i4")
+    assert len(resumed) == 14
+    assert route.block_hashes == extend_chain(root_of(public_blocks), public_blocks, resumed, BLOCK)
+    sent = wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0)
+    assert (sent.scope.public_blocks, sent.root) == (public_blocks, b"p" * 16 + ROOT)
 
 
 def test_everything_received_before_the_loss_is_not_asked_again() -> None:

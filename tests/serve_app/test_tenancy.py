@@ -140,6 +140,26 @@ def test_different_tenants_and_salts_share_no_salt(scopes: list[tuple[str, str |
     assert {len(salt) for salt in salts} == {32}
 
 
+NAMES = st.from_regex(r"[a-z][a-z.-]{0,3}", fullmatch=True)
+
+
+@given(st.lists(st.tuples(NAMES, st.none() | NAMES, st.none() | st.text(max_size=3)), min_size=2, max_size=6))
+def test_only_members_of_one_group_with_one_salt_share_a_salt(asked: list[tuple[str, str | None, str | None]]) -> None:
+    """Neither does a group named like a tenant share with it, nor two groups, nor a member with a salt of its own."""
+    tenants = Tenants([], SECRET)
+    for one, other in combinations(asked, 2):
+        same = one[1:] == other[1:] and (one[1] is not None or one[0] == other[0])
+        salts = [tenants.salt(Tenant(name, group), salt) for name, group, salt in (one, other)]
+        assert (salts[0] == salts[1]) == same
+
+
+def test_a_key_names_the_tenants_group() -> None:
+    key, digest = make_api_key()
+    tenants = Tenants([TenantConfig(name="acme", key_sha256=[digest], trust_group="friends")], SECRET)
+    assert tenants.authenticate(f"Bearer {key}") == Tenant("acme", "friends") == tenants.named("acme")
+    assert Tenants([], SECRET).named("default") == Tenant("default")
+
+
 def test_salts_depend_on_the_secret_and_on_nothing_else() -> None:
     """Two processes with one secret agree; another deployment's salts are other ones."""
     one, same, other = Tenants([], SECRET), Tenants([], SECRET), Tenants([], b"t" * 32)

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from router.block_hash import hash_blocks
+from router.block_hash import extend_chain, hash_blocks
 from serve_app.errors import InvalidRequest
+from serve_app.public_tokens import PublicTokens
 from serve_app.segments import MIN_SEGMENT_BYTES
 from serve_app.tokenizer import EncodedPrompt, PromptTokenizer
 
@@ -124,6 +125,30 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
             assert encoded.token_ids.tolist() == expected
             assert encoded.token_ids.dtype == np.int32
             assert encoded.block_hashes == hash_blocks(ROOT, np.array(expected, dtype=np.int32), 4)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=40, deadline=None)
+@given(public=st.lists(TEXTS, max_size=3), texts=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
+def test_remembered_chains_change_root_where_the_public_part_ends(
+    variants: dict[str, PromptTokenizer], name: str, public: list[str], texts: list[str], special: bool
+) -> None:
+    """Whatever is public, and however often that changes: a chain is the one that its ids and the index give."""
+    cached = variants[name]
+    prompts = [cached.encode(text, OTHER_ROOT, add_special_tokens=special).token_ids for text in public]
+    for known in (prompts, prompts[:1]):
+        cached.set_public(known)
+        history = "".join(public[:1])
+        for text in texts:
+            history += text
+            for _ in range(2):
+                encoded = cached.encode(history, ROOT, public_root=OTHER_ROOT, add_special_tokens=special)
+                blocks = PublicTokens(known).count(encoded.token_ids) // 4
+                root = OTHER_ROOT + ROOT if blocks else ROOT
+                assert encoded.public_blocks == blocks
+                assert encoded.block_hashes == extend_chain(root, blocks, encoded.token_ids, 4)
+                from_ids = cached.encode_ids(encoded.token_ids.tolist(), ROOT, OTHER_ROOT)
+                assert from_ids.block_hashes == encoded.block_hashes
 
 
 def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptTokenizer]) -> None:

@@ -195,17 +195,13 @@ def test_what_completions_lack_is_refused_by_name(fields: dict[str, Any]) -> Non
     assert complete(echo=False, suffix="", best_of=3, n=3).n == 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "neutral"),
-    [
-        ({"prompt_ref": "a@1"}, {"prompt_ref": None}),
-    ],
-)
-def test_what_is_still_to_come_says_so(fields: dict[str, Any], neutral: dict[str, Any]) -> None:
-    """Never silently ignored."""
-    with pytest.raises(InvalidRequest, match="not available in this version"):
-        chat(**fields)
-    assert chat(**neutral) == chat()
+def test_a_reference_to_a_prompt_is_text() -> None:
+    """Which prompts there are is no business of the parser."""
+    assert (chat(prompt_ref="a@1").prompt_ref, complete(prompt_ref="a@1").prompt_ref) == ("a@1", "a@1")
+    assert chat(prompt_ref=None) == chat()
+    for wrong in (3, "", "x" * 257):
+        with pytest.raises(InvalidRequest, match="prompt_ref"):
+            chat(prompt_ref=wrong)
 
 
 def test_images_get_a_sentence_about_text() -> None:

@@ -10,7 +10,7 @@ Key = tuple[PrefixScope, tuple[int, ...]]
 
 
 class NaiveCache:
-    """Remembers every published prefix as (scope, all tokens up to the block's end)."""
+    """Remembers every published prefix as (the block's scope, all tokens up to its end)."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -18,13 +18,13 @@ class NaiveCache:
 
     def publish(self, scope: PrefixScope, tokens: list[int], first: int, last: int) -> None:
         for i in range(first, last):
-            self.keys.add((scope, tuple(tokens[: (i + 1) * self.block_size])))
+            self.keys.add((scope.at(i), tuple(tokens[: (i + 1) * self.block_size])))
 
     def match(self, scope: PrefixScope, tokens: list[int]) -> int:
         """How many leading blocks, without the last token, are remembered."""
         blocks = 0
         while (blocks + 1) * self.block_size < len(tokens) and (
-            scope,
+            scope.at(blocks),
             tuple(tokens[: (blocks + 1) * self.block_size]),
         ) in self.keys:
             blocks += 1

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
@@ -62,8 +66,9 @@ def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> byt
         (PrefixScope("m", lora="adapter", salt=b"tenant a"), tokens(1, 2, 3, 4, 5)),
         (PrefixScope("n", salt=b"tenant a"), tokens(1, 2, 3, 4, 5)),
         (SCOPE, tokens(9, 2, 3, 4, 5)),
+        (replace(SCOPE, public_blocks=1), tokens(1, 2, 3, 4, 5)),
     ],
-    ids=["tenant", "lora", "model", "tokens"],
+    ids=["tenant", "lora", "model", "tokens", "public"],
 )
 def test_a_collision_never_gives_a_foreign_block(scope: PrefixScope, ids: TokenArray) -> None:
     """Equal hashes of different content: no hit, no overwrite, and the first owner keeps its blocks."""
@@ -74,6 +79,28 @@ def test_a_collision_never_gives_a_foreign_block(scope: PrefixScope, ids: TokenA
     assert not set(mine) & set(theirs)
     assert hits(cache, tokens(1, 2, 3, 4, 5)) == mine[:2]
     assert hits(cache, ids, scope) == []
+
+
+REQUESTS = st.lists(
+    st.tuples(st.sampled_from([b"a", b"b"]), st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(0, 2)),
+    max_size=6,
+)
+
+
+@given(REQUESTS)
+def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
+    asked: list[tuple[bytes, list[int], int]],
+) -> None:
+    """Any requests of two tenants, with any number of public blocks, while every i-th block hashes to i."""
+    cache = PrefixCache(64, 2, hash_chain=constant_chain)
+    content: dict[int, tuple[PrefixScope, list[int]]] = {}
+    for salt, ids, public in asked:
+        scope = PrefixScope("m", salt=salt, public_blocks=min(public, len(ids) // 2))
+        for i, block in enumerate(hits(cache, tokens(*ids), scope)):
+            assert content[block] == (scope.at(i), ids[: 2 * i + 2])
+        for i, block in enumerate(fill(cache, tokens(*ids), scope)[: len(ids) // 2]):
+            if cache.entry(block) is not None:
+                content.setdefault(block, (scope.at(i), ids[: 2 * i + 2]))
 
 
 def test_equal_tokens_under_another_parent_collide_without_a_hit() -> None:

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from router.block_hash import PrefixScope, hash_blocks, split_chain
+from router.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.quota import ACTIVE_S
+from serve_app.cache.quota import ACTIVE_S, PUBLIC
 from tests.serve_app.cache.naive_cache import NaiveCache, NaivePins
 
 BLOCKS, SIZE, PIN_BUDGET = 12, 2, 5
 SCOPES = (PrefixScope("m", salt=b"a"), PrefixScope("m", salt=b"b"))
-ROOTS = {scope: scope.root(b"k") for scope in SCOPES}
-TENANTS = {SCOPES[0]: "a", SCOPES[1]: "b"}
+PUBLIC_PROMPT = [0, 1, 0, 1, 0]
+"""Two whole blocks that both tenants share, and a token of a third."""
+TENANTS = {b"a": "a", b"b": "b"}
 SHARES = {"a": 1.0, "b": 2.0}
+ALL_SHARES = {**SHARES, PUBLIC: 1.0}
 PIN_SHARES = {"a": 1, "b": 3}
 """Whole blocks of the pin budget by weight."""
+
+
+def scope_of(scope: PrefixScope, ids: list[int]) -> PrefixScope:
+    """The scope of a request with these tokens."""
+    pairs = enumerate(zip(ids, PUBLIC_PROMPT, strict=False))
+    common = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(ids), len(PUBLIC_PROMPT)))
+    return replace(scope, public_blocks=common // SIZE)
+
+
+def root_of(scope: PrefixScope) -> bytes:
+    root = scope.private.root(b"k")
+    return scope.public.root(b"k") + root if scope.public_blocks else root
 
 
 class Running:
@@ -49,17 +64,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(target=running, scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=1, max_size=11))
     def admit(self, scope: PrefixScope, ids: list[int]) -> object:
+        scope = scope_of(scope, ids)
         array = np.array(ids, dtype=np.int32)
-        matched = self.cache.match(scope, array, self.cache.chain(ROOTS[scope], array))
+        matched = self.cache.match(scope, array, self.cache.prompt_chain(scope, root_of(scope), array))
         assert len(matched) == self.oracle.match(scope, ids)
         self.cache.acquire(matched)
+        if matched and self.owner[matched[0]] == PUBLIC:
+            self.seen_s[PUBLIC] = self.now_s
         self.pins.read(matched, self.now_s)
         missing = -(-len(ids) // SIZE) - len(matched)
         if missing > self.cache.available_blocks:
             self.cache.release(matched)
             return multiple()
         before = {block for one in self.held for block in one.blocks} | self.pins.blocks()
-        fresh = self.allocate(missing, TENANTS[scope])
+        fresh = self.allocate(missing, TENANTS[scope.salt])
         assert not before & set(fresh), "a block in use or pinned was handed out again"
         assert not set(matched) & set(fresh)
         one = Running(scope, ids, matched + fresh, len(matched))
@@ -77,10 +95,11 @@ class CacheMachine(RuleBasedStateMachine):
         active = [name for name, seen_s in self.seen_s.items() if self.now_s - seen_s <= ACTIVE_S]
         for name in lost:
             left = held[name] - lost[name]
-            share = BLOCKS * SHARES[name] / sum(SHARES[other] for other in active) if name in active else 0.0
+            share = BLOCKS * ALL_SHARES[name] / sum(ALL_SHARES[other] for other in active) if name in active else 0.0
             for other in idle:
                 if idle[other] > lost[other] and other != name:
-                    others_share = BLOCKS * SHARES[other] / sum(SHARES[n] for n in active) if other in active else 0.0
+                    weights = sum(ALL_SHARES[n] for n in active)
+                    others_share = BLOCKS * ALL_SHARES[other] / weights if other in active else 0.0
                     over = held[other] - lost[other] > others_share
                     assert not (over and left + 1 <= share), f"{name} gave a block while {other} was over its share"
         self.seen_s[tenant] = self.now_s
@@ -116,10 +135,15 @@ class CacheMachine(RuleBasedStateMachine):
             return
         last = min(one.published + blocks, len(one.ids) // SIZE)
         array = np.array(one.ids, dtype=np.int32)
-        chain = self.cache.chain(ROOTS[one.scope], array)
+        chain = self.cache.prompt_chain(one.scope, root_of(one.scope), array)
+        known = self.cache.hashes()
         done = self.cache.publish(one.scope, array, chain, one.blocks, one.published, last)
         assert done == max(last, one.published)
         self.oracle.publish(one.scope, one.ids, one.published, done)
+        for i in range(one.published, min(done, one.scope.public_blocks)):
+            self.owner[one.blocks[i]] = PUBLIC
+            if chain[HASH_BYTES * i : HASH_BYTES * (i + 1)] not in known:
+                self.seen_s[PUBLIC] = self.now_s
         one.published = done
 
     @rule(one=consumes(running))
@@ -155,7 +179,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def no_child_is_cached_without_its_parent(self) -> None:
         for scope, tokens in self.oracle.keys:
-            assert len(tokens) == SIZE or (scope, tokens[:-SIZE]) in self.oracle.keys
+            above = list(tokens[:-SIZE])
+            parent = scope_of(scope, list(tokens)).at(len(above) // SIZE - 1), tuple(above)
+            assert not above or parent in self.oracle.keys
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -181,14 +207,16 @@ class CacheMachine(RuleBasedStateMachine):
         taken = [block for block in range(BLOCKS) if pool.references(block) or pool.is_idle(block)]
         self.owner = {block: self.owner[block] for block in taken}
         assert self.cache.quota.holdings() == Counter(self.owner.values())
-        for tenant in SHARES:
+        for tenant in ALL_SHARES:
             used = sum(1 for block in taken if self.owner[block] == tenant and not pool.is_idle(block))
             assert self.cache.quota.in_use(tenant) == used
 
     @staticmethod
     def _hash(key: tuple[PrefixScope, tuple[int, ...]]) -> bytes:
         scope, tokens = key
-        return hash_blocks(ROOTS[scope], np.array(tokens, dtype=np.int32), SIZE)[-16:]
+        scope = scope_of(scope, list(tokens))
+        array = np.array(tokens, dtype=np.int32)
+        return extend_chain(root_of(scope), scope.public_blocks, array, SIZE)[-HASH_BYTES:]
 
 
 TestCacheLaws = CacheMachine.TestCase

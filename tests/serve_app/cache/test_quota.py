@@ -10,7 +10,7 @@ import pytest
 from router.block_hash import PrefixScope
 from serve_app.cache.block_pool import PoolExhausted
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.quota import ACTIVE_S, GUARD_S, Quota
+from serve_app.cache.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
 
 
 class Bench:
@@ -20,12 +20,17 @@ class Bench:
         self.now_s = 0.0
         self.cache = PrefixCache(blocks, 1, shares=shares, clock=lambda: self.now_s)
 
-    def fill(self, tenant: str, blocks: int, number: int = 0, *, keep: bool = False) -> list[int]:
-        """Compute and publish a prompt of ``tenant``; give it back unless ``keep``."""
-        scope = PrefixScope("m", salt=tenant.encode())
+    def fill(self, tenant: str, blocks: int, number: int = 0, *, keep: bool = False, public: int = 0) -> list[int]:
+        """Compute and publish a prompt of ``tenant`` that begins with ``public`` public blocks; give it back or not."""
+        scope = PrefixScope("m", salt=tenant.encode(), public_blocks=public)
         ids = np.arange(blocks, dtype=np.int32) + 1000 * number
-        taken = self.cache.allocate(blocks, tenant)
-        self.cache.publish(scope, ids, self.cache.chain(scope.root(b"k"), ids), taken, 0, blocks)
+        ids[:public] = np.arange(public)
+        root = scope.private.root(b"k")
+        chain = self.cache.prompt_chain(scope, scope.public.root(b"k") + root if public else root, ids)
+        matched = self.cache.match(scope, ids, chain)
+        self.cache.acquire(matched)
+        taken = matched + self.cache.allocate(blocks - len(matched), tenant)
+        self.cache.publish(scope, ids, chain, taken, len(matched), blocks)
         if not keep:
             self.cache.release(taken)
         return taken
@@ -55,6 +60,35 @@ def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
     assert bench.cache.allocate(1, "b") == [old[2]]
     assert bench.cache.allocate(1, "b") == [old[1]]
     assert bench.held("a") == len([old[0], *new])
+
+
+def test_a_flood_does_not_evict_what_all_use() -> None:
+    """The public prompt is on no tenant's account, whoever computed it, and has a share like one more tenant."""
+    bench = Bench(24, flood=1.0, small=1.0)
+    shared = bench.fill("flood", 5, 1, public=4)[:4]
+    assert (bench.held("flood"), bench.held(PUBLIC)) == (1, 4)
+    for number in range(2, 30):
+        bench.fill("flood", 3, number)
+    assert bench.held(PUBLIC) == 4
+    assert bench.fill("small", 6, 50, public=4)[:4] == shared
+    assert (bench.held("small"), bench.held(PUBLIC), bench.held("flood")) == (2, 4, 18)
+    assert bench.cache.quota.fraction("small") == 0.5, "what is public narrows nobody's share"
+
+
+def test_a_public_prompt_that_nobody_asks_for_goes_first() -> None:
+    """Like the blocks of a tenant that is not seen any more; each hit gives it another ten minutes."""
+    bench = Bench(12, a=1.0, b=1.0)
+    bench.fill("a", 5, 1, public=4)
+    bench.now_s = 0.8 * ACTIVE_S
+    bench.fill("a", 5, 1, public=4)
+    bench.now_s = 1.6 * ACTIVE_S
+    for number in range(2, 9):
+        bench.fill("a", 2, number)
+    assert bench.held(PUBLIC) == 4
+    bench.now_s = 2.5 * ACTIVE_S
+    for number in range(9, 20):
+        bench.fill("a", 2, number)
+    assert bench.held(PUBLIC) < 4
 
 
 def test_who_was_over_and_is_no_more_gives_nothing() -> None:

@@ -68,7 +68,13 @@ def request(
     """A greedy request unless ``sampling`` says otherwise."""
     params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
     ids = np.asarray(ids, dtype=np.int32)
-    return EngineRequest(request_id, ids, scope, scope.root(SECRET), params, tenant=tenant)
+    return EngineRequest(request_id, ids, scope, root_of(scope), params, tenant=tenant)
+
+
+def root_of(scope: PrefixScope) -> bytes:
+    """A request's root: the private one, behind the public one where blocks are public."""
+    root = scope.private.root(SECRET)
+    return scope.public.root(SECRET) + root if scope.public_blocks else root
 
 
 class Collector:
