@@ -1,8 +1,10 @@
 """Speculative decoding: base steps per token, acceptance, and tokens per second with and without a drafter.
 
 Three pairs of model and drafter (``benchmarks.draft_pairs``), on one engine without HTTP: the model drafting for
-itself, a drafter that mostly agrees, and one that never does. Outputs are compared in float32.
-`python -m benchmarks.speculation --json FILE`
+itself, a drafter that mostly agrees, and one that never does. With ``--head eagle`` EAGLE-3 heads instead
+(``benchmarks.eagle_head``): made to agree, distilled for that base, and distilled for the model itself; or the head
+in a directory. Outputs are compared in float32.
+`python -m benchmarks.speculation --json FILE [--head eagle|DIRECTORY]`
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.draft_pairs import build_pairs
+from benchmarks.eagle_head import eagle_pairs
 from benchmarks.metrics import write
 from router.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
@@ -60,10 +63,18 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--head", default="", help="'eagle', or the directory of an EAGLE-3 head for --model")
+    parser.add_argument("--distill-s", type=float, default=60.0, help="seconds of training for each distilled head")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        pairs = build_pairs(resolve_model(arguments.model), Path(directory))
+        model = resolve_model(arguments.model)
+        if arguments.head == "eagle":
+            pairs = eagle_pairs(model, Path(directory), arguments.distill_s)
+        elif arguments.head:
+            pairs = {"head": (model, Path(arguments.head))}
+        else:
+            pairs = build_pairs(model, Path(directory))
         cases = [(pair, n, t) for pair in pairs for n in arguments.sequences for t in arguments.temperature]
         for pair, sequences, temperature in track(cases, description="speculation"):
             workload = Workload(sequences, arguments.prompt_tokens, arguments.max_tokens, temperature)

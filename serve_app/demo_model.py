@@ -89,7 +89,7 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None, progress: Callab
     if name not in RECIPES:
         raise ValueError(f"no built-in model is called {name!r}; there are: {', '.join(RECIPES)}")
     recipe = RECIPES[name]
-    corpus = list(_corpus())
+    corpus = list(shipped_text())
     digest = sha256(msgspec.json.encode(asdict(recipe)))
     for text in corpus:
         digest.update(text.encode())
@@ -120,7 +120,7 @@ def default_cache_dir() -> Path:
     return Path(base) / "warmpath" / "models"
 
 
-def _corpus() -> Iterator[str]:
+def shipped_text() -> Iterator[str]:
     """Yield the sources of stdlib modules in a fixed order; a module this Python lacks is left out."""
     for module in _CORPUS_MODULES:
         spec = importlib.util.find_spec(module)
