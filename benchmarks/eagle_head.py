@@ -151,7 +151,7 @@ def distill(base: Path, target: Path, seconds: float) -> float:
                 group["lr"] = 2e-3 * max(1.0 - spent_s / seconds, 0.02)
             loss, agreement = unrolled_loss(head, model, next(batches), config)
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             agreed = [*agreed[-19:], agreement]
@@ -162,9 +162,7 @@ def distill(base: Path, target: Path, seconds: float) -> float:
     return sum(agreed) / len(agreed)
 
 
-def unrolled_loss(
-    head: EagleHead, model: Any, ids: torch.Tensor, config: EagleConfig
-) -> tuple[torch.Tensor, float]:
+def unrolled_loss(head: EagleHead, model: Any, ids: torch.Tensor, config: EagleConfig) -> tuple[torch.Tensor, float]:
     """Return the loss of a batch [n, WINDOW] over ``UNROLLED`` guesses in a row, and how often the first was right.
 
     A guess at pair i attends to the pairs up to i, and to those of its own earlier guesses.
