@@ -20,10 +20,11 @@ from router.decisions import RecentDecisions
 from router.directory import Directory
 from router.events import Event, LoadReport, StatsReport
 from router.explain import explain
+from router.hot_prefixes import HotPrefixes
 from router.in_flight import InFlightPrefixes
 from router.load import LoadTable
 from router.plan import plan
-from router.policies import POLICIES, least_loaded
+from router.policies import DEFAULT_POLICY, POLICIES, least_loaded
 from router.ranking import Candidate, Match, PolicyContext
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
@@ -59,6 +60,7 @@ class RoutingCore:
         self._loads = LoadTable(router_id, self.settings.load)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._in_flight = InFlightPrefixes(self.settings.block_size)
+        self._hot = HotPrefixes(self.settings.block_size)
 
     @property
     def directory(self) -> Directory:
@@ -105,6 +107,7 @@ class RoutingCore:
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._directory = Directory(settings.block_size, settings.max_blocks)
                 self._in_flight = InFlightPrefixes(settings.block_size)
+                self._hot = HotPrefixes(settings.block_size)
                 for replica_id in self._loads.replica_ids:
                     self._directory.add_replica(replica_id)
 
@@ -244,7 +247,10 @@ class RoutingCore:
         match, in_flight = self._match(request)
         self._turn += 1
         context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
-        ranked = POLICIES[self.settings.policy](request, match, loads, context, 1)
+        policy = POLICIES[self.settings.policy]
+        ranked = policy(request, match, loads, context, 1)
+        if ranked and match and self.settings.policy == DEFAULT_POLICY:
+            ranked = [self._hot.choice(ranked[0], policy, request, match, loads, context, now_s)]
         if not ranked:
             self.counters.all_full += 1
             return None

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from router.events import LoadReport
+from router.routers_beside import RoutersBeside
 
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
@@ -81,9 +82,11 @@ class LoadTable:
         self.expired_reservations = 0
         self.num_full = 0
         self.num_pulling = 0
+        self._num_unreported = 0
         self.replica_ids: list[str] = []
         self._replicas: dict[str, ReplicaLoad] = {}
         self._reservations: dict[int, _Reservation] = {}
+        self._routers = RoutersBeside(router_id)
         self._deadlines: deque[int] = deque()
         self._last_number = 0
         self._grow(8)
@@ -108,6 +111,8 @@ class LoadTable:
             return []
         self.num_full -= replica.full
         self.num_pulling -= replica.pulls
+        self._num_unreported -= len(replica.unreported)
+        self._routers.forget(replica_id)
         last_id = self.replica_ids.pop()
         if last_id != replica_id:  # the last row moves into the hole
             moved = self._replicas[last_id]
@@ -143,12 +148,14 @@ class LoadTable:
             self.clamped_reports += 1
         replica.report = clean
         replica.reported_at_s = now_s
+        self._routers.report(replica_id, clean.shares, now_s)
         share = next((share for share in clean.shares if share.router_id == self.router_id), None)
         if share is not None and share.last_reservation > replica.last_admitted:
             # Never beyond what was handed out: a nonsense number would hide every later reservation.
             replica.last_admitted = min(share.last_reservation, self._last_number)
             for number in [n for n in replica.unreported if n <= replica.last_admitted]:
                 replica.unreported_tokens -= replica.unreported.pop(number)
+                self._num_unreported -= 1
         self._write(replica)
 
     def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
@@ -157,6 +164,8 @@ class LoadTable:
         Raises KeyError for an unknown replica.
         """
         replica = self._replicas[replica_id]
+        self._routers.decided(self._num_unreported)
+        self._num_unreported += 1
         self._last_number += 1
         number = self._last_number
         self._reservations[number] = _Reservation(replica_id, uncached_tokens, now_s + self.settings.reservation_ttl_s)
@@ -174,6 +183,7 @@ class LoadTable:
         replica = self._replicas[reservation.replica_id]
         tokens = replica.unreported.pop(number, None)
         if tokens is not None:
+            self._num_unreported -= 1
             replica.unreported_tokens -= tokens
             self._write(replica)
         return True
@@ -197,6 +207,19 @@ class LoadTable:
             self._deadlines.popleft()
         self.expired_reservations += len(ended)
         return ended
+
+    @property
+    def active_routers(self) -> int:
+        """Routers that sent a replica something in the last half minute, this one among them."""
+        return self._routers.active
+
+    @property
+    def apart(self) -> Floats | None:
+        """By row, how much this router leaves a replica to others that decide at the same moment: 0 to 1; None: all 0.
+
+        See ``RoutersBeside``.
+        """
+        return self._routers.apart(self.replica_ids)
 
     @property
     def open_reservations(self) -> int:

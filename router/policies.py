@@ -39,7 +39,8 @@ def estimated_ttft(
     with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
     others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
     ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
-    stably while replicas are idle.
+    stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
+    left to each: the others cost up to as much more as the request itself (``LoadTable.apart``).
     """
     settings = context.settings
     own = uncached_tokens(request, (match, context.in_flight), loads)
@@ -55,6 +56,12 @@ def estimated_ttft(
             scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
     else:
         scores = loads.queued_tokens + own
+    apart = loads.apart
+    if apart is not None and len(scores):
+        # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
+        equal = np.count_nonzero(scores <= scores.min() * (1.0 + settings.tie_tolerance))
+        if equal < min(loads.active_routers, len(scores)):
+            scores += apart * own.min()
     scores *= loads.seconds_per_token
     return scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
 
@@ -140,6 +147,8 @@ def sglang(
             scores = own.copy()
     return scored(scores, own, request, match, loads, context, limit)
 
+
+DEFAULT_POLICY = "estimated_ttft"
 
 POLICIES: dict[str, Policy] = {
     "estimated_ttft": estimated_ttft,

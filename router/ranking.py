@@ -27,6 +27,7 @@ REASONS = (
     "in_flight",
     "cold",
     "load_spill",
+    "hot_prefix",
     "only_replica",
     "round_robin",
     "power_of_two",
@@ -53,6 +54,8 @@ class PolicySettings:
     rates does not scatter cold prompts.
     ``min_pull_tokens``: a shorter pull is not worth its set-up. ``pull_price``: how many seconds a second of pulling
     weighs in a score, for a copy takes room from other prefixes and the link from other pulls (see ``pull``).
+    ``holder_utilisation``: the part of its time that a replica should spend on one prefix before another one holds it
+    too; ``max_holders``: replicas that hold one prefix at most, 1: none is ever added (see ``hot_prefixes``).
     ``bounded_load``: bounded hashing's factor over the mean. ``sglang_*``: that router's three thresholds.
     """
 
@@ -61,6 +64,8 @@ class PolicySettings:
     tie_tolerance: float = 0.01
     min_pull_tokens: int = 1024
     pull_price: float = 2.0
+    holder_utilisation: float = 0.5
+    max_holders: int = 16
     bounded_load: float = 1.25
     sglang_relative: float = 1.1
     sglang_absolute: float = 32.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.load import LoadSettings
-from router.policies import POLICIES
+from router.policies import DEFAULT_POLICY, POLICIES
 from router.ranking import PolicySettings
 
 
@@ -21,7 +21,7 @@ class RouterSettings:
     long after the last replica has gone, and then fail.
     """
 
-    policy: str = "estimated_ttft"
+    policy: str = DEFAULT_POLICY
     block_size: int = 16
     max_blocks: int = 4_000_000
     follow_in_flight: bool = True

@@ -66,6 +66,9 @@ class AppConfig(BaseModel):
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies from others at once")
     max_pull_bytes: int = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
     min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
+    max_holders: int = Field(
+        16, ge=1, description="replicas that hold one prefix at most; more hold it as its demand grows"
+    )
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
     )
@@ -146,7 +149,7 @@ class AppConfig(BaseModel):
             "block_size": self.block_size,
             "max_blocks": self.directory_max_blocks,
             "no_replica_wait_s": self.no_replica_wait_s,
-            "scoring": {"min_pull_tokens": self.min_pull_tokens},
+            "scoring": {"min_pull_tokens": self.min_pull_tokens, "max_holders": self.max_holders},
         }
 
     def to_json(self) -> dict[str, Any]:

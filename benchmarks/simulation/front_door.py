@@ -33,7 +33,7 @@ class FrontDoor:
         clock: VirtualClock,
         tree: RayPrefixTree | None = None,
     ) -> None:
-        scoring = PolicySettings(shortest_first=contender.shortest_first)
+        scoring = PolicySettings(shortest_first=contender.shortest_first, max_holders=settings.max_holders)
         load = LoadSettings(
             default_prefill_tokens_per_s=settings.prefill_tokens_per_s,
             default_pull_tokens_per_s=settings.pull_tokens_per_s if contender.pull else 0.0,

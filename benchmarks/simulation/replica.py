@@ -7,20 +7,26 @@ its load reports. In: jobs; out: first tokens, and cache events with a load repo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
-from router.block_hash import HASH_BYTES, TokenArray
+from router.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.events import Event, LoadReport, RouterShare
+from router.ranking import PolicySettings
 from router.request import Decision
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.scheduler import AGING_TOKENS_PER_S
 
+MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
+
 
 @dataclass(slots=True)
 class Job:
-    """A request at its replica. ``uncached_tokens`` is a hint until the prefill starts; ``pulling``: not ready yet."""
+    """A request at its replica. ``uncached_tokens`` is a hint until the prefill starts; ``pulling``: not ready yet.
+
+    ``joined``: jobs that wait for this one's pull.
+    """
 
     request: SimulatedRequest
     decision: Decision
@@ -29,6 +35,7 @@ class Job:
     uncached_tokens: int = 0
     held_blocks: int = 0
     pulling: bool = False
+    joined: list[Job] = field(default_factory=list)
     pulled_tokens: int = 0
     cached_tokens: int = 0
     start_s: float = 0.0
@@ -76,7 +83,7 @@ class SimulatedReplica:
         self._last_reservation[decision.router_id] = decision.reservation
         self._hint(job)
         self.waiting.append(job)
-        if decision.pull_from:
+        if not self._join_pull(job) and decision.pull_from:
             self._begin_pull(job)
         self._start_next()
         self._report()
@@ -181,6 +188,19 @@ class SimulatedReplica:
         self._start_next()
         self._report()
 
+    def _join_pull(self, job: Job) -> bool:
+        """Let a job wait for another one's copy, if that brings enough of its prompt."""
+        size = self._settings.block_size
+        for other in self.waiting:
+            if other.pulling and other is not job and other.decision.pull_from:
+                common = min(common_blocks(other.request.chain, job.request.chain) * size, other.decision.pull_tokens)
+                if common - job.held_blocks * size >= MIN_PULL_TOKENS:
+                    other.joined.append(job)
+                    job.pulling = True
+                    job.uncached_tokens = max(job.request.trace.prompt_tokens - common, 1)
+                    return True
+        return False
+
     def _begin_pull(self, job: Job) -> None:
         """Copy what the decision named, one pull after another over this replica's link."""
         job.pulling = True
@@ -219,7 +239,8 @@ class SimulatedReplica:
         self._clock.after(missing * size / self._settings.pull_tokens_per_s, arrived)
 
     def _ready(self, job: Job) -> None:
-        job.pulling = False
-        self._hint(job)
+        for waiting in (job, *job.joined):
+            waiting.pulling = False
+            self._hint(waiting)
         self._start_next()
         self._report()

@@ -18,6 +18,7 @@ class ClusterSettings:
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
     sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas report their load at every
     change and each ``report_interval_s`` of a prefill; reports and cache events reach routers ``feed_delay_s`` later.
+    ``max_holders``: the default policy's bound on the replicas that hold one prefix.
     """
 
     replicas: int = 16
@@ -27,6 +28,7 @@ class ClusterSettings:
     decode_weight: float = 0.01
     decode_token_s: float = 0.02
     pull_tokens_per_s: float = 60_000.0
+    max_holders: int = 16
     routers: int = 1
     feed_delay_s: float = 0.0
     report_interval_s: float = 0.1

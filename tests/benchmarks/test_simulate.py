@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -74,6 +75,28 @@ def test_a_pull_takes_its_time_and_saves_the_rest() -> None:
     alone = run(trace, Contender("round_robin"), ClusterSettings(replicas=2))
     assert alone.ttft_s[1] == pytest.approx(10_740 / 5000)
     assert alone.pulled_tokens == 0
+
+
+@pytest.mark.parametrize("routers", [1, 4])
+def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
+    """Three times the work that one replica does: it is computed once, copied early, and nobody waits in line."""
+    opening = tuple(range(16))
+    trace = [TraceRequest(0.0, 8704, 1, (*opening, 999))]
+    trace += [TraceRequest(5.0 + n / 30, 8704, 1, (*opening, 1000 + n)) for n in range(600)]
+    settings = ClusterSettings(replicas=8, blocks=400, routers=routers, feed_delay_s=0.01)
+    cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=True))
+    outcome = cluster.run(prepare(trace))
+    chain = prepare(trace[:1])[0].chain
+    holders = [name for name, replica in cluster.replicas.items() if replica.cache.held(chain[16 * 15 : 16 * 16])]
+    assert 4 <= len(holders) <= 8
+    assert outcome.pulled_tokens == (len(holders) - 1) * 8192
+    assert outcome.cached_tokens == 600 * 8192
+    waits = sorted(outcome.ttft_s[n] - 512 / 5000 for n in range(1, 601))
+    assert waits[300] < 0.06
+    assert waits[-1] < 0.6
+    bounded = Cluster(replace(settings, max_holders=2), Contender("estimated_ttft", True, True))
+    bounded.run(prepare(trace))
+    assert sum(replica.cache.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
 
 
 @pytest.mark.parametrize("contender", KINDS, ids=lambda contender: contender.name)

@@ -1,0 +1,139 @@
+"""Prefixes whose demand outgrows their holders: who becomes one more holder, before requests queue.
+
+Owns the rule. A prefix is known by its first 2^k blocks, so that a hot system prompt is seen through conversations
+that go on differently. Each held depth counts the work that its requests bring to a holder; where that exceeds what
+its holders should carry, the request at hand goes to one more replica, which pulls. Holders are not taken away: when
+demand falls, ties send requests to one of them again, and the copies of the others age out. Time is passed in.
+"""
+
+from __future__ import annotations
+
+from router.block_hash import HASH_BYTES
+from router.demand import PrefixDemand
+from router.load import LoadTable
+from router.policies import Policy
+from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous
+from router.request import RoutedRequest
+
+_MOST_WORK_S = 0.5
+"""Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
+
+
+class HotPrefixes:
+    """One router's view of demand. Other routers see their part of it: rates are multiplied by how many there are."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.demand = PrefixDemand()
+
+    def choice(
+        self,
+        chosen: Candidate,
+        policy: Policy,
+        request: RoutedRequest,
+        match: Match,
+        loads: LoadTable,
+        context: PolicyContext,
+        now_s: float,
+    ) -> Candidate:
+        """Return who gets a request of which a replica holds something: who was chosen, or another one.
+
+        Another one where the chosen one would be a holder too many, or where the prefix needs one more holder.
+        """
+        kept_out = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
+        if kept_out:
+            # Where all others are full the bound gives way: one more holder is better than waiting.
+            within = context._replace(blocked=[*context.blocked, *kept_out])
+            chosen = next(iter(policy(request, match, loads, within, 1)), chosen)
+        another = self.one_more_holder(request, match, context, loads, now_s) if loads.num_pulling else None
+        if another is not None:
+            for candidate in policy(request, match, loads, context, None):
+                if candidate.replica_id == another:
+                    return candidate._replace(reason="hot_prefix")
+        return chosen
+
+    def one_more_holder(
+        self,
+        request: RoutedRequest,
+        match: Match,
+        context: PolicyContext,
+        loads: LoadTable,
+        now_s: float,
+    ) -> str | None:
+        """Count a request's work; return the replica that should be one more holder of its prefix, if any.
+
+        It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
+        agree; None also while all others are full or busier than the idlest holder.
+        """
+        size, settings = self._block_size, context.settings
+        best = max(match.values(), default=0)
+        if best < settings.min_pull_tokens or settings.max_holders < 2:
+            return None
+        pace = float(loads.seconds_per_token.min())
+        work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
+        depth = 1 << ((best // size).bit_length() - 1)
+        found: str | None = None
+        while depth * size >= settings.min_pull_tokens:
+            key = request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth]
+            rate = self.demand.add(key, work_s, now_s)
+            if found is None and rate > settings.holder_utilisation:
+                found = self._beyond(request, depth * size, rate, match, context, loads)
+            depth >>= 1
+        return found
+
+    def _beyond(
+        self,
+        request: RoutedRequest,
+        tokens: int,
+        rate: float,
+        match: Match,
+        context: PolicyContext,
+        loads: LoadTable,
+    ) -> str | None:
+        settings = context.settings
+        holders = _holders(tokens, (match, context.in_flight), loads)
+        wanted = min(1 + int(rate / settings.holder_utilisation), settings.max_holders, len(loads.replica_ids))
+        if not holders or len(holders) >= wanted:
+            return None
+        idlest = min(map(loads.queue_ahead, holders))
+        may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
+        open_ones = [name for name in may if name not in context.blocked and not loads.is_full(name)]
+        chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
+        return chosen if chosen is not None and loads.queue_ahead(chosen) <= idlest else None
+
+
+def beyond_bound(
+    replica_id: str, request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
+) -> list[str]:
+    """Return who must not become a holder of a request's prefix, given who was chosen; nobody if that one holds it.
+
+    A prefix that is less than half of the prompt, or not worth a pull, binds nobody.
+    """
+    best = max(match.values(), default=0)
+    least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
+    if len(loads.replica_ids) <= settings.max_holders or best < least or match.get(replica_id, 0) >= least:
+        return []
+    holders = _holders(least, (match, in_flight), loads)
+    if replica_id in holders:
+        return []
+    may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
+    return [name for name in loads.replica_ids if name not in holders and name not in may]
+
+
+def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[str]:
+    return {
+        replica_id
+        for held in matches
+        for replica_id, count in held.items()
+        if count >= tokens and loads.row_of(replica_id) is not None
+    }
+
+
+def _next_holders(key: bytes, holders: set[str], loads: LoadTable, most: int) -> list[str]:
+    """Return those who may become holders, first ones first: so many of a key's rendezvous order as are missing.
+
+    In an order that all routers know, so that routers that do not see each other's choices yet keep to the bound.
+    """
+    order = rendezvous(key, loads).argsort()[::-1].tolist()
+    others = [loads.replica_ids[row] for row in order if loads.replica_ids[row] not in holders]
+    return others[: max(most - len(holders), 0)]
