@@ -72,7 +72,8 @@ class RoutingWorkload:
         for name in self.names():
             waiting = rng.randrange(4)
             queued = sum(rng.randrange(8000) for _ in range(waiting))
-            yield name, LoadReport(queued, rng.randrange(32), waiting, 64, 256, 5000.0, 0.02)
+            running = rng.randrange(32)
+            yield name, LoadReport(queued, running, waiting, 64, 256, 5000.0, 0.02, pull_tokens_per_s=50_000.0)
 
 
 def measure_routing(workload: RoutingWorkload) -> dict[str, float]:

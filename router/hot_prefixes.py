@@ -12,6 +12,7 @@ from router.block_hash import HASH_BYTES
 from router.demand import PrefixDemand
 from router.load import LoadTable
 from router.policies import Policy
+from router.pull import pulls_faster
 from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous
 from router.request import RoutedRequest
 
@@ -63,7 +64,7 @@ class HotPrefixes:
         """Count a request's work; return the replica that should be one more holder of its prefix, if any.
 
         It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
-        agree; None also while all others are full or busier than the idlest holder.
+        agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
         """
         size, settings = self._block_size, context.settings
         best = max(match.values(), default=0)
@@ -97,7 +98,11 @@ class HotPrefixes:
             return None
         idlest = min(map(loads.queue_ahead, holders))
         may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
-        open_ones = [name for name in may if name not in context.blocked and not loads.is_full(name)]
+        open_ones = [
+            name
+            for name in may
+            if name not in context.blocked and not loads.is_full(name) and pulls_faster(name, loads)
+        ]
         chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
         return chosen if chosen is not None and loads.queue_ahead(chosen) <= idlest else None
 

@@ -30,6 +30,12 @@ def work_with_pull(
     return np.minimum(own, pulled, out=pulled)
 
 
+def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
+    """Return whether a known replica copies KV faster than it computes it."""
+    row = loads.row_of(replica_id)
+    return row is not None and float(loads.pull_pace[row]) < 1.0
+
+
 def plan_pull(
     replica_id: str, held_tokens: int, match: Match, loads: LoadTable, settings: PolicySettings
 ) -> tuple[str, int]:
@@ -37,12 +43,9 @@ def plan_pull(
 
     Of those that hold most, the one with the least prefill work.
     """
-    row = loads.row_of(replica_id)
     most = max(match.values(), default=0)
     missing = most - held_tokens
-    if row is None or missing < settings.min_pull_tokens:
-        return "", 0
-    if float(loads.pull_pace[row]) >= 1.0:
+    if missing < settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0
     holders = [name for name, tokens in match.items() if tokens == most and loads.row_of(name) is not None]
     return (min(holders, key=loads.queue_ahead), most) if holders else ("", 0)

@@ -52,7 +52,7 @@ class AppConfig(BaseModel):
     enable_prefix_caching: bool = True
     speculative_model: str | None = Field(
         None,
-        description="drafts tokens for the model: a checkpoint or built-in model of its vocabulary, or an EAGLE-3 head",
+        description="drafts tokens for the model: a checkpoint or built-in model of its vocabulary, an EAGLE-3 head",
     )
     num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
     host_cache_bytes: int = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")

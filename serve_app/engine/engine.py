@@ -68,9 +68,11 @@ class TorchEngine:
         self._inbox = Inbox(self.settings)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
         self._lower = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
+        host_rows = None
         if self._lower is not None:
             self._scheduler.fetch, self._saves.file = self._lower.fetch, self._lower.save
-        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call)
+            host_rows = self._lower.host_rows
+        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
         self._settlement = Settlement(
             self._cache, runner, self._scheduler, self._saves, self._lower, self._inbox, self._meters
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from time import monotonic, perf_counter
 
-from router.block_hash import HASH_BYTES
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.disk_queue import DiskLoad
 from serve_app.cache.lineage import extend_lineage, next_lineage, scope_digest
 from serve_app.cache.load_rule import LoadRule
@@ -131,6 +131,29 @@ class LowerTiers:
         """Write blocks of the pool, children first, to disk as saved; False where they cannot all be."""
         return self.tiers.save(self.describe(entries), self._reader(entries))
 
+    def host_rows(
+        self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, matched: Sequence[int], first: int, last: int
+    ) -> list[Row]:
+        """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
+
+        ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's lineage.
+        The rows are views until the next spill.
+        """
+        size, parent = self._cache.block_size, self._lineage(matched)
+        rows: list[Row] = []
+        hashes: list[bytes] = []
+        for i in range(len(matched), last):
+            block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
+            (parent,) = extend_lineage(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
+            if known is None or row is None or known[0].lineage != parent:
+                break
+            hashes.append(block_hash)
+            if i >= first:
+                rows.append(row)
+        self.tiers.use(hashes)
+        return rows
+
     def describe(self, entries: Sequence[CachedBlock]) -> list[TierBlock]:
         """Return what tiers know of pool blocks; a parent is in ``entries`` or still in the cache."""
         batch = {entry.block: entry for entry in entries}
@@ -187,11 +210,7 @@ class LowerTiers:
     ) -> list[tuple[TierBlock, str]]:
         """Return the verified blocks that continue ``matched``, each with its tier ("staged": read from disk)."""
         size, scope = self._cache.block_size, sequence.request.scope
-        parent = b""
-        if matched:
-            last = self._cache.entry(matched[-1])
-            assert last is not None
-            parent = self.describe([last])[0].lineage
+        parent = self._lineage(matched)
         first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
         found: list[tuple[TierBlock, str]] = []
         for i in range(first, limit):
@@ -205,6 +224,14 @@ class LowerTiers:
                 break
             found.append(known)
         return found
+
+    def _lineage(self, matched: Sequence[int]) -> bytes:
+        """Return the lineage of a matched prefix's last block, b"" for none."""
+        if not matched:
+            return b""
+        last = self._cache.entry(matched[-1])
+        assert last is not None
+        return self.describe([last])[0].lineage
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
         """Decide once a request, so that nobody waits for a load and then computes it after all."""

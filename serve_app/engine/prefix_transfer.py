@@ -6,14 +6,14 @@ touches cache and pool runs on the engine's loop, a bounded number of bytes betw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
 
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.transfer import KvChain, make_header, verify_chain, verify_part
+from serve_app.cache.transfer import KvChain, Row, make_header, verify_chain, verify_part
 from serve_app.engine.install import install_blocks
 from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.scheduler import Scheduler
@@ -23,6 +23,10 @@ STEP_BYTES = 32 * 1024 * 1024
 """Copied between two steps at most, so that sequences keep decoding."""
 
 T = TypeVar("T", covariant=True)
+
+
+RowsBelow = Callable[[PrefixScope, TokenArray, bytes, Sequence[int], int, int], Sequence[Row]]
+"""See ``LowerTiers.host_rows``."""
 
 
 class OnLoop(Protocol):
@@ -35,8 +39,16 @@ class OnLoop(Protocol):
 class PrefixTransfer:
     """One engine's way in and out for KV."""
 
-    def __init__(self, cache: PrefixCache, runner: Runner, scheduler: Scheduler, on_loop: OnLoop) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        scheduler: Scheduler,
+        on_loop: OnLoop,
+        below: RowsBelow | None = None,
+    ) -> None:
         self._cache = cache
+        self._below = below
         self._runner = runner
         self._scheduler = scheduler
         self._on_loop = on_loop
@@ -45,51 +57,56 @@ class PrefixTransfer:
     def export_prefix(
         self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
     ) -> KvChain | None:
-        """Return the pool's blocks of the longest prefix of ``token_ids``, from block ``first`` on.
+        """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
 
-        ``most_blocks`` bounds them. None when there are none. They cannot be evicted meanwhile.
+        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile.
         """
         size = self._cache.block_size
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
         chain = self._cache.prompt_chain(scope, root, ids)
-        blocks: list[int] = []
-        payload = np.empty((0, 0), dtype=np.uint8)
+        payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
+        blocks: list[int] | None = None
         copied = 0
 
-        def copy() -> int:
-            nonlocal blocks, payload, copied
-            if not blocks:
-                matched = self._match(scope, ids, chain)
-                if len(matched) <= first:
-                    return 0
-                payload = np.empty((len(matched) - first, self._runner.kv_format.block_bytes), dtype=np.uint8)
-                self._cache.acquire(matched)
-                blocks = matched
-            part = slice(copied, copied + self._step_blocks)
-            self._runner.read_blocks(blocks[first:][part], list(payload[part]))
-            copied = min(part.stop, len(payload))
-            if copied == len(payload):
-                # In the visit that copies the last of them, for each visit waits for a step.
-                self._cache.release(blocks)
-                blocks = []
-                return 0
-            return len(payload) - copied
+        def copy() -> bool:
+            """Copy one step's worth, letting go of the pool's blocks with the last of it; return whether more is left.
+
+            All of it in one visit where it is little, for each visit waits for a step.
+            """
+            nonlocal blocks, copied
+            if blocks is None:
+                blocks = self._match(scope, ids, chain)
+                self._cache.acquire(blocks)
+            rows = list(payload[copied : copied + self._step_blocks])
+            at, end = first + copied, first + copied + len(rows)
+            held = blocks[at:end]
+            if held:
+                self._runner.read_blocks(held, rows[: len(held)])
+            below: Sequence[Row] = ()
+            if len(held) < len(rows) and self._below is not None:
+                below = self._below(scope, ids, chain, blocks, at + len(held), end)
+                for row, source in zip(rows[len(held) :], below, strict=False):
+                    row[...] = source
+            copied += len(held) + len(below)
+            if len(held) + len(below) == len(rows) and copied < len(payload):
+                return True
+            self._cache.release(blocks)
+            blocks = []
+            return False
 
         try:
             while self._on_loop(copy):
                 pass
         except BaseException:
-            self._on_loop(lambda: self._cache.release(blocks))
+            self._on_loop(lambda: self._cache.release(blocks or []))
             raise
         if not copied:
             return None
-        end = first + copied
-        header = make_header(
-            self._runner.kv_format, scope, ids[: end * size], chain[: end * HASH_BYTES], payload, first
-        )
-        return KvChain(header, payload)
+        end, payload = first + copied, payload[:copied]
+        held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
+        return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
     def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes, tenant: str = "default") -> ImportedPrefix:
         """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing.

@@ -18,7 +18,7 @@ from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.test_engine import sample
-from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block of the tiny fp32 model."""
@@ -245,3 +245,25 @@ def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engi
         make_engine(tiers=TierSettings(host_bytes=10))
     with pytest.raises(ValueError, match="disk_cache_dir"):
         make_engine(tiers=TierSettings(disk_bytes=1 << 20))
+
+
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A prefix of which a part, or all, was evicted from the pool is handed out whole, byte for byte."""
+    engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
+    plain = make_engine(**{**SMALL, "num_blocks": 256})
+    ids, root = prompt(150), SCOPE.root(SECRET)
+    for one in (engine, plain):
+        run_all(one, [request("a", ids, 1)])
+    expected = plain.export_prefix(SCOPE, root, ids, first)
+    assert expected is not None
+    for other in range(6):  # evicts the prompt from its end
+        exported = engine.export_prefix(SCOPE, root, ids, first)
+        assert exported is not None
+        assert exported.header == expected.header
+        assert np.array_equal(exported.payload, expected.payload)
+        run_all(engine, [request(f"other {other}", prompt(90, 20 + other), 1)])
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+    stranger = PrefixScope("tiny", salt=b"stranger")
+    assert engine.export_prefix(stranger, stranger.root(SECRET), ids, first) is None
+    assert engine.export_prefix(stranger, root, ids, first) is None
