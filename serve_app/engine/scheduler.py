@@ -52,7 +52,7 @@ class Scheduler:
         self._flights = Flights()
         self._running = RunningSet(settings, cache, self._flights, adapters)
         self._turns = TenantTurns(settings.max_num_batched_tokens)
-        self._claim: str | None = None
+        self._claim: Sequence | None = None
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
@@ -181,7 +181,7 @@ class Scheduler:
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
         self._turns.begin(lines)
         self._stopped.clear()
-        if self._claim not in lines:
+        if self._claim not in candidates:
             self._claim = None
         plan: dict[Sequence, Scheduled] = {}
         while budget > 0 and (turn := self._turns.turn()):
@@ -219,13 +219,13 @@ class Scheduler:
         tenant = sequence.request.tenant
         if self.running_count >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
-        if self._claim not in (None, tenant) or self._preempted:
+        if self._preempted or (self._claim is not None and self._claim.request.tenant != tenant):
             return False
         if not self._has_slot(sequence):
             return False
         verdict = self._admit(sequence)
         # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
-        self._claim = tenant if verdict == "no_room" else None
+        self._claim = sequence if verdict == "no_room" else None
         if verdict in ("no_room", "over_share"):
             self._stopped.add(tenant)
             claimant = self._waiting.get(self._slot_claim or "")

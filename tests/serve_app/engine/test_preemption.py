@@ -239,3 +239,24 @@ def test_a_real_model_says_the_same_with_and_without_preemption(
     assert sample(tight_engine, "warmpath_num_preemptions_total", tenant="default") > 0
     assert tight.tokens == roomy.tokens
     assert sample(tight_engine, "warmpath_kv_cache_blocks", state="used") == 0
+
+
+@pytest.mark.parametrize("admission", ["optimistic", "worst_case"])
+def test_a_cancelled_request_gives_up_its_claim_on_blocks(admission: str) -> None:
+    """One tenant's cancelled claim on blocks and another's claim on an adapter slot do not wait for each other."""
+    bench = Stepped(num_blocks=18, admission=admission)
+    engine, x, y = bench.engine, PrefixScope("tiny", "x@1"), PrefixScope("tiny", "y@1")
+    engine.submit(request("running", prompt(40, 1), 120, scope=x, tenant="b"), bench.collector)
+    bench.step()
+    engine.submit(request("wants a slot", prompt(1, 2), 120, scope=y, tenant="b"), bench.collector)
+    bench.step()
+    engine.submit(request("wants blocks", prompt(200, 3), 60, tenant="a"), bench.collector)
+    bench.step()
+    engine.submit(request("wants a slot too", prompt(41, 4), 120, scope=y, tenant="a"), bench.collector)
+    bench.step()
+    engine.cancel("wants blocks")
+    for _ in range(1000):
+        bench.step()
+        if len(bench.collector.finish) == 4:
+            break
+    assert Counter(bench.collector.finish.values()) == {"length": 3, "cancelled": 1}
