@@ -29,7 +29,7 @@ from router.ranking import Candidate, Match, PolicyContext
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
 from router.shadow import ShadowCounters, ShadowPolicy
-from router.state import regret_state, router_state, shadow_state
+from router.state import regret_state, router_state, sane_stats, shadow_state
 
 
 class RoutingCore:
@@ -223,9 +223,10 @@ class RoutingCore:
             return self._expire(self._clock())
 
     def stats(self) -> dict[str, StatsReport]:
-        """Return the latest StatsReport of each replica that sent one."""
+        """Return the latest StatsReport of each replica that sent one, without nonsense."""
         with self._lock:
-            return dict(self._stats)
+            latest = dict(self._stats)
+        return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
     def state(self) -> dict[str, Any]:
         """Return what ``/v1/cache/state`` shows of this router; JSON-able."""

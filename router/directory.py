@@ -17,6 +17,7 @@ from router.holder_sets import HolderSets
 from router.tier_slots import ReplicaSlots, bits
 
 _MEMO_ENTRIES = 4096
+_MAX_TIERS = 8
 
 
 class Directory:
@@ -52,7 +53,7 @@ class Directory:
 
     @property
     def max_blocks(self) -> int:
-        """The bound on ``num_blocks``; hints beyond it are refused."""
+        """The bound on ``num_blocks``; hints beyond it are refused, a little earlier to those with most blocks."""
         return self._table.max_entries
 
     @property
@@ -141,9 +142,10 @@ class Directory:
         if not blocks or not self._live:
             return {}
         words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")[::2]
-        shards, shard_mask, shift = self._table.shards, self._table.shard_mask, SHARD_SHIFT
+        table, shard_mask, shift = self._table, self._table.shard_mask, SHARD_SHIFT
+        keys_of, values_of, mask_of = table.keys, table.values, table.masks
         masks, live, extra = self._sets.masks, self._live, self._extra
-        first = masks[self._table.get(words[0])] & live
+        first = masks[table.get(words[0])] & live
         if first & extra:
             first = self._fold(first)
         tokens: dict[str, int] = {}
@@ -154,11 +156,12 @@ class Directory:
             while high - low > 1:
                 middle = (low + high) >> 1
                 key = words[middle]  # the look-up is BlockTable.get, in line: it is most of a decision
-                keys, values, mask, _ = shards[(key >> shift) & shard_mask]
+                shard = (key >> shift) & shard_mask
+                keys, mask = keys_of[shard], mask_of[shard]
                 slot = key & mask
                 while (found := keys[slot]) != key and found:
                     slot = (slot + 1) & mask
-                held = masks[values[slot]]  # an empty slot's value is 0, the empty set
+                held = masks[values_of[shard][slot]] if found else 0
                 if extra and held & extra:
                     held = self._fold(held & live)
                 held = held & at_low | at_high
@@ -215,6 +218,9 @@ class Directory:
     def _store(self, replica_id: str, replica: ReplicaSlots, event: BlocksStored) -> None:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
+            if len(replica.slot_of_tier) >= _MAX_TIERS:
+                self.ignored_events += 1
+                return
             slot = self._new_slot(replica_id, replica, event.tier)
         bit = 1 << slot
         sets = self._sets
@@ -227,7 +233,11 @@ class Directory:
             asked.append(sets.id_of(mask | bit))
             return asked[-1]
 
-        changes = self._table.update(block_keys(event.hashes), add)
+        # The last eighth is for replicas below an equal share: one that floods leaves the others room.
+        limit = self.max_blocks
+        if sum(replica.blocks_of_tier.values()) * len(self._replicas) >= limit:
+            limit -= limit // 8
+        changes = self._table.update(block_keys(event.hashes), add, limit)
         sets.count(changes, asked)
         replica.blocks_of_tier[event.tier] += sum(count for _, _, count in changes)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -146,7 +147,7 @@ class LoadTable:
         clean = _clamped(report)
         if clean != report:
             self.clamped_reports += 1
-        replica.report = clean
+        replica.report = msgspec.structs.replace(clean, shares=())  # read below; they name every router there ever was
         replica.reported_at_s = now_s
         self._routers.report(replica_id, clean.shares, now_s)
         share = next((share for share in clean.shares if share.router_id == self.router_id), None)

@@ -5,12 +5,32 @@ Pure functions; whatever they return is JSON-able. The caller holds the lock tha
 
 from __future__ import annotations
 
+import re
+from math import isfinite
 from typing import Any
 
 from router.counters import RouterCounters, TokensByReason
 from router.directory import Directory
+from router.events import StatsReport
 from router.load import LoadTable
 from router.shadow import ShadowCounters
+
+MAX_SAMPLES = 10_000
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def sane_stats(report: StatsReport) -> StatsReport:
+    """Return a report without the samples that no metrics page could show; a replica may say anything."""
+    return StatsReport(
+        tuple(
+            (name, labels, value)
+            for name, labels, value in report.samples[:MAX_SAMPLES]
+            if _METRIC_NAME.fullmatch(name)
+            and isfinite(value)
+            and all(_LABEL_NAME.fullmatch(label) for label, _ in labels)
+        )
+    )
 
 
 def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[str, Any]:

@@ -85,9 +85,9 @@ def cache_state(
         report = stats.get(replica["replica_id"])
         for name, labels, value in report.samples if report is not None else ():
             of = dict(labels)
-            if name == "warmpath_replica_info":
+            if name == "warmpath_replica_info" and of.get("pid", "").isdecimal():
                 replica["pid"] = int(of["pid"])
-            if name == "warmpath_tenant_kv_cache_bytes":
+            if name == "warmpath_tenant_kv_cache_bytes" and "tenant" in of:
                 replica.setdefault("bytes_by_tenant", {})[of["tenant"]] = int(value)
             field = _GAUGES.get((name, of.get("state", "")), _FIELDS.get(name))
             if field is not None:

@@ -1,0 +1,47 @@
+"""A feed that lies: what a router believes falsely costs time, and never changes a token."""
+
+from __future__ import annotations
+
+from random import Random
+
+from router.block_hash import hash_blocks
+from router.core import RoutingCore
+from router.events import BlocksStored, Event, LoadReport
+from router.request import RoutedRequest
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+
+def test_a_lying_replica_costs_time_and_no_token(make_engine: MakeEngine, reference: Reference) -> None:
+    """One replica claims every block that was ever asked for, an empty queue and an absurd rate; small pools evict.
+
+    It draws traffic by that, its engine computes what it does not hold, and the router counts what was not delivered.
+    """
+    stored: dict[str, list[Event]] = {"liar": [], "honest": []}
+    engines = {name: make_engine(events=stored[name], num_blocks=24, max_num_seqs=4) for name in stored}
+    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(0))
+    core.update_replicas(stored)
+    prompts = {seed: prompt(150 + seed, seed) for seed in range(5)}
+    served: dict[str, int] = dict.fromkeys(stored, 0)
+    lost = 0
+    for turn in range(3):
+        for seed, ids in prompts.items():
+            sent = request(f"{turn}-{seed}", ids, 6)
+            chain = hash_blocks(sent.root, ids, 16)
+            core.apply("liar", "e", [BlocksStored(chain), LoadReport(-9, -9, -9, 8, 64, 1e30, -1.0)])
+            core.apply("honest", "e", stored["honest"])
+            stored["honest"].clear()
+            route = RoutedRequest(sent.request_id, chain, len(ids), bytes([seed]) * 16)
+            decision = core.decide(route)
+            assert decision is not None
+            got = run_all(engines[decision.replica_id], [sent])
+            assert got.tokens[sent.request_id] == reference("qwen3", ids, 6), (turn, seed)
+            delivered = got.cached[sent.request_id]
+            core.release(decision)
+            core.record_delivered(decision, delivered, 0.01, chain)
+            served[decision.replica_id] += 1
+            lost += max(decision.selected_cached_tokens - delivered, 0)
+    assert served["liar"] > served["honest"]
+    tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
+    assert tokens.unused_tokens == lost > 0
+    assert tokens.evicted_tokens == 0
