@@ -18,7 +18,8 @@ def ratios(measured: Sequence[float], against: Sequence[float]) -> dict[str, Any
     """Return the median of the paired ratios, with an interval for it, quartiles, and the two sides' medians.
 
     ``interval``: order statistics that hold the median with 95 % probability whatever the distribution (the extremes
-    where there are too few pairs for that). ``ratio_of_minima`` compares each side's best run.
+    where there are too few pairs for that). ``ratio_of_minima`` compares each side's best run of what should be
+    short, ``ratio_of_maxima`` of what should be large.
     """
     each = sorted(a / b for a, b in zip(measured, against, strict=True))
     low = _order_statistic(len(each))
@@ -29,6 +30,7 @@ def ratios(measured: Sequence[float], against: Sequence[float]) -> dict[str, Any
         "extremes": [each[0], each[-1]],
         "pairs": len(each),
         "ratio_of_minima": min(measured) / min(against),
+        "ratio_of_maxima": max(measured) / max(against),
         "measured": spread(measured),
         "against": spread(against),
     }
