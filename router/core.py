@@ -196,7 +196,7 @@ class RoutingCore:
                 for policy in policies
             }
             tiers = self._directory.tiers(self._usable(request), match)
-            return explain(request, match, tiers, self._loads, contexts, now_s)
+            return explain(request, match, tiers, self._loads, contexts, now_s, self._hot)
 
     def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
         """Count what the replica really reused and how long the first token took.

@@ -22,12 +22,16 @@ class PrefixDemand:
 
     def add(self, key: bytes, work_s: float, now_s: float) -> float:
         """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
-        rate = self.rate(key, now_s) + work_s / self._memory_s
+        rate = self.rate_with(key, work_s, now_s)
         self._rates[key] = (rate, now_s)
         self._rates.move_to_end(key)
         if len(self._rates) > self._max_keys:
             self._rates.popitem(last=False)
         return rate
+
+    def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
+        """Return what ``add`` would, and count nothing."""
+        return self.rate(key, now_s) + work_s / self._memory_s
 
     def rate(self, key: bytes, now_s: float) -> float:
         """Return a key's rate now; 0.0 when it is unknown."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from router.hot_prefixes import HotPrefixes
 from router.load import LoadTable
 from router.plan import Plan, plan
 from router.policies import POLICIES
@@ -22,6 +23,8 @@ _BECAUSE = {
     "power_of_two": "of two replicas drawn at random it has fewer requests",
     "placement": "it comes first in the rendezvous order of the prompt's placement key and is within its load bound",
     "fallback": "it has the least queued work",
+    "hot_prefix": "the prefix is asked for more than its holders should carry, so it becomes one more holder",
+    "bounded_hash load_spill": "those before it in the placement key's rendezvous order are over their bound",
 }
 
 
@@ -32,10 +35,11 @@ def explain(
     loads: LoadTable,
     contexts: Mapping[str, PolicyContext],
     now_s: float,
+    hot: HotPrefixes,
 ) -> dict[str, Any]:
     """Return replicas in the order of the first policy of ``contexts``, and each policy's winner; JSON-able.
 
-    ``tiers``: tokens of each matched prefix by tier.
+    ``tiers``: tokens of each matched prefix by tier. ``hot``: has the last word on the default policy's.
     """
     any_context = next(iter(contexts.values()))
     best = max(match.values(), default=0)
@@ -49,7 +53,9 @@ def explain(
     return {
         "prompt_tokens": request.prompt_tokens,
         "best_cached_tokens": best,
-        "winners": {policy: _winner(ranked, plans, match, request, loads) for policy, ranked in rankings.items()},
+        "winners": {
+            policy: _winner(policy, ranked, plans, match, request, loads) for policy, ranked in rankings.items()
+        },
         "replicas": [
             {
                 "replica_id": replica_id,
@@ -78,13 +84,19 @@ def _place(replica_id: str, ranked: list[Candidate]) -> dict[str, Any] | None:
 
 
 def _winner(
-    ranked: list[Candidate], plans: Mapping[str, Plan], match: Match, request: RoutedRequest, loads: LoadTable
+    policy: str,
+    ranked: list[Candidate],
+    plans: Mapping[str, Plan],
+    match: Match,
+    request: RoutedRequest,
+    loads: LoadTable,
 ) -> dict[str, Any]:
     if not ranked:
         why = "every replica is full or blocked: the request would wait" if plans else "there are no replicas"
         return {"replica_id": None, "reason": None, "because": f"No replica: {why}."}
     first = ranked[0]
-    because = _BECAUSE.get(first.reason) or _because(ranked, plans, match, request, loads)
+    because = _BECAUSE.get(first.reason) or _BECAUSE.get(f"{policy} {first.reason}")
+    because = because or _because(ranked, plans, match, request, loads)
     return {
         "replica_id": first.replica_id,
         "reason": first.reason,
@@ -112,6 +124,8 @@ def _because(
     if place is None:
         why = "is full" if loads.is_full(holder) else "cannot take it"
         return f"{holder}, which holds {best} tokens, {why}, and of the others it scores best"
+    if place.score < first.score:
+        return "the prefix has as many holders as it may have, and of those that may have it this one scores best"
     return (
         f"it scores {first.score:.6g} (lower wins) against {place.score:.6g} at {holder}, which holds {best} tokens "
         f"where it holds {held} but has {loads.queue_ahead(holder)} prefill tokens queued"

@@ -36,17 +36,22 @@ class HotPrefixes:
         loads: LoadTable,
         context: PolicyContext,
         now_s: float,
+        *,
+        count: bool = True,
     ) -> Candidate:
         """Return who gets a request of which a replica holds something: who was chosen, or another one.
 
         Another one where the chosen one would be a holder too many, or where the prefix needs one more holder.
+        ``count``: False only asks, and leaves the demand as it is.
         """
         kept_out = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
         if kept_out:
             # Where all others are full the bound gives way: one more holder is better than waiting.
             within = context._replace(blocked=[*context.blocked, *kept_out])
             chosen = next(iter(policy(request, match, loads, within, 1)), chosen)
-        another = self.one_more_holder(request, match, context, loads, now_s) if loads.num_pulling else None
+        another: str | None = None
+        if loads.num_pulling:
+            another = self.one_more_holder(request, match, context, loads, now_s, count=count)
         if another is not None:
             for candidate in policy(request, match, loads, context, None):
                 if candidate.replica_id == another:
@@ -60,6 +65,8 @@ class HotPrefixes:
         context: PolicyContext,
         loads: LoadTable,
         now_s: float,
+        *,
+        count: bool = True,
     ) -> str | None:
         """Count a request's work; return the replica that should be one more holder of its prefix, if any.
 
@@ -76,7 +83,7 @@ class HotPrefixes:
         found: str | None = None
         while depth * size >= settings.min_pull_tokens:
             key = request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth]
-            rate = self.demand.add(key, work_s, now_s)
+            rate = (self.demand.add if count else self.demand.rate_with)(key, work_s, now_s)
             if found is None and rate > settings.holder_utilisation:
                 found = self._beyond(request, depth * size, rate, match, context, loads)
             depth >>= 1

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
+from router.load import LoadSettings
 from router.policies import POLICIES
 from router.request import RoutedRequest
 from router.settings import RouterSettings
@@ -135,3 +136,36 @@ def test_a_prefill_under_way_is_named() -> None:
     winner = core.explain(ask(), ["estimated_ttft"])["winners"]["estimated_ttft"]
     assert (winner["replica_id"], winner["reason"]) == (first.replica_id, "in_flight")
     assert "computing a prompt of the same beginning" in winner["because"]
+
+
+def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anything() -> None:
+    """The replicas before the chosen one are over their bound; there is no holder to compare with."""
+    core = core_with({"a": 0, "b": 0}, {"a": report(0, 0, 9)})
+    winners = [
+        core.explain(RoutedRequest("q", CHAIN, 325, bytes([key]) * 16), ["bounded_hash"])["winners"]["bounded_hash"]
+        for key in range(20)
+    ]
+    assert {winner["replica_id"] for winner in winners} == {"b"}
+    assert {winner["reason"] for winner in winners} == {"load_spill", "placement"}
+    assert all(("over their bound" in w["because"]) == (w["reason"] == "load_spill") for w in winners)
+
+
+def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
+    """However often one asks, the demand stays; once decisions have heated it, the winner is the next holder."""
+    settings = RouterSettings(load=LoadSettings(default_prefill_tokens_per_s=1000.0, default_pull_tokens_per_s=9000.0))
+    core = RoutingCore("me", settings, clock=lambda: 0.0, rng=Random(3))
+    core.update_replicas(NAMES)
+    chain = Random(9).randbytes(16 * 200)
+    core.apply("b", "e", [BlocksStored(chain)])
+    reasons = []
+    for number in range(30):
+        asked = RoutedRequest(f"q{number}", chain, 3500, b"k" * 16)
+        for _ in range(3):
+            said = core.explain(asked, ["estimated_ttft"])["winners"]["estimated_ttft"]
+        decision = core.decide(asked)
+        assert decision is not None
+        assert (said["replica_id"], said["reason"]) == (decision.replica_id, decision.reason)
+        core.release(decision)
+        reasons.append(decision.reason)
+    assert reasons[0] == "cached"
+    assert "hot_prefix" in reasons
