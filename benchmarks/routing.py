@@ -20,6 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
+
 from benchmarks.metrics import percentile, write
 from benchmarks.routing_workload import (
     BLOCK_SIZE,
@@ -45,13 +47,16 @@ MODULES = {
 }
 ROOT = Path(__file__).parents[1]
 OPEN_RESERVATIONS = 32
+PREFILL_TOKENS_PER_S = 5000.0
 TIMEOUT_S = 900
 
 
 def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
     """Measure this project's RoutingCore: events in, whole decisions (match, score, reserve) out."""
     before = resident_bytes()
-    core = RoutingCore("benchmark", rng=Random(workload.seed))
+    # Requests come as fast as the replicas could compute them: at the speed of this loop every prefix would be hot.
+    now_s = 0.0
+    core = RoutingCore("benchmark", rng=Random(workload.seed), clock=lambda: now_s)
     core.update_replicas(workload.names())
     blocks, spent_s = 0, 0.0
     for chain, holders in workload.prompts():
@@ -72,6 +77,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
     open_decisions = []
     taken_s = []
     for request in queries:
+        now_s += PROMPT_TOKENS / (PREFILL_TOKENS_PER_S * workload.replicas)
         started = time.perf_counter()
         decision = core.decide(request)
         taken_s.append(time.perf_counter() - started)
@@ -95,7 +101,8 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
         waiting = rng.randrange(4)
         queued = sum(rng.randrange(8000) for _ in range(waiting))
         running = rng.randrange(32)
-        yield name, LoadReport(queued, running, waiting, 64, 256, 5000.0, 0.02, pull_tokens_per_s=50_000.0)
+        report = LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S, 0.02)
+        yield name, msgspec.structs.replace(report, pull_tokens_per_s=50_000.0)
 
 
 def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) -> dict[str, Any]:

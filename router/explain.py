@@ -12,7 +12,7 @@ from typing import Any
 from router.hot_prefixes import HotPrefixes
 from router.load import LoadTable
 from router.plan import Plan, plan
-from router.policies import POLICIES
+from router.policies import DEFAULT_POLICY, POLICIES
 from router.ranking import Candidate, Match, PolicyContext
 from router.request import RoutedRequest
 from router.state import load_state
@@ -48,6 +48,11 @@ def explain(
         for replica_id in loads.replica_ids
     }
     rankings = {policy: POLICIES[policy](request, match, loads, context, None) for policy, context in contexts.items()}
+    ranked = rankings.get(DEFAULT_POLICY)
+    if ranked and match:
+        policy, context = POLICIES[DEFAULT_POLICY], contexts[DEFAULT_POLICY]
+        first = hot.choice(ranked[0], policy, request, match, loads, context, now_s, count=False)
+        rankings[DEFAULT_POLICY] = [first, *(other for other in ranked if other.replica_id != first.replica_id)]
     order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]
     return {

@@ -51,7 +51,7 @@ class HotPrefixes:
             chosen = next(iter(policy(request, match, loads, within, 1)), chosen)
         another: str | None = None
         if loads.num_pulling:
-            another = self.one_more_holder(request, match, context, loads, now_s, count=count)
+            another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
         if another is not None:
             for candidate in policy(request, match, loads, context, None):
                 if candidate.replica_id == another:
@@ -60,6 +60,7 @@ class HotPrefixes:
 
     def one_more_holder(
         self,
+        chosen_id: str,
         request: RoutedRequest,
         match: Match,
         context: PolicyContext,
@@ -68,7 +69,7 @@ class HotPrefixes:
         *,
         count: bool = True,
     ) -> str | None:
-        """Count a request's work; return the replica that should be one more holder of its prefix, if any.
+        """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
 
         It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
         agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
@@ -77,7 +78,9 @@ class HotPrefixes:
         best = max(match.values(), default=0)
         if best < settings.min_pull_tokens or settings.max_holders < 2:
             return None
-        pace = float(loads.seconds_per_token.min())
+        row = loads.row_of(chosen_id)
+        assert row is not None
+        pace = float(loads.seconds_per_token[row])
         work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
         depth = 1 << ((best // size).bit_length() - 1)
         found: str | None = None
