@@ -1,8 +1,9 @@
 """What warmpath costs those whom it cannot help, and what stands before the engine.
 
 Every figure is a ratio of two things measured alternately, so that what else the machine does cancels: the engine
-with its prefix cache on and off over requests that share nothing; requests with a private salt and without, over
-HTTP; HTTP through the whole app and the engine alone. `python -m benchmarks.overhead --json FILE`
+with its prefix cache on and off over requests that share nothing; requests with a private salt and without, behind a
+registered public prompt and behind a private one, over HTTP; HTTP through the whole app and the engine alone.
+`python -m benchmarks.overhead --json FILE`
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import yaml
 from rich.progress import track
 
 from benchmarks.client import Answer, stream_chat
@@ -41,6 +44,8 @@ from serve_app.engine.step import Runner
 SCOPE = PrefixScope("overhead benchmark")
 ROOT = SCOPE.root(b"overhead benchmark")
 BLOCK = 16
+PUBLIC = 500
+"""Prompts with this number and above are registered as public ones."""
 
 
 def main() -> None:
@@ -63,14 +68,21 @@ def main() -> None:
     model = resolve_model(arguments.model)
     sharing = asyncio.run(no_sharing(model, arguments))
     host = asyncio.run(host_cost(arguments))
-    with instance(
-        *("--model", arguments.model, "--replicas", "1"),
-        *("--set", f"dtype={arguments.dtype}", "--set", f"num_threads={arguments.threads}"),
-    ) as url:
-        over_http = asyncio.run(http_ratios(url, model, arguments))
+    public = [
+        {"name": f"prompt-{number}", "version": "1", "text": text_of(arguments.prefix_tokens, model, PUBLIC + number)}
+        for number in range(arguments.cold)
+    ]
+    with tempfile.NamedTemporaryFile("w", prefix="warmpath-overhead-", suffix=".yaml") as file:
+        yaml.safe_dump({"public_prompts": public}, file)
+        file.flush()
+        flags = ("--model", arguments.model, "--replicas", "1", "--config", file.name)
+        sizes = ("--set", f"dtype={arguments.dtype}", "--set", f"num_threads={arguments.threads}")
+        with instance(*flags, *sizes) as url:
+            over_http = asyncio.run(http_ratios(url, model, arguments))
     results = {
         "no_sharing_throughput_ratio": sharing["ratio"],
         "private_salt_ttft_ratio": over_http["private_salt"]["ratio"],
+        "public_prompt_ttft_ratio": over_http["public_prompt"]["ratio"],
         "front_door_ttft_ratio": over_http["front_door_warm"]["ratio"],
         "front_door_cold_ttft_ratio": over_http["front_door_cold"]["ratio"],
         "details": {"no_sharing": sharing, "no_sharing_host_s": host, **over_http},
@@ -230,7 +242,17 @@ class Asked:
             return await self._http_s(pair % count, 3 * most + pair, prefix)
 
         salt = await self._pairs("private salt", arguments.warm, salted, unsalted)
-        return {"front_door_cold": cold, "front_door_warm": warm, "private_salt": salt}
+        for prompt in range(count):
+            await self.over_http(PUBLIC + prompt, 0)
+
+        async def behind_public(pair: int) -> float:
+            return await self._http_s(PUBLIC + pair % count, 4 * most + pair, prefix)
+
+        async def behind_private(pair: int) -> float:
+            return await self._http_s(pair % count, 5 * most + pair, prefix)
+
+        public = await self._pairs("public prompt", arguments.warm, behind_public, behind_private)
+        return {"front_door_cold": cold, "front_door_warm": warm, "private_salt": salt, "public_prompt": public}
 
     async def over_http(self, prompt: int, question: int, salt: str | None = None) -> Answer:
         """Ask through the whole app."""
