@@ -24,7 +24,7 @@ LONG_RUN_TOKENS = 256
 """From this length on a decode reads a run in place; below, one gather for many sequences costs less."""
 
 SHAPE_TOKENS = 128
-"""Runs are read in place, and prefill scores laid out, in multiples of this: few shapes, few kernels compiled."""
+"""Decodes read runs in place in multiples of this: few shapes, few kernels compiled."""
 
 PADDED_ROWS = 16
 """A step of more than 64 tokens is padded to a multiple of this, for the same reason."""

@@ -30,11 +30,18 @@ def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 @pytest.mark.parametrize("long_run", [8, 10**6], ids=["in place", "gathered"])
 @pytest.mark.parametrize("folded", [1, 10**6], ids=["folded", "streamed"])
-def test_a_mixed_step_equals_the_formula(long_run: int, folded: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pieces", [0, 10**6], ids=["past copied", "past in place"])
+@pytest.mark.parametrize("portable", [False, True], ids=["fused", "portable"])
+def test_a_mixed_step_equals_the_formula(
+    long_run: int, folded: int, pieces: int, portable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(paging, "LONG_RUN_TOKENS", long_run)
     monkeypatch.setattr(attention, "FOLDED_ROWS", folded)
-    monkeypatch.setattr(attention, "TILE_SCORES", 1)
+    monkeypatch.setattr(attention, "_PIECES_IN_PLACE", pieces)
+    if portable:
+        monkeypatch.setattr(attention, "PORTABLE_SCORES", 400)
+        monkeypatch.setattr(attention, "partial_attention", attention.portable_attention)
     generator = torch.Generator().manual_seed(0)
     pool = KvPool(1, 128, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     shared = list(range(10, 20))
@@ -47,6 +54,7 @@ def test_a_mixed_step_equals_the_formula(long_run: int, folded: int, monkeypatch
         (1, 14, [5, 3, 1, 9]),
         (1, 0, [100]),
         (37, 3, [*range(110, 118), 101, 105]),
+        (6, 9, [120, 122, 121, 119]),
     ]
     for block_kv in (pool.keys[0], pool.values[0]):
         block_kv.copy_(torch.randn(block_kv.shape, generator=generator))
