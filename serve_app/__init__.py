@@ -1,13 +1,18 @@
 """The warmpath application: HTTP ingress, tenants, tokenizer, and the replicas with their engine and cache.
 
-Importing it before torch bounds how long OpenMP's threads spin while they wait for each other.
+Importing it before torch settles two things that torch reads when it is loaded; what the environment has stays.
 """
 
 import os
+from pathlib import Path
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has
 lost its core to another process, every operation of a step waits that long: a decode step took 270 ms in place of 85.
 With the machine to itself the engine is as fast with either; at 10,000 its threads fall asleep between operations."""
 
+COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "compiled"
+"""Where compiled models are kept. Torch's own default lies in /tmp, where anybody may have put what is then run."""
+
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))

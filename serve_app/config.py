@@ -82,6 +82,9 @@ class AppConfig(BaseModel):
         description="on a GPU, the first that passes a check at the start: fa3_torch, fa3, varlen_torch, fa2, sdpa",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
+    compile_model: bool = Field(
+        False, description="on a CPU with a C++ compiler: compile the model at the start, for faster steps"
+    )
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
     lora_adapters: dict[str, Path] = Field(default_factory=dict, description="adapters to preload: name -> path")
     max_loras: int = Field(4, ge=1, le=256, description="LoRA adapters in one batch of a replica")
@@ -124,6 +127,8 @@ class AppConfig(BaseModel):
             raise ValueError("max_cpu_loras must be at least max_loras")
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
             raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
+        if self.compile_model and self.speculative_model is not None:
+            raise ValueError("compile_model and speculative_model cannot be used together: leave one out")
         if self.model_name in self.lora_adapters:
             raise ValueError(f"an adapter cannot be called {self.model_name!r}, as the model is")
         # Ray's workers need not run in the directory that a relative path means.

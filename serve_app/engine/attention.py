@@ -59,7 +59,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PagedStep,
+    paged: PagedStep | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -74,11 +74,15 @@ def paged_attention(
     if sliding_window or softcap or s_aux is not None or position_bias is not None or attention_mask is not None:
         raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        # What a compiled forward calls in place of this function, with the step that is current then.
+        return torch.ops.warmpath.attend(query, key, value, layer, scale), None
+    assert paged is not None
     keys, values = paged.pool.keys[layer], paged.pool.values[layer]
     real = len(paged.slots)
     keys.index_copy_(0, paged.slots, key[0, :, :real].transpose(0, 1))
     values.index_copy_(0, paged.slots, value[0, :, :real].transpose(0, 1))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return (paged.backend or RUNS).attend(paged, layer, query[0].transpose(0, 1), scale)[None], None
 
 

@@ -21,6 +21,7 @@ from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.adapter_weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.backend_probe import Heads, choose_backend
+from serve_app.engine.compiled_forward import CompiledForward, NotCompiled, compile_forward
 from serve_app.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
@@ -68,7 +69,7 @@ class ModelRunner:
     kind = "torch"
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
-        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
+        """Load a local checkpoint. Raises UnsupportedModel, NotCompiled, or FileNotFoundError where there is none."""
         if not (Path(model_path) / "config.json").is_file():
             raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
@@ -81,7 +82,7 @@ class ModelRunner:
         model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
         refuse_unsupported(self.config, model)
         self.model = model.eval()
-        pack_linears(self.model)
+        linears = pack_linears(self.model)
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
@@ -105,6 +106,11 @@ class ModelRunner:
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
         self._lora = LoraLayers(self._linears, self.adapters, self.device)
+        self._compiled: CompiledForward | None = None
+        if settings.compile_model:
+            if self.device.type != "cpu":
+                raise NotCompiled("compile_model is for CPUs (a GPU's decode steps are CUDA graphs): leave it out")
+            self._compiled = compile_forward(self.model, linears, self.pool)
         self._graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not settings.enforce_eager:
             self._graphs = DecodeGraphs(
@@ -121,6 +127,7 @@ class ModelRunner:
         yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name), ("refused", "")), 1.0
         for name, reason in self.attention.refused:
             yield "warmpath_attention_backend", (*labels, ("backend", name), ("refused", reason)), 0.0
+        yield "warmpath_model_compiled", labels, float(self._compiled is not None)
         yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
@@ -178,6 +185,9 @@ class ModelRunner:
         rows: Sequence[int] | torch.Tensor | None = step.logit_rows
         if rows is None:
             rows = [row for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
+        if self._compiled is not None and not any(segment.lora for segment in segments):
+            assert not isinstance(rows, torch.Tensor)
+            return step, self._compiled(step, rows)
         with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
             return step, self.forward(step, rows)
 

@@ -29,7 +29,8 @@ class PackedLinear:
     anew, so that a model which calls them otherwise is slower and not wrong.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Linear], number: int = 0) -> None:
+        self._number = number
         self._sizes = [layer.out_features for layer in layers]
         weight = (
             torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
@@ -46,6 +47,10 @@ class PackedLinear:
 
     def product(self, given: torch.Tensor) -> torch.Tensor:
         """Return all layers' outputs side by side, [..., sum of out_features]."""
+        if torch.compiler.is_compiling():
+            # A compiled forward cannot hold packed weights; it calls back by number (`compiled_forward`).
+            called: torch.Tensor = torch.ops.warmpath.packed_product(given, self._number, sum(self._sizes))
+            return called
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             given.flatten(0, -2), self._weight, self._bias, "none", [], ""
         )
@@ -65,26 +70,26 @@ class PackedLinear:
         return out
 
 
-def pack_linears(model: torch.nn.Module) -> int:
-    """Replace how the model's linear layers compute and return how many were replaced; 0 where packing does not help.
+def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
+    """Replace how the model's linear layers compute; return their products by number, none where packing does not help.
 
     The plain weights of packed layers are given up, but for the embeddings' and the output layer's, which others read.
     """
     weights = {weight.dtype for weight in model.parameters()} | {weight.device.type for weight in model.parameters()}
     if weights != {torch.bfloat16, "cpu"} or not _works():
-        return 0
+        return []
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    packed = 0
+    packed: list[PackedLinear] = []
     for parent in model.modules():
         linears = {name: one for name, one in parent.named_children() if type(one) is torch.nn.Linear}
         for names in _groups(linears):
             layers = [linears[name] for name in names]
-            together = PackedLinear(layers)
+            together = PackedLinear(layers, len(packed))
+            packed.append(together)
             for index, layer in enumerate(layers):
                 layer.forward = partial(together.part, index)  # type: ignore[method-assign]
                 if layer is not output:
                     layer.weight = torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
-            packed += len(layers)
     return packed
 
 

@@ -236,6 +236,7 @@ class EngineSettings:
     ``admission``: what is promised to a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read.
+    ``compile_model``: on a CPU, compile the forward at load (``compiled_forward``); without a drafter only.
     ``attention_backend``: a name of ``backend_probe.CANDIDATES``; "auto" takes the first that works.
     """
 
@@ -252,6 +253,7 @@ class EngineSettings:
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
+    compile_model: bool = False
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0
