@@ -24,9 +24,6 @@ PORTABLE_SCORES = 64 * 1024 * 1024
 FOLDED_ROWS = 8
 """From this many query rows over one run, packing it head by head costs less than spreading the queries."""
 
-_PIECES_IN_PLACE = 4
-"""A chunk whose past lies in more runs copies it together: every run is a call, and rounds the result once more."""
-
 
 class UnsupportedModel(Exception):
     """The model needs attention that this engine does not compute."""
@@ -102,6 +99,8 @@ class RunsBackend:
         kv_heads = step.pool.keys[layer].shape[1]
         real = len(step.slots)
         rows = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
+        if step.decode is not None and step.decode.rows == tokens:
+            return _decode(step, step.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
         output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
         output[real:] = 0
         if step.decode is not None:
@@ -277,23 +276,22 @@ def _prefill(
 
 def _past(paged: PagedStep, part: PrefillPart, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return keys and values of what a chunk comes after, [1, kv_heads, S, head_dim] each: its runs, or one copy."""
-    left, pieces = part.past, []
-    for slot, slots in part.pieces:
-        if left <= 0:
-            break
-        pieces.append((slot, min(slots, left)))
-        left -= slots
-    pools = (paged.pool.keys[layer], paged.pool.values[layer])
-    if len(pieces) > _PIECES_IN_PLACE:
-        index = torch.cat([torch.arange(first, first + count) for first, count in pieces]).to(pools[0].device)
-        pools = (_copied(paged.pool, "past_k", pools[0], index), _copied(paged.pool, "past_v", pools[1], index))
-        pieces = [(0, part.past)]
+    pools, pieces = (paged.pool.keys[layer], paged.pool.values[layer]), part.pieces
+    if part.blocks is not None:
+        pools = (
+            _copied(paged.pool, "past_k", pools[0], part.blocks),
+            _copied(paged.pool, "past_v", pools[1], part.blocks),
+        )
+        pieces = ((0, part.past),)
     key, value = (slots.transpose(0, 1)[None] for slots in pools)
     return [(key[:, :, first : first + count], value[:, :, first : first + count]) for first, count in pieces]
 
 
-def _copied(pool: KvPool, name: str, slots: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return torch.index_select(slots, 0, index, out=pool.scratch(name, len(index), *slots.shape[1:]))
+def _copied(pool: KvPool, name: str, slots: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the slots of ``blocks`` one after the other, in memory that the next layer takes again."""
+    lined = slots.view(-1, pool.block_size * slots.shape[1] * slots.shape[2])
+    copy = torch.index_select(lined, 0, blocks, out=pool.scratch(name, len(blocks), lined.shape[1]))
+    return copy.view(-1, *slots.shape[1:])
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

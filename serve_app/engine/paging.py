@@ -26,6 +26,9 @@ LONG_RUN_TOKENS = 256
 SHAPE_TOKENS = 128
 """Decodes read runs in place in multiples of this: few shapes, few kernels compiled."""
 
+PIECES_IN_PLACE = 4
+"""A chunk whose past lies in more runs copies it together: every run is a call, and rounds the result once more."""
+
 PADDED_ROWS = 16
 """A step of more than 64 tokens is padded to a multiple of this, for the same reason."""
 
@@ -74,13 +77,15 @@ class KvPool:
 class PrefillPart:
     """Rows ``first`` to ``last`` of the packed step: new tokens of one sequence after ``past`` computed ones.
 
-    ``pieces``: (first slot, slots) of the sequence's KV in order, the new tokens included.
+    ``pieces``: (first slot, slots) of the past's KV in order. ``blocks``: where these are many, the past's blocks,
+    which are copied together then.
     """
 
     first: int
     last: int
     past: int
     pieces: tuple[tuple[int, int], ...]
+    blocks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +200,7 @@ def plan_step(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
         if offset and segment.start <= segment.end - offset:
             pool.tensor[:, :, segment.blocks[segment.end // size], offset:].zero_()
         if len(where) > 1:
-            prefills.append(PrefillPart(row, row + len(where), segment.start, tuple(_pieces(segment, size))))
+            prefills.append(_plan_prefill(segment, row, size, device))
         row += len(where)
         last_rows.append(row - 1)
     padding = -row % PADDED_ROWS if row > 64 else 0
@@ -213,9 +218,17 @@ def plan_step(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
     )
 
 
-def _pieces(segment: Segment, size: int) -> list[tuple[int, int]]:
-    """Return (first slot, slots) of positions 0 to the segment's end."""
-    pieces, left = [], segment.end
+def _plan_prefill(segment: Segment, row: int, size: int, device: torch.device) -> PrefillPart:
+    pieces = tuple(_pieces(segment, size, segment.start))
+    blocks = None
+    if len(pieces) > PIECES_IN_PLACE:
+        blocks = torch.tensor(segment.blocks[: -(-segment.start // size)], device=device)
+    return PrefillPart(row, row + len(segment.token_ids), segment.start, pieces, blocks)
+
+
+def _pieces(segment: Segment, size: int, tokens: int) -> list[tuple[int, int]]:
+    """Return (first slot, slots) of positions 0 to ``tokens`` - 1."""
+    pieces, left = [], tokens
     for block, count in segment.runs:
         if left <= 0:
             break
@@ -234,7 +247,7 @@ def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
     long_run = max(LONG_RUN_TOKENS, quantum)
     # A row's last piece may end inside a block, and that block has to come last in the row's rest.
     for row, segment in enumerate(segments):
-        for slot, slots in _pieces(segment, size):
+        for slot, slots in _pieces(segment, size, segment.end):
             if slots >= long_run:
                 heads.setdefault(slot, []).append((row, slots))
             else:

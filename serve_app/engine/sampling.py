@@ -72,13 +72,14 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     if logits.device.type != "cpu":
         chosen: list[int] = sample_at_once(logits, params, positions).tolist()
         return [None if token < 0 else token for token in chosen]
-    broken = (torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))).tolist()
-    sound = [i for i, bad in enumerate(broken) if not bad]
-    tokens: list[int | None] = [None] * len(broken)
-    if sound:
-        kept = logits if len(sound) == len(broken) else logits[sound]
-        found = sample(kept, [params[i] for i in sound], [positions[i] for i in sound])
-        for i, token in zip(sound, found, strict=True):
+    # One reading of the logits: a row's largest is not a number if one of them is not, and infinite if nothing else is.
+    largest, best = torch.max(logits, dim=-1)
+    sound = torch.isfinite(largest).tolist()
+    tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), sound, strict=True)]
+    drawn = [i for i, p in enumerate(params) if sound[i] and _draws(p)]
+    if drawn:
+        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
+        for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
     return tokens
 
@@ -90,7 +91,7 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     """
     broken = torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))
     tokens = torch.argmax(logits, dim=-1)
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0.0 and p.top_k != 1]
+    drawn = [i for i, p in enumerate(params) if _draws(p)]
     if drawn:
         chosen = [params[i] for i in drawn]
         vocab = logits.shape[-1]
@@ -132,16 +133,25 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
     result does not depend on how a sort breaks ties.
     """
     tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0.0 and p.top_k != 1]
-    if not drawn:
-        return tokens
-    chosen = [params[i] for i in drawn]
-    scaled = logits[drawn].double()
-    scaled /= torch.tensor([[p.temperature] for p in chosen], dtype=torch.float64, device=logits.device)
-    scaled = _filtered(scaled, chosen)
-    scaled += gumbel_noise([p.seed for p in chosen], [positions[i] for i in drawn], logits.shape[-1], logits.device)
-    for i, token in zip(drawn, torch.argmax(scaled, dim=-1).tolist(), strict=True):
-        tokens[i] = token
+    drawn = [i for i, p in enumerate(params) if _draws(p)]
+    if drawn:
+        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
+        for i, token in zip(drawn, found, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _draws(params: SamplingParams) -> bool:
+    return params.temperature > 0.0 and params.top_k != 1
+
+
+def _drawn(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """Return the tokens [n] of rows that all draw."""
+    scaled = logits.double()
+    scaled /= torch.tensor([[p.temperature] for p in params], dtype=torch.float64, device=logits.device)
+    scaled = _filtered(scaled, params)
+    scaled += gumbel_noise([p.seed for p in params], positions, logits.shape[-1], logits.device)
+    tokens: list[int] = torch.argmax(scaled, dim=-1).tolist()
     return tokens
 
 

@@ -38,7 +38,7 @@ def test_a_mixed_step_equals_the_formula(
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(paging, "LONG_RUN_TOKENS", long_run)
     monkeypatch.setattr(attention, "FOLDED_ROWS", folded)
-    monkeypatch.setattr(attention, "_PIECES_IN_PLACE", pieces)
+    monkeypatch.setattr(paging, "PIECES_IN_PLACE", pieces)
     if portable:
         monkeypatch.setattr(attention, "PORTABLE_SCORES", 400)
         monkeypatch.setattr(attention, "partial_attention", attention.portable_attention)
