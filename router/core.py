@@ -100,7 +100,7 @@ class RoutingCore:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
-            self._loads.settings = settings.load
+            self._loads.configure(settings.load)
             self._counted = self.counters.of_policy(settings.policy)
             if before.shadow_policy != settings.shadow_policy:
                 self._shadow = self._new_shadow()

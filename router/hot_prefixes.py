@@ -8,6 +8,9 @@ demand falls, ties send requests to one of them again, and the copies of the oth
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from router.block_hash import HASH_BYTES
 from router.demand import PrefixDemand
 from router.load import LoadTable
@@ -18,6 +21,8 @@ from router.request import RoutedRequest
 
 _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
+
+_FIRST = np.uint64(2**64 - 1)
 
 
 class HotPrefixes:
@@ -44,11 +49,12 @@ class HotPrefixes:
         Another one where the chosen one would be a holder too many, or where the prefix needs one more holder.
         ``count``: False only asks, and leaves the demand as it is.
         """
-        kept_out = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
-        if kept_out:
+        if max(match.values()) < context.settings.min_pull_tokens:
+            return chosen
+        shut = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
+        if shut is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.
-            within = context._replace(blocked=[*context.blocked, *kept_out])
-            chosen = next(iter(policy(request, match, loads, within, 1)), chosen)
+            chosen = next(iter(policy(request, match, loads, context._replace(shut=shut), 1)), chosen)
         another: str | None = None
         if loads.num_pulling:
             another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
@@ -78,19 +84,21 @@ class HotPrefixes:
         best = max(match.values(), default=0)
         if best < settings.min_pull_tokens or settings.max_holders < 2:
             return None
-        row = loads.row_of(chosen_id)
-        assert row is not None
-        pace = float(loads.seconds_per_token[row])
+        pace = loads.replicas[chosen_id].seconds_per_token
         work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
         depth = 1 << ((best // size).bit_length() - 1)
-        found: str | None = None
+        depths, keys = [], []
         while depth * size >= settings.min_pull_tokens:
-            key = request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth]
-            rate = (self.demand.add if count else self.demand.rate_with)(key, work_s, now_s)
-            if found is None and rate > settings.holder_utilisation:
-                found = self._beyond(request, depth * size, rate, match, context, loads)
+            depths.append(depth)
+            keys.append(request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth])
             depth >>= 1
-        return found
+        rates = (self.demand.add if count else self.demand.rates_with)(keys, work_s, now_s)
+        for depth, rate in zip(depths, rates, strict=True):
+            if rate > settings.holder_utilisation:
+                found = self._beyond(request, depth * size, rate, match, context, loads)
+                if found is not None:
+                    return found
+        return None
 
     def _beyond(
         self,
@@ -119,20 +127,28 @@ class HotPrefixes:
 
 def beyond_bound(
     replica_id: str, request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
-) -> list[str]:
-    """Return who must not become a holder of a request's prefix, given who was chosen; nobody if that one holds it.
+) -> npt.NDArray[np.bool_] | None:
+    """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
 
-    A prefix that is less than half of the prompt, or not worth a pull, binds nobody.
+    None too for a prefix that is less than half of the prompt, or not worth a pull: it binds nobody. The others that
+    may are so many of the key's rendezvous order as holders are missing (see ``_next_holders``).
     """
+    rows, most = len(loads.replica_ids), settings.max_holders
     best = max(match.values(), default=0)
     least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
-    if len(loads.replica_ids) <= settings.max_holders or best < least or match.get(replica_id, 0) >= least:
-        return []
+    if rows <= most or best < least or match.get(replica_id, 0) >= least:
+        return None
     holders = _holders(least, (match, in_flight), loads)
     if replica_id in holders:
-        return []
-    may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
-    return [name for name in loads.replica_ids if name not in holders and name not in may]
+        return None
+    held = [loads.replicas[name].row for name in holders]
+    if len(held) >= most:
+        shut = np.ones(rows, np.bool_)
+        shut[held] = False
+        return shut
+    weights = rendezvous(request.placement_key, loads)
+    weights[held] = _FIRST
+    return weights < np.partition(weights, rows - most)[rows - most]
 
 
 def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[str]:
@@ -140,7 +156,7 @@ def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[s
         replica_id
         for held in matches
         for replica_id, count in held.items()
-        if count >= tokens and loads.row_of(replica_id) is not None
+        if count >= tokens and replica_id in loads.replicas
     }
 
 

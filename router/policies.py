@@ -13,7 +13,7 @@ from math import ceil
 import numpy as np
 
 from router.load import LoadTable
-from router.pull import work_with_pull
+from router.pull import work_tokens
 from router.ranking import (
     Candidate,
     Match,
@@ -43,13 +43,12 @@ def estimated_ttft(
     left to each: the others cost up to as much more as the request itself (``LoadTable.apart``).
     """
     settings = context.settings
-    own = uncached_tokens(request, (match, context.in_flight), loads)
-    if loads.num_pulling and match:
-        own = work_with_pull(own, request, match, loads, settings)
+    own = work_tokens(request, match, context.in_flight, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
         # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
-        shorter = np.expm1(own * loads.falloff)
+        shorter = own * loads.falloff
+        np.expm1(shorter, shorter)
         scores = own + loads.committed_tokens
         scores -= shorter * loads.overtakable_tokens
         if settings.pushback_weight != 1.0:
@@ -70,7 +69,7 @@ def lmetric(
     request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
 ) -> list[Candidate]:
     """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
-    own = uncached_tokens(request, (match,), loads)
+    own = uncached_tokens(request, match, loads)
     scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
     return scored(scores, own, request, match, loads, context, limit)
 
@@ -138,7 +137,7 @@ def sglang(
     Source: the cache-threshold rule of sglang-router.
     """
     requests = loads.running + loads.waiting
-    own = uncached_tokens(request, (match,), loads)
+    own = uncached_tokens(request, match, loads)
     scores, settings = requests, context.settings
     if len(requests):
         mean, largest = float(requests.mean()), float(requests.max())

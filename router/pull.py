@@ -9,31 +9,44 @@ from __future__ import annotations
 import numpy as np
 
 from router.load import Floats, LoadTable
-from router.ranking import Match, PolicySettings
+from router.ranking import Match, PolicySettings, longest
 from router.request import RoutedRequest
 
 
-def work_with_pull(
-    own: Floats, request: RoutedRequest, match: Match, loads: LoadTable, settings: PolicySettings
+def work_tokens(
+    request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
 ) -> Floats:
-    """Return by row the work of a request in prefill tokens, where missing KV is pulled if that is faster.
+    """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    A pulled token costs ``pull_price`` x the prefill tokens that would be computed meanwhile. ``own``: uncached tokens
-    without a pull.
+    What a prefill under way (``in_flight``) will hold counts as held. A pulled token costs ``pull_price`` x the
+    prefill tokens that would be computed meanwhile.
     """
-    least = max(request.prompt_tokens - max(match.values()), 1)
-    pulled = own - least
-    pulled[pulled < settings.min_pull_tokens] = np.inf
-    pulled *= loads.pull_pace
-    pulled *= settings.pull_price
-    pulled += least
-    return np.minimum(own, pulled, out=pulled)
+    prompt = max(request.prompt_tokens, 1)
+    least = max(prompt - max(match.values()), 1) if match else prompt
+    shares = None
+    if loads.num_pulling and prompt - least >= settings.min_pull_tokens:
+        shares = loads.pull_shares(settings.pull_price)
+        own = shares * (prompt - least)
+        own += least
+    else:
+        own = np.empty(len(loads.replica_ids))
+        own.fill(prompt)
+    for replica_id, held in (longest(match, in_flight) if in_flight else match).items():
+        replica = loads.replicas.get(replica_id)
+        if replica is not None:
+            left = max(prompt - held, 1)
+            pulled = left - least
+            if shares is not None and pulled >= settings.min_pull_tokens:
+                own[replica.row] = pulled * shares[replica.row] + least
+            else:
+                own[replica.row] = left
+    return own
 
 
 def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
     """Return whether a known replica copies KV faster than it computes it."""
-    row = loads.row_of(replica_id)
-    return row is not None and float(loads.pull_pace[row]) < 1.0
+    replica = loads.replicas.get(replica_id)
+    return replica is not None and replica.pull_pace < 1.0
 
 
 def plan_pull(
@@ -44,8 +57,12 @@ def plan_pull(
     Of those that hold most, the one with the least prefill work.
     """
     most = max(match.values(), default=0)
-    missing = most - held_tokens
-    if missing < settings.min_pull_tokens or not pulls_faster(replica_id, loads):
+    if most - held_tokens < settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0
-    holders = [name for name, tokens in match.items() if tokens == most and loads.row_of(name) is not None]
-    return (min(holders, key=loads.queue_ahead), most) if holders else ("", 0)
+    holder, least = "", 0
+    for name, tokens in match.items():
+        if tokens == most:
+            replica = loads.replicas.get(name)
+            if replica is not None and (not holder or replica.queued_tokens < least):
+                holder, least = name, replica.queued_tokens
+    return (holder, most) if holder else ("", 0)

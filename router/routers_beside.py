@@ -35,7 +35,7 @@ class RoutersBeside:
     @property
     def active(self) -> int:
         """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
-        return len(self._active_at_s.keys() | {self.router_id})
+        return len(self._active_at_s) + (self.router_id not in self._active_at_s)
 
     def report(self, replica_id: str, shares: Iterable[RouterShare], now_s: float) -> None:
         """Take the routers of a replica's report: whose reservations went on, is active."""

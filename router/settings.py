@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.load import LoadSettings
+from router.replica_load import LoadSettings
 from router.policies import DEFAULT_POLICY, POLICIES
 from router.ranking import PolicySettings
 

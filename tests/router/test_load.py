@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.events import LoadReport, RouterShare
-from router.load import LoadSettings, LoadTable
+from router.load import LoadTable
+from router.replica_load import LoadSettings
 
 
 def table(*replicas: str) -> LoadTable:
