@@ -7,7 +7,6 @@ Rates are kept as if nothing had decayed since ``_origin_s``: then one exponenti
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from math import exp
 
 _LONGEST_MEMORIES = 200.0
@@ -20,36 +19,37 @@ class PrefixDemand:
     def __init__(self, memory_s: float = 5.0, max_keys: int = 16_384) -> None:
         self._memory_s = memory_s
         self._max_keys = max_keys
-        self._origin_s = 0.0
+        self._origin_s = self._now_s = 0.0
+        self._growth = 1.0
         self._grown: OrderedDict[bytes, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._grown)
 
-    def add(self, keys: Sequence[bytes], work_s: float, now_s: float) -> list[float]:
-        """Count work for each key and return their rates with it: a steady load of u seconds a second tends to u."""
-        growth = self._growth(now_s)
-        more, grown = growth * work_s / self._memory_s, self._grown
-        rates = []
-        for key in keys:
-            grown[key] = sum_with = grown.get(key, 0.0) + more
-            grown.move_to_end(key)
-            rates.append(sum_with / growth)
-        while len(grown) > self._max_keys:
+    def add(self, key: bytes, work_s: float, now_s: float) -> float:
+        """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
+        growth = self._growth if now_s == self._now_s else self._grow(now_s)
+        grown = self._grown
+        grown[key] = sum_with = grown.get(key, 0.0) + growth * work_s / self._memory_s
+        grown.move_to_end(key)
+        if len(grown) > self._max_keys:
             grown.popitem(last=False)
-        return rates
+        return sum_with / growth
 
-    def rates_with(self, keys: Sequence[bytes], work_s: float, now_s: float) -> list[float]:
+    def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
         """Return what ``add`` would, and count nothing."""
-        growth = self._growth(now_s)
-        return [self._grown.get(key, 0.0) / growth + work_s / self._memory_s for key in keys]
+        return self.rate(key, now_s) + work_s / self._memory_s
 
-    def _growth(self, now_s: float) -> float:
-        """Return by how much a rate of ``_origin_s`` is overstated now; moves the origin before numbers get huge."""
+    def rate(self, key: bytes, now_s: float) -> float:
+        """Return a key's rate now; 0.0 when it is unknown."""
+        return self._grown.get(key, 0.0) / self._grow(now_s)
+
+    def _grow(self, now_s: float) -> float:
+        """Work out by how much a rate of ``_origin_s`` is overstated now; the origin moves before numbers get huge."""
         memories = max(now_s - self._origin_s, 0.0) / self._memory_s
-        if memories < _LONGEST_MEMORIES:
-            return exp(memories)
-        left = exp(-memories)
-        self._grown = OrderedDict((key, sum_ * left) for key, sum_ in self._grown.items() if sum_ * left > _NOTHING)
-        self._origin_s = now_s
-        return 1.0
+        if memories >= _LONGEST_MEMORIES:
+            left = exp(-memories)
+            self._grown = OrderedDict((key, sum_ * left) for key, sum_ in self._grown.items() if sum_ * left > _NOTHING)
+            self._origin_s, memories = now_s, 0.0
+        self._now_s, self._growth = now_s, exp(memories)
+        return self._growth

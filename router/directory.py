@@ -141,10 +141,10 @@ class Directory:
         blocks = len(chain) // HASH_BYTES
         if not blocks or not self._live:
             return {}
-        words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")[::2]
+        words = memoryview(chain if len(chain) == blocks * HASH_BYTES else chain[: blocks * HASH_BYTES]).cast("Q")[::2]
         table, shard_mask, bits_of_value, value_mask = self._table, self._table.shard_mask, VALUE_BITS, VALUE_MASK
         words_of, mask_of = table.words, table.masks
-        masks, live, extra = self._sets.masks, self._live, self._extra
+        masks, live, extra, members = self._sets.masks, self._live, self._extra, self._members
         first = masks[table.get(words[0])] & live
         if first & extra:
             first = self._fold(first)
@@ -174,7 +174,8 @@ class Directory:
                     pending.append((middle, held, high, at_high))
                     high, at_high = middle, held
             depth = (low + 1) * self.block_size
-            for replica_id in self._names(at_low & ~at_high):
+            holders = at_low & ~at_high
+            for replica_id in members.get(holders) or self._names(holders):
                 tokens[replica_id] = depth
         return tokens
 
@@ -208,12 +209,10 @@ class Directory:
         return folded
 
     def _names(self, folded: int) -> tuple[str, ...]:
-        names = self._members.get(folded)
-        if names is None:
-            names = tuple(self._owner[slot] for slot in bits(folded))
-            if len(self._members) >= _MEMO_ENTRIES:
-                self._members.clear()
-            self._members[folded] = names
+        names = tuple(self._owner[slot] for slot in bits(folded))
+        if len(self._members) >= _MEMO_ENTRIES:
+            self._members.clear()
+        self._members[folded] = names
         return names
 
     def _store(self, replica_id: str, replica: ReplicaSlots, event: BlocksStored) -> None:

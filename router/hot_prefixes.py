@@ -22,6 +22,10 @@ from router.request import RoutedRequest
 _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
 
+_WORTH_LOOKING = 0.125
+"""Part of ``holder_utilisation`` below which nothing deeper is counted: it is asked for by the same requests at most, so
+by the time that the longer prefix could be hot, it lacks an eighth of what it takes, and that decays.
+"""
 _FIRST = np.uint64(2**64 - 1)
 
 
@@ -81,23 +85,26 @@ class HotPrefixes:
         agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
         """
         size, settings = self._block_size, context.settings
-        best = max(match.values(), default=0)
+        best = max(match.values())
         if best < settings.min_pull_tokens or settings.max_holders < 2:
             return None
         pace = loads.replicas[chosen_id].seconds_per_token
         work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
-        depth = 1 << ((best // size).bit_length() - 1)
-        depths, keys = [], []
-        while depth * size >= settings.min_pull_tokens:
-            depths.append(depth)
-            keys.append(request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth])
-            depth >>= 1
-        rates = (self.demand.add if count else self.demand.rates_with)(keys, work_s, now_s)
-        for depth, rate in zip(depths, rates, strict=True):
-            if rate > settings.holder_utilisation:
-                found = self._beyond(request, depth * size, rate, match, context, loads)
-                if found is not None:
-                    return found
+        rate_of = self.demand.add if count else self.demand.rate_with
+        hashes, enough = request.block_hashes, settings.holder_utilisation
+        depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
+        hot = []
+        while depth * size <= best:
+            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, now_s)
+            if rate > enough:
+                hot.append((depth, rate))
+            elif rate < _WORTH_LOOKING * enough:
+                break
+            depth <<= 1
+        for depth, rate in reversed(hot):
+            found = self._beyond(request, depth * size, rate, match, context, loads)
+            if found is not None:
+                return found
         return None
 
     def _beyond(
@@ -134,9 +141,11 @@ def beyond_bound(
     may are so many of the key's rendezvous order as holders are missing (see ``_next_holders``).
     """
     rows, most = len(loads.replica_ids), settings.max_holders
-    best = max(match.values(), default=0)
+    if rows <= most:
+        return None
+    best = max(match.values())
     least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
-    if rows <= most or best < least or match.get(replica_id, 0) >= least:
+    if best < least or match.get(replica_id, 0) >= least:
         return None
     holders = _holders(least, (match, in_flight), loads)
     if replica_id in holders:

@@ -158,19 +158,18 @@ class LoadTable:
         Looks at a bounded number of reservations a call, oldest first.
         """
         ended: list[int] = []
-        deadlines, reservations = self._deadlines, self._reservations
-        for _ in range(_EXPIRED_A_CALL):
-            if not deadlines:
-                break
+        deadlines, looked_at = self._deadlines, 0
+        while deadlines and looked_at < _EXPIRED_A_CALL:
             number = deadlines[0]
-            reservation = reservations.get(number)
+            reservation = self._reservations.get(number)
             if reservation is not None:
                 if reservation[1] > now_s:
                     break
                 self.release(number)
                 ended.append(number)
+                self.expired_reservations += 1
             deadlines.popleft()
-        self.expired_reservations += len(ended)
+            looked_at += 1
         return ended
 
     @property

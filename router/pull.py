@@ -21,25 +21,27 @@ def work_tokens(
     What a prefill under way (``in_flight``) will hold counts as held. A pulled token costs ``pull_price`` x the
     prefill tokens that would be computed meanwhile.
     """
-    prompt = max(request.prompt_tokens, 1)
-    least = max(prompt - max(match.values()), 1) if match else prompt
+    # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
+    prompt = float(max(request.prompt_tokens, 1))
+    least = max(prompt - max(match.values()), 1.0) if match else prompt
+    own = np.empty(len(loads.replica_ids))
     shares = None
     if loads.num_pulling and prompt - least >= settings.min_pull_tokens:
         shares = loads.pull_shares(settings.pull_price)
-        own = shares * (prompt - least)
-        own += least
+        own.fill(least)
+        own += shares * np.array(prompt - least)
     else:
-        own = np.empty(len(loads.replica_ids))
         own.fill(prompt)
+    replicas = loads.replicas
     for replica_id, held in (longest(match, in_flight) if in_flight else match).items():
-        replica = loads.replicas.get(replica_id)
+        replica = replicas.get(replica_id)
         if replica is not None:
-            left = max(prompt - held, 1)
-            pulled = left - least
-            if shares is not None and pulled >= settings.min_pull_tokens:
-                own[replica.row] = pulled * shares[replica.row] + least
-            else:
-                own[replica.row] = left
+            left = prompt - held
+            if left < 1.0:
+                left = 1.0
+            if shares is not None and left - least >= settings.min_pull_tokens:
+                left = (left - least) * shares.item(replica.row) + least
+            own[replica.row] = left
     return own
 
 

@@ -164,8 +164,9 @@ def best_rows(
     scores: Floats, own: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
 ) -> list[int]:
     """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
-    best = scores[scores.argmin()]  # kept a numpy number: comparing with a float costs a conversion
-    bound = best + abs(best) * tolerance
+    best = scores.item(scores.argmin())
+    bound = np.empty(len(scores))
+    bound.fill(best + abs(best) * tolerance)  # an array, for comparing with a number costs a conversion
     near = (scores <= bound).nonzero()[0]
     if limit == 1:
         if len(near) > 1:
@@ -173,12 +174,12 @@ def best_rows(
             near = near[left == left.min()]
             if len(near) > 1:
                 return [int(near[rendezvous(request.placement_key, loads)[near].argmax()])]
-        return [int(near[0])]
+        return [near.item(0)]
     weights = rendezvous(request.placement_key, loads)
-    first = near[np.lexsort((~weights[near], own[near]))]
+    nearest = near[np.lexsort((~weights[near], own[near]))]
     rest = (scores > bound).nonzero()[0]
     rest = rest[np.lexsort((~weights[rest], scores[rest]))]
-    ranked: list[int] = np.concatenate((first, rest))[:limit].tolist()
+    ranked: list[int] = np.concatenate((nearest, rest))[:limit].tolist()
     return ranked
 
 
@@ -198,7 +199,7 @@ def scored(
         return []
     if closed is not None:
         scores[closed] = np.inf
-    best = max(match.values(), default=0)
+    best = max(match.values()) if match else 0
     candidates = []
     for row in best_rows(scores, own, request, loads, tolerance, min(limit or routable, routable)):
         replica_id = loads.replica_ids[row]
@@ -211,7 +212,7 @@ def scored(
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"
-        candidates.append(Candidate(replica_id, float(scores[row]), reason))
+        candidates.append(Candidate(replica_id, scores.item(row), reason))
     return candidates
 
 

@@ -70,18 +70,18 @@ def test_demand_is_a_decayed_sum(events: list[tuple[float, float, bytes]]) -> No
         now_s += gap_s
         seen.append((now_s, work_s, key))
         expected = sum(work * exp((at - now_s) / 3.0) / 3.0 for at, work, k in seen if k == key)
-        assert demand.add([key], work_s, now_s) == [pytest.approx(expected)]
+        assert demand.add(key, work_s, now_s) == pytest.approx(expected)
     for key in (b"a", b"b", b"never"):
-        assert demand.rates_with([key], 0.0, now_s + 1.0) <= demand.rates_with([key], 0.0, now_s)
+        assert demand.rate(key, now_s + 1.0) <= demand.rate(key, now_s)
 
 
 def test_demand_is_bounded() -> None:
     """The key unheard of for longest goes first."""
     demand = PrefixDemand(max_keys=3)
     for key in (b"a", b"b", b"c", b"a", b"d"):
-        demand.add([key], 1.0, 0.0)
+        demand.add(key, 1.0, 0.0)
     assert len(demand) == 3
-    assert [rate > 0 for rate in demand.rates_with([b"a", b"b"], 0.0, 0.0)] == [True, False]
+    assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
 
 
 def test_demand_outlives_its_numbers() -> None:
@@ -89,10 +89,10 @@ def test_demand_outlives_its_numbers() -> None:
     demand, now_s = PrefixDemand(memory_s=5.0), 1e6
     for _ in range(5000):
         now_s += 1.0
-        (rate,) = demand.add([b"steady"], 0.25, now_s)
+        rate = demand.add(b"steady", 0.25, now_s)
     assert rate == pytest.approx(0.25, rel=0.11)
-    demand.add([b"once"], 1.0, now_s)
-    demand.add([b"steady"], 1.0, now_s + 1e9)
+    demand.add(b"once", 1.0, now_s)
+    demand.add(b"steady", 1.0, now_s + 1e9)
     assert len(demand) == 1
 
 
