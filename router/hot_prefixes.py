@@ -14,9 +14,9 @@ import numpy.typing as npt
 from router.block_hash import HASH_BYTES
 from router.demand import PrefixDemand
 from router.load import LoadTable
-from router.policies import Policy
+from router.policies import ttft_scores
 from router.pull import pulls_faster
-from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous
+from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous, scored
 from router.request import RoutedRequest
 
 _MOST_WORK_S = 0.5
@@ -38,8 +38,6 @@ class HotPrefixes:
 
     def choice(
         self,
-        chosen: Candidate,
-        policy: Policy,
         request: RoutedRequest,
         match: Match,
         loads: LoadTable,
@@ -47,23 +45,28 @@ class HotPrefixes:
         now_s: float,
         *,
         count: bool = True,
-    ) -> Candidate:
-        """Return who gets a request of which a replica holds something: who was chosen, or another one.
+    ) -> Candidate | None:
+        """Return who gets a request of which a replica holds something: the best by score, or another one.
 
-        Another one where the chosen one would be a holder too many, or where the prefix needs one more holder.
-        ``count``: False only asks, and leaves the demand as it is.
+        Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
+        can take it. ``count``: False only asks, and leaves the demand as it is.
         """
-        if max(match.values()) < context.settings.min_pull_tokens:
-            return chosen
+        scores, own = ttft_scores(request, match, loads, context)
+        tolerance = context.settings.tie_tolerance
+        ranked = scored(scores, own, request, match, loads, context, 1, tolerance)
+        if not ranked or max(match.values()) < context.settings.min_pull_tokens:
+            return ranked[0] if ranked else None
+        chosen = ranked[0]
         shut = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
         if shut is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.
-            chosen = next(iter(policy(request, match, loads, context._replace(shut=shut), 1)), chosen)
+            within = context._replace(shut=shut)
+            chosen = next(iter(scored(scores, own, request, match, loads, within, 1, tolerance)), chosen)
         another: str | None = None
         if loads.num_pulling:
             another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
         if another is not None:
-            for candidate in policy(request, match, loads, context, None):
+            for candidate in scored(scores, own, request, match, loads, context, None, tolerance):
                 if candidate.replica_id == another:
                     return candidate._replace(reason="hot_prefix")
         return chosen
@@ -89,7 +92,8 @@ class HotPrefixes:
         if best < settings.min_pull_tokens or settings.max_holders < 2:
             return None
         pace = loads.replicas[chosen_id].seconds_per_token
-        work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
+        work_s = max(request.prompt_tokens - best, 1) * pace
+        work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
         rate_of = self.demand.add if count else self.demand.rate_with
         hashes, enough = request.block_hashes, settings.holder_utilisation
         depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()

@@ -12,7 +12,7 @@ from math import ceil
 
 import numpy as np
 
-from router.load import LoadTable
+from router.load import Floats, LoadTable
 from router.pull import work_tokens
 from router.ranking import (
     Candidate,
@@ -42,6 +42,14 @@ def estimated_ttft(
     stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
     left to each: the others cost up to as much more as the request itself (``LoadTable.apart``).
     """
+    scores, own = ttft_scores(request, match, loads, context)
+    return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
+
+
+def ttft_scores(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext
+) -> tuple[Floats, Floats]:
+    """Return by row the scores of ``estimated_ttft`` and the request's own work, whoever may take it."""
     settings = context.settings
     own = work_tokens(request, match, context.in_flight, loads, settings)
     if settings.shortest_first:
@@ -62,7 +70,7 @@ def estimated_ttft(
         if equal < min(loads.active_routers, len(scores)):
             scores += apart * own.min()
     scores *= loads.seconds_per_token
-    return scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
+    return scores, own
 
 
 def lmetric(

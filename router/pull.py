@@ -22,8 +22,10 @@ def work_tokens(
     prefill tokens that would be computed meanwhile.
     """
     # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
-    prompt = float(max(request.prompt_tokens, 1))
-    least = max(prompt - max(match.values()), 1.0) if match else prompt
+    prompt = float(request.prompt_tokens) or 1.0
+    least = prompt - max(match.values()) if match else prompt
+    if least < 1.0:
+        least = 1.0
     own = np.empty(len(loads.replica_ids))
     shares = None
     if loads.num_pulling and prompt - least >= settings.min_pull_tokens:

@@ -165,8 +165,8 @@ def best_rows(
 ) -> list[int]:
     """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
     best = scores.item(scores.argmin())
-    bound = np.empty(len(scores))
-    bound.fill(best + abs(best) * tolerance)  # an array, for comparing with a number costs a conversion
+    # An array, for comparing with a number costs a conversion.
+    bound = np.array(best + abs(best) * tolerance)
     near = (scores <= bound).nonzero()[0]
     if limit == 1:
         if len(near) > 1:
@@ -193,12 +193,12 @@ def scored(
     limit: int | None,
     tolerance: float = 0.0,
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score (overwritten)."""
+    """Rank the rows that may be chosen by score."""
     closed, routable = closed_rows(request, loads, context)
     if not routable:
         return []
     if closed is not None:
-        scores[closed] = np.inf
+        scores = np.where(closed, np.inf, scores)
     best = max(match.values()) if match else 0
     candidates = []
     for row in best_rows(scores, own, request, loads, tolerance, min(limit or routable, routable)):

@@ -87,7 +87,8 @@ class ReplicaLoad:
         """Work out the queue from the report and the unreported reservations."""
         self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
         self.waiting = waiting = self._reported_waiting + len(self.unreported)
-        self.committed_tokens = committed = min(self._reported_committed, queued)
+        committed = self._reported_committed if self._reported_committed < queued else queued
+        self.committed_tokens = committed
         others = queued - committed
         if others:
             jobs = waiting - self._settled if committed else waiting
