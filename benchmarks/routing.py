@@ -43,6 +43,7 @@ SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
 MODULES = {
     "warmpath": "benchmarks.routing",
     "dynamo_radix": "benchmarks.peers.dynamo_radix",
+    "dynamo_selection": "benchmarks.peers.dynamo_selection",
     "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree",
 }
 ROOT = Path(__file__).parents[1]

@@ -23,8 +23,8 @@ _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
 
 _WORTH_LOOKING = 0.125
-"""Part of ``holder_utilisation`` below which nothing deeper is counted: it is asked for by the same requests at most, so
-by the time that the longer prefix could be hot, it lacks an eighth of what it takes, and that decays.
+"""Part of ``holder_utilisation`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
+this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays.
 """
 _FIRST = np.uint64(2**64 - 1)
 
@@ -161,7 +161,8 @@ def beyond_bound(
         return shut
     weights = rendezvous(request.placement_key, loads)
     weights[held] = _FIRST
-    return weights < np.partition(weights, rows - most)[rows - most]
+    least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
+    return weights < least_weight
 
 
 def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[str]:

@@ -10,9 +10,9 @@ import pytest
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
 from router.load import LoadTable
-from router.replica_load import LoadSettings
 from router.pull import plan_pull, work_tokens
 from router.ranking import PolicySettings
+from router.replica_load import LoadSettings
 from router.request import RoutedRequest
 from router.settings import RouterSettings
 
