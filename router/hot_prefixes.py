@@ -54,9 +54,11 @@ class HotPrefixes:
         scores, own = ttft_scores(request, match, loads, context)
         tolerance = context.settings.tie_tolerance
         ranked = scored(scores, own, request, match, loads, context, 1, tolerance)
-        if not ranked or max(match.values()) < context.settings.min_pull_tokens:
-            return ranked[0] if ranked else None
+        if not ranked:
+            return None
         chosen = ranked[0]
+        if max(match.values()) < context.settings.min_pull_tokens:
+            return chosen
         shut = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
         if shut is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.

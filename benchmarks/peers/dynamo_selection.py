@@ -1,8 +1,9 @@
 """Dynamo's SelectionService: whole decisions, from a prompt's block hashes to a worker with the load booked there.
 
-Needs an environment of its own: `pip install ai-dynamo-runtime pyzmq`, given as `--dynamo-python`. It takes KV events only
-from live endpoints of its workers, so this process plays the workers: a ZeroMQ publisher each, with vLLM's messages.
-Events a second therefore count their encoding here and the sockets too. Hashes are of tokens: 16 made of each block's name.
+Needs an environment of its own: `pip install ai-dynamo-runtime pyzmq`, given as `--dynamo-python`. It takes KV events
+only from live endpoints of its workers, so this process plays the workers: a ZeroMQ publisher each, vLLM's messages.
+Events a second and memory therefore count their encoding here and the sockets too. It hashes tokens: a block's are made
+of its name. `cached_share` counts decisions for a worker that holds something.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ async def _measure(workload: RoutingWorkload, folder: str) -> dict[str, float]:
                 sent[worker] += 1
         prompts += 1
     for worker, chain in last.items():
-        while not await _holds(service, worker, chain):
+        while not await _holds(service, worker, chain):  # noqa: ASYNC110 (nothing tells when)
             await asyncio.sleep(0.01)
     spent_s = time.perf_counter() - started
     grown = resident_bytes() - before

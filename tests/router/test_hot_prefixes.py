@@ -169,3 +169,18 @@ def test_without_pulls_nothing_is_spread() -> None:
         cluster.now_s += 1 / 30
         cluster.send()
     assert cluster.holders() == 1
+
+
+def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:
+    """Alone in demand, it gets its holders as a short one does; among many that open alike, only the hot one does."""
+    cluster = Cluster()
+    long = PREFIX + Random(2).randbytes(16 * 384)
+    for _ in range(600):
+        cluster.now_s += 1 / 30
+        cluster.send(long)
+    assert cluster.holders() >= 3
+    for conversation in range(40):
+        cluster.now_s += 0.5
+        cluster.send(PREFIX + Random(conversation + 50).randbytes(16 * 384))
+    holders = {name for name in cluster.names if cluster.core.directory.match(long).get(name, 0) == 8192}
+    assert len(holders) >= 3
