@@ -89,9 +89,11 @@ class BlockTable:
         known: dict[int, int] = {}
         changes: list[Change] = []
         run_old = run_new = run = 0
+        words_of, mask_of = self.words, self.masks
+        asked = new = -1
         for key in keys:
             shard = key & shard_mask
-            words, mask = self.words[shard], self.masks[shard]
+            words, mask = words_of[shard], mask_of[shard]
             tag = key >> VALUE_BITS
             slot = tag & mask
             tombstone = -1
@@ -100,9 +102,10 @@ class BlockTable:
                     tombstone = slot
                 slot = (slot + 1) & mask
             old = word & VALUE_MASK
-            new = known.get(old, -1)
-            if new < 0:
-                new = known[old] = step(old)
+            if old != asked:  # neighbours mostly have the same value
+                asked, new = old, known.get(old, -1)
+                if new < 0:
+                    new = known[old] = step(old)
             if new == old:
                 continue
             if old == 0:
