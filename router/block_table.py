@@ -1,9 +1,10 @@
-"""A map from 64-bit block keys to small positive integers, in about 22 bytes an entry.
+"""A map from 64-bit block keys to small positive integers, in about 20 bytes an entry.
 
-Owns the memory of the directory: open addressing in shards of two flat arrays each, so that growing or sweeping
+Owns the memory of the directory: open addressing in shards of one flat array each, so that growing or sweeping
 is bounded work (one shard) and never a pause over all entries. Knows nothing of replicas: values are opaque, 0
-means absent. Python objects are made per look-up, none per entry, so the garbage collector sees nothing. What a
-look-up touches lies apart from what it does not: with a million entries it is the misses of the CPU's caches that cost.
+means absent. Python objects are made per look-up, none per entry, so the garbage collector sees nothing. With a
+million entries it is the misses of the CPU's caches that cost, so a slot is one word: of a key its upper 36 bits,
+the value below them. The lowest bits choose the shard; two keys that differ nowhere else are taken for one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from functools import cache
 
 import numpy as np
 
-_EMPTY = 0
-_TOMBSTONE = 1
-SHARD_SHIFT = 40
+VALUE_BITS = 28
+VALUE_MASK = (1 << VALUE_BITS) - 1
+MAX_ENTRIES = 1 << (VALUE_BITS - 1)
+_TOMBSTONE = 1 << VALUE_BITS
 _FIRST_SLOTS = 8
 
 Change = tuple[int, int, int]
@@ -26,19 +28,21 @@ Change = tuple[int, int, int]
 def block_keys(hashes: bytes) -> list[int]:
     """Return the 64-bit keys of packed 16-byte hashes. A trailing partial hash is ignored.
 
-    A key is the first 8 bytes. The two values that mark free slots are moved aside; looked up as they are, they
-    are found absent, so that a look-up needs no such care.
+    A key is the first 8 bytes. Those that look like the mark of a freed slot are moved aside; looked up as they are,
+    they are found absent, so that a look-up needs no such care.
     """
     whole = len(hashes) // 16
     words = np.frombuffer(hashes, dtype="<u8", count=2 * whole)[::2]
-    keys: list[int] = (words + (words <= _TOMBSTONE) * np.uint64(_TOMBSTONE + 1)).tolist()
+    marks = words >> np.uint64(VALUE_BITS) == 1
+    keys: list[int] = (words + marks * np.uint64(_TOMBSTONE)).tolist()
     return keys
 
 
 class BlockTable:
-    """Key -> value with bounded entries. Not thread-safe.
+    """Key -> value (below 2^``VALUE_BITS``) with bounded entries. Not thread-safe.
 
-    By shard: ``keys`` and ``values`` of its slots, the slot mask in ``masks``; for look-ups in line, never to write.
+    By shard: ``words`` of its slots, the slot mask in ``masks``; for look-ups in line, never to write. A word is 0
+    where a slot is free.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -49,8 +53,7 @@ class BlockTable:
         while shards * 4096 < max_entries:
             shards *= 2
         self.shard_mask = shards - 1
-        self.keys = [_new_keys(_FIRST_SLOTS) for _ in range(shards)]
-        self.values = [_new_values(_FIRST_SLOTS) for _ in range(shards)]
+        self.words = [_new_words(_FIRST_SLOTS) for _ in range(shards)]
         self.masks = [_mask_of(_FIRST_SLOTS)] * shards
         self._used = [0] * shards
 
@@ -63,20 +66,17 @@ class BlockTable:
     def size_bytes(self) -> int:
         """Bytes of the arrays and their headers."""
         slots = sum(mask + 1 for mask in self.masks)
-        return 12 * slots + 400 * self.num_shards
+        return 8 * slots + 200 * self.num_shards
 
     def get(self, key: int) -> int:
         """Return the value of ``key``, 0 when it is absent."""
-        shard = (key >> SHARD_SHIFT) & self.shard_mask
-        keys, mask = self.keys[shard], self.masks[shard]
-        slot = key & mask
-        while True:
-            found = keys[slot]
-            if found == key:
-                return self.values[shard][slot]
-            if found == _EMPTY:
-                return 0
+        shard = key & self.shard_mask
+        words, mask = self.words[shard], self.masks[shard]
+        tag = key >> VALUE_BITS
+        slot = tag & mask
+        while (word := words[slot]) and word >> VALUE_BITS != tag:
             slot = (slot + 1) & mask
+        return word & VALUE_MASK
 
     def update(self, keys: list[int], step: Callable[[int], int], max_entries: int | None = None) -> list[Change]:
         """Replace every key's value v (0: absent) by ``step(v)`` (0: remove) and return what changed.
@@ -89,25 +89,23 @@ class BlockTable:
         known: dict[int, int] = {}
         changes: list[Change] = []
         run_old = run_new = run = 0
+        words_of, mask_of = self.words, self.masks
+        asked = new = -1
         for key in keys:
-            shard = (key >> SHARD_SHIFT) & shard_mask
-            slots, values, mask = self.keys[shard], self.values[shard], self.masks[shard]
-            slot = key & mask
+            shard = key & shard_mask
+            words, mask = words_of[shard], mask_of[shard]
+            tag = key >> VALUE_BITS
+            slot = tag & mask
             tombstone = -1
-            while True:
-                found = slots[slot]
-                if found == key:
-                    old = values[slot]
-                    break
-                if found == _EMPTY:
-                    old = 0
-                    break
-                if found == _TOMBSTONE and tombstone < 0:
+            while (word := words[slot]) and word >> VALUE_BITS != tag:
+                if word == _TOMBSTONE and tombstone < 0:
                     tombstone = slot
                 slot = (slot + 1) & mask
-            new = known.get(old, -1)
-            if new < 0:
-                new = known[old] = step(old)
+            old = word & VALUE_MASK
+            if old != asked:  # neighbours mostly have the same value
+                asked, new = old, known.get(old, -1)
+                if new < 0:
+                    new = known[old] = step(old)
             if new == old:
                 continue
             if old == 0:
@@ -119,15 +117,14 @@ class BlockTable:
                     slot = tombstone
                 else:
                     self._used[shard] += 1
-                slots[slot] = key
-                values[slot] = new
+                words[slot] = tag << VALUE_BITS | new
                 if 4 * self._used[shard] > 3 * mask:
                     self._rehash(shard, None)
             elif new == 0:
                 self.num_entries -= 1
                 self._remove(shard, slot)
             else:
-                values[slot] = new
+                words[slot] = tag << VALUE_BITS | new
             if old == run_old and new == run_new:
                 run += 1
             else:
@@ -146,26 +143,26 @@ class BlockTable:
 
     def _remove(self, shard: int, slot: int) -> None:
         """Free a slot: empty it when the run ends behind it (and the tombstones before it too), else leave a mark."""
-        keys, mask = self.keys[shard], self.masks[shard]
-        self.values[shard][slot] = 0
-        if keys[(slot + 1) & mask] != _EMPTY:
-            keys[slot] = _TOMBSTONE
+        words, mask = self.words[shard], self.masks[shard]
+        if words[(slot + 1) & mask]:
+            words[slot] = _TOMBSTONE
             return
-        keys[slot] = _EMPTY
+        words[slot] = 0
         freed = 1
         slot = (slot - 1) & mask
-        while keys[slot] == _TOMBSTONE:
-            keys[slot] = _EMPTY
+        while words[slot] == _TOMBSTONE:
+            words[slot] = 0
             freed += 1
             slot = (slot - 1) & mask
         self._used[shard] -= freed
 
     def _rehash(self, shard: int, step: Callable[[int], int] | None) -> list[Change]:
-        """Move a shard's entries into arrays of the right size, mapping values through ``step`` on the way."""
+        """Move a shard's entries into an array of the right size, mapping values through ``step`` on the way."""
         known: dict[int, int] = {}
         counts: dict[int, int] = {}
-        kept: list[tuple[int, int]] = []
-        for key, value in zip(self.keys[shard], self.values[shard], strict=True):
+        kept: list[int] = []
+        for word in self.words[shard]:
+            value = word & VALUE_MASK
             if not value:
                 continue
             if step is not None:
@@ -175,29 +172,24 @@ class BlockTable:
                     new = known[value] = step(value)
                 if not new:
                     continue
-                value = new
-            kept.append((key, value))
+                word += new - value
+            kept.append(word)
         slots = _FIRST_SLOTS
         while slots * 5 < len(kept) * 8:  # at most 5/8 full, so that the next growth is some way off
             slots *= 2
-        keys, values, mask = _new_keys(slots), _new_values(slots), _mask_of(slots)
-        for key, value in kept:
-            slot = key & mask
-            while keys[slot]:
+        words, mask = _new_words(slots), _mask_of(slots)
+        for word in kept:
+            slot = word >> VALUE_BITS & mask
+            while words[slot]:
                 slot = (slot + 1) & mask
-            keys[slot] = key
-            values[slot] = value
-        self.keys[shard], self.values[shard], self.masks[shard] = keys, values, mask
+            words[slot] = word
+        self.words[shard], self.masks[shard] = words, mask
         self._used[shard] = len(kept)
         return [(value, known[value], count) for value, count in counts.items()]
 
 
-def _new_keys(slots: int) -> array[int]:
+def _new_words(slots: int) -> array[int]:
     return array("Q", bytes(8 * slots))
-
-
-def _new_values(slots: int) -> array[int]:
-    return array("I", bytes(4 * slots))
 
 
 @cache

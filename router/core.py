@@ -100,7 +100,7 @@ class RoutingCore:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
-            self._loads.settings = settings.load
+            self._loads.configure(settings.load)
             self._counted = self.counters.of_policy(settings.policy)
             if before.shadow_policy != settings.shadow_policy:
                 self._shadow = self._new_shadow()
@@ -248,14 +248,14 @@ class RoutingCore:
         match, in_flight = self._match(request)
         self._turn += 1
         context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
-        policy = POLICIES[self.settings.policy]
-        ranked = policy(request, match, loads, context, 1)
-        if ranked and match and self.settings.policy == DEFAULT_POLICY:
-            ranked = [self._hot.choice(ranked[0], policy, request, match, loads, context, now_s)]
-        if not ranked:
+        if match and self.settings.policy == DEFAULT_POLICY:
+            chosen = self._hot.choice(request, match, loads, context, now_s)
+        else:
+            chosen = next(iter(POLICIES[self.settings.policy](request, match, loads, context, 1)), None)
+        if chosen is None:
             self.counters.all_full += 1
             return None
-        replica_id, _, reason = ranked[0]
+        replica_id, _, reason = chosen
         best = max(match.values()) if match else 0
         planned = plan(request, replica_id, match, in_flight, best, loads, self.settings.scoring)
         if self._shadow is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from router.block_hash import HASH_BYTES
-from router.block_table import SHARD_SHIFT, BlockTable, block_keys
+from router.block_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, BlockTable, block_keys
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.holder_sets import HolderSets
 from router.tier_slots import ReplicaSlots, bits
@@ -24,8 +24,8 @@ class Directory:
     """Block holders by replica. Not thread-safe; every call does bounded work besides the blocks it was given."""
 
     def __init__(self, block_size: int, max_blocks: int = 4_000_000) -> None:
-        if block_size < 1 or max_blocks < 1:
-            raise ValueError("block_size and max_blocks must be at least 1")
+        if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
+            raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size
         self.ignored_events = 0
         self._table = BlockTable(max_blocks)
@@ -141,10 +141,10 @@ class Directory:
         blocks = len(chain) // HASH_BYTES
         if not blocks or not self._live:
             return {}
-        words = memoryview(chain)[: blocks * HASH_BYTES].cast("Q")[::2]
-        table, shard_mask, shift = self._table, self._table.shard_mask, SHARD_SHIFT
-        keys_of, values_of, mask_of = table.keys, table.values, table.masks
-        masks, live, extra = self._sets.masks, self._live, self._extra
+        words = memoryview(chain if len(chain) == blocks * HASH_BYTES else chain[: blocks * HASH_BYTES]).cast("Q")[::2]
+        table, shard_mask, bits_of_value, value_mask = self._table, self._table.shard_mask, VALUE_BITS, VALUE_MASK
+        words_of, mask_of = table.words, table.masks
+        masks, live, extra, members = self._sets.masks, self._live, self._extra, self._members
         first = masks[table.get(words[0])] & live
         if first & extra:
             first = self._fold(first)
@@ -156,12 +156,13 @@ class Directory:
             while high - low > 1:
                 middle = (low + high) >> 1
                 key = words[middle]  # the look-up is BlockTable.get, in line: it is most of a decision
-                shard = (key >> shift) & shard_mask
-                keys, mask = keys_of[shard], mask_of[shard]
-                slot = key & mask
-                while (found := keys[slot]) != key and found:
+                shard = key & shard_mask
+                slots, mask = words_of[shard], mask_of[shard]
+                tag = key >> bits_of_value
+                slot = tag & mask
+                while (word := slots[slot]) and word >> bits_of_value != tag:
                     slot = (slot + 1) & mask
-                held = masks[values_of[shard][slot]] if found else 0
+                held = masks[word & value_mask]
                 if extra and held & extra:
                     held = self._fold(held & live)
                 held = held & at_low | at_high
@@ -173,7 +174,8 @@ class Directory:
                     pending.append((middle, held, high, at_high))
                     high, at_high = middle, held
             depth = (low + 1) * self.block_size
-            for replica_id in self._names(at_low & ~at_high):
+            holders = at_low & ~at_high
+            for replica_id in members.get(holders) or self._names(holders):
                 tokens[replica_id] = depth
         return tokens
 
@@ -207,12 +209,10 @@ class Directory:
         return folded
 
     def _names(self, folded: int) -> tuple[str, ...]:
-        names = self._members.get(folded)
-        if names is None:
-            names = tuple(self._owner[slot] for slot in bits(folded))
-            if len(self._members) >= _MEMO_ENTRIES:
-                self._members.clear()
-            self._members[folded] = names
+        names = tuple(self._owner[slot] for slot in bits(folded))
+        if len(self._members) >= _MEMO_ENTRIES:
+            self._members.clear()
+        self._members[folded] = names
         return names
 
     def _store(self, replica_id: str, replica: ReplicaSlots, event: BlocksStored) -> None:

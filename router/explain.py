@@ -50,8 +50,8 @@ def explain(
     rankings = {policy: POLICIES[policy](request, match, loads, context, None) for policy, context in contexts.items()}
     ranked = rankings.get(DEFAULT_POLICY)
     if ranked and match:
-        policy, context = POLICIES[DEFAULT_POLICY], contexts[DEFAULT_POLICY]
-        first = hot.choice(ranked[0], policy, request, match, loads, context, now_s, count=False)
+        first = hot.choice(request, match, loads, contexts[DEFAULT_POLICY], now_s, count=False)
+        assert first is not None
         rankings[DEFAULT_POLICY] = [first, *(other for other in ranked if other.replica_id != first.replica_id)]
     order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]

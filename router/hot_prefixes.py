@@ -8,16 +8,25 @@ demand falls, ties send requests to one of them again, and the copies of the oth
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from router.block_hash import HASH_BYTES
 from router.demand import PrefixDemand
 from router.load import LoadTable
-from router.policies import Policy
+from router.policies import ttft_scores
 from router.pull import pulls_faster
-from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous
+from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous, scored
 from router.request import RoutedRequest
 
 _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
+
+_WORTH_LOOKING = 0.125
+"""Part of ``holder_utilisation`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
+this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays.
+"""
+_FIRST = np.uint64(2**64 - 1)
 
 
 class HotPrefixes:
@@ -29,8 +38,6 @@ class HotPrefixes:
 
     def choice(
         self,
-        chosen: Candidate,
-        policy: Policy,
         request: RoutedRequest,
         match: Match,
         loads: LoadTable,
@@ -38,22 +45,30 @@ class HotPrefixes:
         now_s: float,
         *,
         count: bool = True,
-    ) -> Candidate:
-        """Return who gets a request of which a replica holds something: who was chosen, or another one.
+    ) -> Candidate | None:
+        """Return who gets a request of which a replica holds something: the best by score, or another one.
 
-        Another one where the chosen one would be a holder too many, or where the prefix needs one more holder.
-        ``count``: False only asks, and leaves the demand as it is.
+        Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
+        can take it. ``count``: False only asks, and leaves the demand as it is.
         """
-        kept_out = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
-        if kept_out:
+        scores, own = ttft_scores(request, match, loads, context)
+        tolerance = context.settings.tie_tolerance
+        ranked = scored(scores, own, request, match, loads, context, 1, tolerance)
+        if not ranked:
+            return None
+        chosen = ranked[0]
+        if max(match.values()) < context.settings.min_pull_tokens:
+            return chosen
+        shut = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
+        if shut is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.
-            within = context._replace(blocked=[*context.blocked, *kept_out])
-            chosen = next(iter(policy(request, match, loads, within, 1)), chosen)
+            within = context._replace(shut=shut)
+            chosen = next(iter(scored(scores, own, request, match, loads, within, 1, tolerance)), chosen)
         another: str | None = None
         if loads.num_pulling:
             another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
         if another is not None:
-            for candidate in policy(request, match, loads, context, None):
+            for candidate in scored(scores, own, request, match, loads, context, None, tolerance):
                 if candidate.replica_id == another:
                     return candidate._replace(reason="hot_prefix")
         return chosen
@@ -75,22 +90,28 @@ class HotPrefixes:
         agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
         """
         size, settings = self._block_size, context.settings
-        best = max(match.values(), default=0)
+        best = max(match.values())
         if best < settings.min_pull_tokens or settings.max_holders < 2:
             return None
-        row = loads.row_of(chosen_id)
-        assert row is not None
-        pace = float(loads.seconds_per_token[row])
-        work_s = min(max(request.prompt_tokens - best, 1) * pace, _MOST_WORK_S) * loads.active_routers
-        depth = 1 << ((best // size).bit_length() - 1)
-        found: str | None = None
-        while depth * size >= settings.min_pull_tokens:
-            key = request.block_hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth]
-            rate = (self.demand.add if count else self.demand.rate_with)(key, work_s, now_s)
-            if found is None and rate > settings.holder_utilisation:
-                found = self._beyond(request, depth * size, rate, match, context, loads)
-            depth >>= 1
-        return found
+        pace = loads.replicas[chosen_id].seconds_per_token
+        work_s = max(request.prompt_tokens - best, 1) * pace
+        work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
+        rate_of = self.demand.add if count else self.demand.rate_with
+        hashes, enough = request.block_hashes, settings.holder_utilisation
+        depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
+        hot = []
+        while depth * size <= best:
+            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, now_s)
+            if rate > enough:
+                hot.append((depth, rate))
+            elif rate < _WORTH_LOOKING * enough:
+                break
+            depth <<= 1
+        for depth, rate in reversed(hot):
+            found = self._beyond(request, depth * size, rate, match, context, loads)
+            if found is not None:
+                return found
+        return None
 
     def _beyond(
         self,
@@ -119,20 +140,31 @@ class HotPrefixes:
 
 def beyond_bound(
     replica_id: str, request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
-) -> list[str]:
-    """Return who must not become a holder of a request's prefix, given who was chosen; nobody if that one holds it.
+) -> npt.NDArray[np.bool_] | None:
+    """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
 
-    A prefix that is less than half of the prompt, or not worth a pull, binds nobody.
+    None too for a prefix that is less than half of the prompt, or not worth a pull: it binds nobody. The others that
+    may are so many of the key's rendezvous order as holders are missing (see ``_next_holders``).
     """
-    best = max(match.values(), default=0)
+    rows, most = len(loads.replica_ids), settings.max_holders
+    if rows <= most:
+        return None
+    best = max(match.values())
     least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
-    if len(loads.replica_ids) <= settings.max_holders or best < least or match.get(replica_id, 0) >= least:
-        return []
+    if best < least or match.get(replica_id, 0) >= least:
+        return None
     holders = _holders(least, (match, in_flight), loads)
     if replica_id in holders:
-        return []
-    may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
-    return [name for name in loads.replica_ids if name not in holders and name not in may]
+        return None
+    held = [loads.replicas[name].row for name in holders]
+    if len(held) >= most:
+        shut = np.ones(rows, np.bool_)
+        shut[held] = False
+        return shut
+    weights = rendezvous(request.placement_key, loads)
+    weights[held] = _FIRST
+    least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
+    return weights < least_weight
 
 
 def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[str]:
@@ -140,7 +172,7 @@ def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[s
         replica_id
         for held in matches
         for replica_id, count in held.items()
-        if count >= tokens and loads.row_of(replica_id) is not None
+        if count >= tokens and replica_id in loads.replicas
     }
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from router.load import LoadTable
 from router.pull import plan_pull
 from router.ranking import Match, PolicySettings
+from router.replica_load import ReplicaLoad
 from router.request import RoutedRequest
 
 
@@ -41,26 +42,25 @@ def plan(
     cached = held = match.get(replica_id, 0)
     if in_flight:
         held = max(held, in_flight.get(replica_id, 0))
-    row = loads.row_of(replica_id)
-    assert row is not None
+    replica = loads.replicas[replica_id]
     pull_from, pull_tokens, pull_s = "", 0, 0.0
     if loads.num_pulling and best_tokens > held:
         pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, settings)
         if pull_tokens:
-            pull_s = (pull_tokens - held) * float(loads.pull_pace[row]) * float(loads.seconds_per_token[row])
+            pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token
             held = pull_tokens
     uncached = max(request.prompt_tokens - held, 1)
-    wait_s = expected_prefill_s(row, uncached, loads, first_come=not settings.shortest_first)
+    wait_s = expected_prefill_s(replica, uncached, first_come=not settings.shortest_first)
     return Plan(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
 
 
-def expected_prefill_s(row: int, uncached_tokens: int, loads: LoadTable, *, first_come: bool) -> float:
+def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come: bool) -> float:
     """Return the seconds until a replica has computed a request: the work that runs before it, and its own.
 
     The queue is the one of ``policies.estimated_ttft``; the delay of others is no part of it.
     """
-    ahead = float(loads.queued_tokens[row])
+    ahead: float = replica.queued_tokens
     if ahead and not first_come:
-        ratio, committed = uncached_tokens * float(loads.falloff[row]), float(loads.committed_tokens[row])
+        ratio, committed = uncached_tokens * replica.falloff, replica.committed_tokens
         ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
-    return (ahead + uncached_tokens) * float(loads.seconds_per_token[row])
+    return (ahead + uncached_tokens) * replica.seconds_per_token

@@ -12,8 +12,8 @@ from math import ceil
 
 import numpy as np
 
-from router.load import LoadTable
-from router.pull import work_with_pull
+from router.load import Floats, LoadTable
+from router.pull import work_tokens
 from router.ranking import (
     Candidate,
     Match,
@@ -42,14 +42,21 @@ def estimated_ttft(
     stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
     left to each: the others cost up to as much more as the request itself (``LoadTable.apart``).
     """
+    scores, own = ttft_scores(request, match, loads, context)
+    return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
+
+
+def ttft_scores(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext
+) -> tuple[Floats, Floats]:
+    """Return by row the scores of ``estimated_ttft`` and the request's own work, whoever may take it."""
     settings = context.settings
-    own = uncached_tokens(request, (match, context.in_flight), loads)
-    if loads.num_pulling and match:
-        own = work_with_pull(own, request, match, loads, settings)
+    own = work_tokens(request, match, context.in_flight, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
         # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
-        shorter = np.expm1(own * loads.falloff)
+        shorter = own * loads.falloff
+        np.expm1(shorter, shorter)
         scores = own + loads.committed_tokens
         scores -= shorter * loads.overtakable_tokens
         if settings.pushback_weight != 1.0:
@@ -63,14 +70,14 @@ def estimated_ttft(
         if equal < min(loads.active_routers, len(scores)):
             scores += apart * own.min()
     scores *= loads.seconds_per_token
-    return scored(scores, own, request, match, loads, context, limit, settings.tie_tolerance)
+    return scores, own
 
 
 def lmetric(
     request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
 ) -> list[Candidate]:
     """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
-    own = uncached_tokens(request, (match,), loads)
+    own = uncached_tokens(request, match, loads)
     scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
     return scored(scores, own, request, match, loads, context, limit)
 
@@ -138,7 +145,7 @@ def sglang(
     Source: the cache-threshold rule of sglang-router.
     """
     requests = loads.running + loads.waiting
-    own = uncached_tokens(request, (match,), loads)
+    own = uncached_tokens(request, match, loads)
     scores, settings = requests, context.settings
     if len(requests):
         mean, largest = float(requests.mean()), float(requests.max())

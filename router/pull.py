@@ -9,31 +9,48 @@ from __future__ import annotations
 import numpy as np
 
 from router.load import Floats, LoadTable
-from router.ranking import Match, PolicySettings
+from router.ranking import Match, PolicySettings, longest
 from router.request import RoutedRequest
 
 
-def work_with_pull(
-    own: Floats, request: RoutedRequest, match: Match, loads: LoadTable, settings: PolicySettings
+def work_tokens(
+    request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
 ) -> Floats:
-    """Return by row the work of a request in prefill tokens, where missing KV is pulled if that is faster.
+    """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    A pulled token costs ``pull_price`` x the prefill tokens that would be computed meanwhile. ``own``: uncached tokens
-    without a pull.
+    What a prefill under way (``in_flight``) will hold counts as held. A pulled token costs ``pull_price`` x the
+    prefill tokens that would be computed meanwhile.
     """
-    least = max(request.prompt_tokens - max(match.values()), 1)
-    pulled = own - least
-    pulled[pulled < settings.min_pull_tokens] = np.inf
-    pulled *= loads.pull_pace
-    pulled *= settings.pull_price
-    pulled += least
-    return np.minimum(own, pulled, out=pulled)
+    # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
+    prompt = float(request.prompt_tokens) or 1.0
+    least = prompt - max(match.values()) if match else prompt
+    if least < 1.0:
+        least = 1.0
+    own = np.empty(len(loads.replica_ids))
+    shares = None
+    if loads.num_pulling and prompt - least >= settings.min_pull_tokens:
+        shares = loads.pull_shares(settings.pull_price)
+        own.fill(least)
+        own += shares * np.array(prompt - least)
+    else:
+        own.fill(prompt)
+    replicas = loads.replicas
+    for replica_id, held in (longest(match, in_flight) if in_flight else match).items():
+        replica = replicas.get(replica_id)
+        if replica is not None:
+            left = prompt - held
+            if left < 1.0:
+                left = 1.0
+            if shares is not None and left - least >= settings.min_pull_tokens:
+                left = (left - least) * shares.item(replica.row) + least
+            own[replica.row] = left
+    return own
 
 
 def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
     """Return whether a known replica copies KV faster than it computes it."""
-    row = loads.row_of(replica_id)
-    return row is not None and float(loads.pull_pace[row]) < 1.0
+    replica = loads.replicas.get(replica_id)
+    return replica is not None and replica.pull_pace < 1.0
 
 
 def plan_pull(
@@ -44,8 +61,12 @@ def plan_pull(
     Of those that hold most, the one with the least prefill work.
     """
     most = max(match.values(), default=0)
-    missing = most - held_tokens
-    if missing < settings.min_pull_tokens or not pulls_faster(replica_id, loads):
+    if most - held_tokens < settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0
-    holders = [name for name, tokens in match.items() if tokens == most and loads.row_of(name) is not None]
-    return (min(holders, key=loads.queue_ahead), most) if holders else ("", 0)
+    holder, least = "", 0
+    for name, tokens in match.items():
+        if tokens == most:
+            replica = loads.replicas.get(name)
+            if replica is not None and (not holder or replica.queued_tokens < least):
+                holder, least = name, replica.queued_tokens
+    return (holder, most) if holder else ("", 0)

@@ -80,7 +80,7 @@ class PolicyContext(NamedTuple):
     """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
 
     ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
-    an unfinished prefill of the same prefix will have cached, by replica.
+    an unfinished prefill of the same prefix will have cached, by replica. ``shut``: further rows that cannot take it.
     """
 
     turn: int
@@ -88,6 +88,7 @@ class PolicyContext(NamedTuple):
     settings: PolicySettings = _DEFAULTS
     blocked: Collection[str] = ()
     in_flight: Match = _NOTHING
+    shut: npt.NDArray[np.bool_] | None = None
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
@@ -104,17 +105,24 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
     return mixed
 
 
-def uncached_tokens(request: RoutedRequest, matches: tuple[Match, ...], loads: LoadTable) -> Floats:
-    """Return by row the prompt tokens left to compute after the longest of ``matches``; at least 1."""
+def longest(match: Match, in_flight: Match) -> Match:
+    """Return by replica the larger of two counts."""
+    held = dict(match)
+    for replica_id, tokens in in_flight.items():
+        if tokens > held.get(replica_id, 0):
+            held[replica_id] = tokens
+    return held
+
+
+def uncached_tokens(request: RoutedRequest, match: Match, loads: LoadTable) -> Floats:
+    """Return by row the prompt tokens left to compute after a match; at least 1."""
     prompt_tokens = max(request.prompt_tokens, 1)
     own = np.empty(len(loads.replica_ids))
     own.fill(prompt_tokens)
-    for match in matches:
-        for replica_id, held in match.items():
-            row = loads.row_of(replica_id)
-            left = prompt_tokens - held
-            if row is not None and left < own[row]:
-                own[row] = left if left > 1 else 1
+    for replica_id, held in match.items():
+        replica = loads.replicas.get(replica_id)
+        if replica is not None:
+            own[replica.row] = max(prompt_tokens - held, 1)
     return own
 
 
@@ -126,9 +134,9 @@ def closed_rows(
     Replicas to avoid are closed only while another one is open.
     """
     rows = len(loads.replica_ids)
-    if not loads.num_full and not context.blocked and not request.avoid:
+    if not loads.num_full and not context.blocked and not request.avoid and context.shut is None:
         return None, rows
-    closed = loads.full.copy()
+    closed = loads.full.copy() if context.shut is None else loads.full | context.shut
     for replica_id in context.blocked:
         row = loads.row_of(replica_id)
         if row is not None:
@@ -156,8 +164,9 @@ def best_rows(
     scores: Floats, own: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
 ) -> list[int]:
     """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
-    best = scores[scores.argmin()]  # kept a numpy number: comparing with a float costs a conversion
-    bound = best + abs(best) * tolerance
+    best = scores.item(scores.argmin())
+    # An array, for comparing with a number costs a conversion.
+    bound = np.array(best + abs(best) * tolerance)
     near = (scores <= bound).nonzero()[0]
     if limit == 1:
         if len(near) > 1:
@@ -165,12 +174,12 @@ def best_rows(
             near = near[left == left.min()]
             if len(near) > 1:
                 return [int(near[rendezvous(request.placement_key, loads)[near].argmax()])]
-        return [int(near[0])]
+        return [near.item(0)]
     weights = rendezvous(request.placement_key, loads)
-    first = near[np.lexsort((~weights[near], own[near]))]
+    nearest = near[np.lexsort((~weights[near], own[near]))]
     rest = (scores > bound).nonzero()[0]
     rest = rest[np.lexsort((~weights[rest], scores[rest]))]
-    ranked: list[int] = np.concatenate((first, rest))[:limit].tolist()
+    ranked: list[int] = np.concatenate((nearest, rest))[:limit].tolist()
     return ranked
 
 
@@ -184,13 +193,13 @@ def scored(
     limit: int | None,
     tolerance: float = 0.0,
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score (overwritten)."""
+    """Rank the rows that may be chosen by score."""
     closed, routable = closed_rows(request, loads, context)
     if not routable:
         return []
     if closed is not None:
-        scores[closed] = np.inf
-    best = max(match.values(), default=0)
+        scores = np.where(closed, np.inf, scores)
+    best = max(match.values()) if match else 0
     candidates = []
     for row in best_rows(scores, own, request, loads, tolerance, min(limit or routable, routable)):
         replica_id = loads.replica_ids[row]
@@ -203,7 +212,7 @@ def scored(
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"
-        candidates.append(Candidate(replica_id, float(scores[row]), reason))
+        candidates.append(Candidate(replica_id, scores.item(row), reason))
     return candidates
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class RoutedRequest(msgspec.Struct, frozen=True):
+class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     """The routing view of one request; travels as the keyword argument ``route`` of the handle call.
 
     ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
@@ -24,7 +24,7 @@ class RoutedRequest(msgspec.Struct, frozen=True):
     avoid: tuple[str, ...] = ()
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where a request was sent and why. Token counts are predictions made from the directory.
 
     ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one

@@ -27,15 +27,12 @@ class RoutersBeside:
         self.router_id = router_id
         self.unseen = 0.0
         """Own requests in no report yet, at a decision, smoothed over about twenty."""
+        self.active = 1
+        """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
         self._last_of: dict[str, dict[str, int]] = {}
         self._active_at_s: dict[str, float] = {}
         self._looked_at_s = 0.0
         self._drawn: tuple[tuple[str, ...], npt.NDArray[np.float64] | None] | None = None
-
-    @property
-    def active(self) -> int:
-        """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
-        return len(self._active_at_s.keys() | {self.router_id})
 
     def report(self, replica_id: str, shares: Iterable[RouterShare], now_s: float) -> None:
         """Take the routers of a replica's report: whose reservations went on, is active."""
@@ -52,6 +49,7 @@ class RoutersBeside:
             for name in [name for name, at_s in self._active_at_s.items() if now_s - at_s > ACTIVE_S]:
                 del self._active_at_s[name]
                 self._drawn = None
+        self.active = len(self._active_at_s) + (self.router_id not in self._active_at_s)
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that left."""

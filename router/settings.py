@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.load import LoadSettings
 from router.policies import DEFAULT_POLICY, POLICIES
 from router.ranking import PolicySettings
+from router.replica_load import LoadSettings
 
 
 @dataclass(frozen=True, slots=True)

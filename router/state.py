@@ -54,8 +54,7 @@ def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[s
 
 def load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any]:
     """Return how busy a known replica is, JSON-able."""
-    replica = loads.replica(replica_id)
-    assert replica is not None
+    replica = loads.replicas[replica_id]
     report = replica.report
     return {
         "queued_prefill_tokens": loads.queue_ahead(replica_id),

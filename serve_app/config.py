@@ -102,7 +102,7 @@ class AppConfig(BaseModel):
     no_replica_wait_s: float = Field(
         5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
     )
-    directory_max_blocks: int = Field(2_000_000, ge=1000, description="block hashes a router remembers")
+    directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
     tokenizer_cache_bytes: int = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
     max_queued_requests: int = Field(512, ge=1, description="requests an ingress holds while every replica is full")
     load_report_interval_s: float = Field(0.05, gt=0, le=10)

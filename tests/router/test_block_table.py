@@ -7,11 +7,11 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.block_table import BlockTable, block_keys
+from router.block_table import VALUE_BITS, BlockTable, block_keys
 
 HIGH = 1 << 63
 
-keys = st.integers(0, 40).map(lambda n: HIGH | (n % 3) << 40 | n // 3)
+keys = st.integers(0, 40).map(lambda n: HIGH | (n // 3) << 40 | n % 3)
 operations = st.lists(st.tuples(st.lists(keys, max_size=12), st.sampled_from(["add", "remove", "bump"])), max_size=60)
 
 
@@ -37,7 +37,7 @@ def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
         assert sum(count for _, _, count in changes) == moved
         assert table.num_entries == len(oracle)
     for number in range(41):
-        key = HIGH | (number % 3) << 40 | number // 3
+        key = HIGH | (number // 3) << 40 | number % 3
         assert table.get(key) == oracle.get(key, 0)
 
 
@@ -87,9 +87,11 @@ def test_rebuild_maps_and_drops() -> None:
 def test_marks_of_free_slots_are_no_keys() -> None:
     """Hashes that begin like a mark of a free slot are stored under other keys, and read as absent."""
     table = BlockTable(100)
-    odd = b"".join(number.to_bytes(8, "little") + bytes(8) for number in (0, 1))
+    marks = [1 << VALUE_BITS, 1 << VALUE_BITS | 1, 0, 1]
+    odd = b"".join(number.to_bytes(8, "little") + bytes(8) for number in marks)
     table.update(block_keys(odd), lambda value: 5)
-    assert table.num_entries == 2
-    assert [table.get(key) for key in block_keys(odd)] == [5, 5]
+    assert table.num_entries == 4
+    assert [table.get(key) for key in block_keys(odd)] == [5, 5, 5, 5]
+    assert [table.get(key) for key in marks] == [0, 0, 5, 5]
     table.update(block_keys(odd)[:1], lambda value: 0)
-    assert [table.get(key) for key in (0, 1, 2)] == [0, 0, 0]
+    assert [table.get(key) for key in block_keys(odd)] == [0, 5, 5, 5]

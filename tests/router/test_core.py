@@ -11,7 +11,7 @@ import pytest
 from router.core import RoutingCore
 from router.cores import core_for
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
-from router.load import LoadSettings
+from router.replica_load import LoadSettings
 from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
 

@@ -199,8 +199,8 @@ def test_memory_per_block_is_small() -> None:
     assert directory.size_bytes / directory.num_blocks < 60
 
 
-@pytest.mark.parametrize(("block_size", "max_blocks"), [(0, 1), (16, 0)])
+@pytest.mark.parametrize(("block_size", "max_blocks"), [(0, 1), (16, 0), (16, 1 << 40)])
 def test_sizes_are_checked(block_size: int, max_blocks: int) -> None:
-    """Sizes below one are refused."""
+    """Sizes below one are refused, and more blocks than a table can number."""
     with pytest.raises(ValueError, match="at least 1"):
         Directory(block_size, max_blocks)

@@ -84,6 +84,18 @@ def test_demand_is_bounded() -> None:
     assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
 
 
+def test_demand_outlives_its_numbers() -> None:
+    """However long a router lives, rates are right and old keys are dropped in passing."""
+    demand, now_s = PrefixDemand(memory_s=5.0), 1e6
+    for _ in range(5000):
+        now_s += 1.0
+        rate = demand.add(b"steady", 0.25, now_s)
+    assert rate == pytest.approx(0.25, rel=0.11)
+    demand.add(b"once", 1.0, now_s)
+    demand.add(b"steady", 1.0, now_s + 1e9)
+    assert len(demand) == 1
+
+
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
     """At three replicas' worth of work it has at least four holders, though no queue was ever reported."""
     cluster = Cluster()
@@ -157,3 +169,18 @@ def test_without_pulls_nothing_is_spread() -> None:
         cluster.now_s += 1 / 30
         cluster.send()
     assert cluster.holders() == 1
+
+
+def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:
+    """Alone in demand, it gets its holders as a short one does; among many that open alike, only the hot one does."""
+    cluster = Cluster()
+    long = PREFIX + Random(2).randbytes(16 * 384)
+    for _ in range(600):
+        cluster.now_s += 1 / 30
+        cluster.send(long)
+    assert cluster.holders() >= 3
+    for conversation in range(40):
+        cluster.now_s += 0.5
+        cluster.send(PREFIX + Random(conversation + 50).randbytes(16 * 384))
+    holders = {name for name in cluster.names if cluster.core.directory.match(long).get(name, 0) == 8192}
+    assert len(holders) >= 3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.events import LoadReport, RouterShare
-from router.load import LoadSettings, LoadTable
+from router.load import LoadTable
+from router.replica_load import LoadSettings
 
 
 def table(*replicas: str) -> LoadTable:
@@ -189,3 +191,35 @@ def test_removal_ends_reservations() -> None:
     assert loads.remove_replica("a") == []
     assert loads.release(number) is False
     assert loads.open_reservations == 0
+
+
+def test_other_settings_hold_at_once() -> None:
+    """Rates that no replica has measured change with the settings, not with the next report or reservation."""
+    loads = table("a", "b")
+    loads.report("b", report(rate=50.0), 0.0)
+    loads.configure(LoadSettings(default_prefill_tokens_per_s=200.0, default_pull_tokens_per_s=1000.0))
+    assert loads.seconds_per_token.tolist() == [1 / 200, 1 / 50]
+    assert loads.pull_pace.tolist() == [0.2, 0.05]
+    assert loads.num_pulling == 2
+
+
+def test_pull_shares_follow_reports() -> None:
+    """What a pulled token weighs is worked out once and kept true: by reports, by price, by who comes and goes."""
+    loads = table("a", "b", "c")
+    assert loads.pull_shares(2.0).tolist() == [1.0, 1.0, 1.0]
+    loads.report("b", msgspec.structs.replace(report(rate=100.0), pull_tokens_per_s=1000.0), 0.0)
+    assert loads.pull_shares(2.0).tolist() == [1.0, 0.2, 1.0]
+    assert loads.pull_shares(1.0).tolist() == [1.0, 0.1, 1.0]
+    loads.remove_replica("a")
+    assert dict(zip(loads.replica_ids, loads.pull_shares(1.0).tolist(), strict=True)) == {"b": 0.1, "c": 1.0}
+
+
+def test_full_replicas_are_counted_through_departures() -> None:
+    """Rows move when a replica leaves; who is full stays full."""
+    loads = table("a", "b", "c")
+    for name in ("a", "c"):
+        loads.report(name, report(waiting=16), 0.0)
+    loads.remove_replica("a")
+    assert (loads.num_full, loads.is_full("b"), loads.is_full("c")) == (1, False, True)
+    loads.report("c", report(), 0.0)
+    assert loads.num_full == 0

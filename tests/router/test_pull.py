@@ -9,9 +9,10 @@ import pytest
 
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
-from router.load import LoadSettings, LoadTable
-from router.pull import plan_pull, work_with_pull
-from router.ranking import PolicySettings, uncached_tokens
+from router.load import LoadTable
+from router.pull import plan_pull, work_tokens
+from router.ranking import PolicySettings
+from router.replica_load import LoadSettings
 from router.request import RoutedRequest
 from router.settings import RouterSettings
 
@@ -34,8 +35,7 @@ def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
 
 def work(match: dict[str, int], settings: PolicySettings = PULLING, pull_rate: float = 10_000.0) -> list[float]:
     loads = loads_of(pull_rate, a=0, b=0, c=0)
-    own = uncached_tokens(REQUEST, (match,), loads)
-    return [float(tokens) for tokens in work_with_pull(own, REQUEST, match, loads, settings)]
+    return [float(tokens) for tokens in work_tokens(REQUEST, match, {}, loads, settings)]
 
 
 def test_a_pulled_token_costs_its_share_of_prefill() -> None:
@@ -66,8 +66,7 @@ def test_each_replica_pulls_at_the_rate_it_reports() -> None:
     for name, rate in {"fast": 20_000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}.items():
         loads.add_replica(name)
         loads.report(name, load(0, rate), 0.0)
-    own = uncached_tokens(REQUEST, ({"holder": 600},), loads)
-    assert work_with_pull(own, REQUEST, {"holder": 600}, loads, PULLING).tolist() == pytest.approx([430, 700, 700, 400])
+    assert work_tokens(REQUEST, {"holder": 600}, {}, loads, PULLING).tolist() == pytest.approx([430, 700, 700, 400])
     assert loads.num_pulling == 4
     loads.remove_replica("fast")
     assert loads.num_pulling == 3
