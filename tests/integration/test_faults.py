@@ -18,6 +18,7 @@ from tests.integration.conftest import cache_state, replicas_of
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,8 @@ def url() -> Iterator[str]:
         "max_waiting_requests=8",
         "--set",
         "max_queued_requests=8",
+        "--set",
+        "no_replica_wait_s=0.2",
     ) as base:
         yield base
 
@@ -167,3 +170,29 @@ def test_a_full_queue_answers_429(url: str) -> None:
                 assert answer.json()["error"]["code"] == "rate_limit_exceeded"
 
     asyncio.run(run())
+
+
+def test_without_any_replica_clients_are_told_to_come_back(url: str) -> None:
+    """503 with Retry-After in OpenAI's shape on every route that generates, and answers again once replicas are back.
+
+    A replica takes seconds to start and a request waits a fifth of one.
+    """
+    completion = {"model": "demo", "prompt": "anyone?", "max_tokens": 2}
+    requests = [(CHAT, body("anyone?")), (CHAT, body("anyone?", stream=True)), (COMPLETIONS, completion)]
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            for replica in (await asyncio.to_thread(replicas_of, url)).values():
+                os.kill(replica["pid"], signal.SIGKILL)
+            answers = await asyncio.gather(*(client.post(path, json=content) for path, content in requests))
+        for answer in answers:
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+            assert "no replica" in error["message"]
+
+    asyncio.run(run())
+    wait_for_replicas(url, 2)
+    assert httpx.post(url + COMPLETIONS, json=completion, timeout=60).status_code == 200
