@@ -102,7 +102,7 @@ class RoutingCore:
             before, self.settings = self.settings, settings
             self._loads.settings = settings.load
             self._counted = self.counters.of_policy(settings.policy)
-            if before.shadow_policy != settings.shadow_policy:
+            if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._directory = Directory(settings.block_size, settings.max_blocks)
@@ -259,7 +259,7 @@ class RoutingCore:
         best = max(match.values()) if match else 0
         planned = plan(request, replica_id, match, in_flight, best, loads, self.settings.scoring)
         if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned)
+            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned, now_s)
         number = loads.reserve(replica_id, planned.uncached_tokens, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
             self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
@@ -294,8 +294,9 @@ class RoutingCore:
         return len(ended)
 
     def _new_shadow(self) -> ShadowPolicy | None:
-        policy = self.settings.shadow_policy
-        return ShadowPolicy(policy, self._clock, Random(f"{self.router_id}/shadow")) if policy else None  # noqa: S311
+        policy, block_size = self.settings.shadow_policy, self.settings.block_size
+        rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
+        return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None
 
     def _drop(self, replica_id: str) -> None:
         for number in self._loads.remove_replica(replica_id):
