@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import Soak, SoakSettings, grown, slope
+from benchmarks.soak import Soak, SoakSettings
 from benchmarks.soak_audit import Imbalance, tables
+from benchmarks.soak_memory import grown, slope
 from serve_app.cache.lineage import scope_digest
 
 LEFT_BYTES_AN_OPERATION = 500
