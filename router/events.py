@@ -46,6 +46,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
     other tokens, ignored where none are committed.
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
+    ``adapters``: the LoRA adapters in memory (see ``adapter_places``); ``adapter_load_s``: how long one takes to load.
     """
 
     queued_prefill_tokens: int
@@ -59,6 +60,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     committed_prefill_tokens: int = 0
     pull_tokens_per_s: float = 0.0
     committed_sequences: int = 1
+    adapters: bytes = b""
+    adapter_load_s: float = 0.0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

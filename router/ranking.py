@@ -80,7 +80,8 @@ class PolicyContext(NamedTuple):
     """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
 
     ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
-    an unfinished prefill of the same prefix will have cached, by replica.
+    an unfinished prefill of the same prefix will have cached, by replica. ``adapter_s``: by row, the seconds that the
+    request waits there for its LoRA adapter; None: nowhere, or for as long everywhere.
     """
 
     turn: int
@@ -88,6 +89,7 @@ class PolicyContext(NamedTuple):
     settings: PolicySettings = _DEFAULTS
     blocked: Collection[str] = ()
     in_flight: Match = _NOTHING
+    adapter_s: Floats | None = None
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:

@@ -77,7 +77,9 @@ class ShadowPolicy:
             chosen = policy(request, match, loads, own, 1)[0]
             if match and self.policy == DEFAULT_POLICY:
                 chosen = self._hot.choice(chosen, policy, request, match, loads, own, now_s)
-            planned = plan(request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings)
+            planned = plan(
+                request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings, own.adapter_s
+            )
         except Exception:
             self.counters.faults += 1
             if self.counters.faults == 1:

@@ -225,6 +225,7 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
         placement_key=generation.placement_key,
         max_new_tokens=generation.sampling.max_tokens,
         avoid=avoid,
+        adapter=generation.scope.lora,
     )
 
 
