@@ -25,7 +25,7 @@ from benchmarks.adapters import make_adapters
 from benchmarks.metrics import write
 from benchmarks.soak_audit import Imbalance, audit, instances, settled, tables, tier_hashes
 from benchmarks.soak_ledger import CANARY, REPLICA, Ledger
-from benchmarks.soak_memory import grown, slope, trimmed_resident_bytes
+from benchmarks.soak_memory import MemorySample, grown, memory_figures
 from benchmarks.soak_traffic import SECRET, Traffic
 from router.block_hash import PrefixScope
 from serve_app.cache.tiers import TierSettings
@@ -122,7 +122,7 @@ class Soak:
         self.engine.start()
         self.done: Counter[str] = Counter()
         self.checks: list[dict[str, int]] = []
-        self._resident: list[tuple[float, int]] = []
+        self._memory: list[MemorySample] = []
         self._started_s = time.monotonic()
         self._canary: list[int] | None = None
 
@@ -146,17 +146,17 @@ class Soak:
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the disk tier did not come to rest")
             time.sleep(0.005)
-        self._resident.append((time.monotonic() - self._started_s, trimmed_resident_bytes()))
+        self._memory.append(MemorySample.take(time.monotonic() - self._started_s))
 
     def results(self) -> dict[str, Any]:
-        """Return resident memory and its slope, what was done, and the tables that grew the most."""
+        """Return memory and its slopes, what was done, and the tables that grew the most."""
         samples: dict[str, float] = {}
         for name, labels, value in self.engine.stats().samples:
             if name.endswith("_total") or name.startswith("warmpath_kv_tier"):
                 key = " ".join([name.removeprefix("warmpath_"), *(v for k, v in labels if k in ("tier", "outcome"))])
                 samples[key] = samples.get(key, 0.0) + value
         return {
-            "resident": slope(self._resident),
+            "memory": memory_figures(self._memory),
             "checks": len(self.checks),
             "operations": sum(self.done.values()),
             "done": dict(self.done),

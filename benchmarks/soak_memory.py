@@ -1,6 +1,7 @@
-"""What a process keeps: resident memory and its slope, and which tables have grown.
+"""What a process keeps: its memory taken apart, how that grows, and which tables have grown.
 
-Knows nothing of engines; a sample is what is resident once Python's and malloc's own leftovers are given back.
+Knows nothing of engines. A sample is taken once what nobody uses is given back, as far as allocators do. What stays
+resident and is used by nobody is no leak, so both are told.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +36,59 @@ def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
     }
 
 
-def trimmed_resident_bytes() -> int:
-    """Return this process's resident memory, without what its allocators would give back."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """This process's memory at one moment.
+
+    ``heap_bytes``: what was allocated with malloc and not freed, in its arenas; ``mapped_bytes``: the same of large
+    pieces, which have a mapping of their own; both are 0 where malloc does not say. ``python_blocks``: small Python
+    objects alive, whose memory is in ``resident_bytes`` alone.
+    """
+
+    at_s: float
+    resident_bytes: int
+    heap_bytes: int
+    mapped_bytes: int
+    python_blocks: int
+
+    @classmethod
+    def take(cls, at_s: float) -> MemorySample:
+        """Look, after giving back what nobody uses."""
+        gc.collect()
+        libc = ctypes.CDLL(None)
+        heap_bytes = mapped_bytes = 0
+        if hasattr(libc, "malloc_trim") and hasattr(libc, "mallinfo2"):  # glibc
+            libc.malloc_trim(0)
+            libc.mallinfo2.restype = _MallInfo
+            said = libc.mallinfo2()
+            heap_bytes, mapped_bytes = said.uordblks, said.hblkhd
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return cls(at_s, resident, heap_bytes, mapped_bytes, sys.getallocatedblocks())
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+def memory_figures(samples: Sequence[MemorySample]) -> dict[str, Any]:
+    """Return how each part of memory grew (see ``slope``), and the samples themselves, for growth may come in steps."""
+
+    def line(part: Callable[[MemorySample], int]) -> dict[str, Any]:
+        return slope([(sample.at_s, part(sample)) for sample in samples])
+
+    blocks = [sample.python_blocks for sample in samples]
+    return {
+        "resident": line(lambda sample: sample.resident_bytes),
+        "malloc_heap": line(lambda sample: sample.heap_bytes),
+        "malloc_mapped": line(lambda sample: sample.mapped_bytes),
+        "python_blocks": {"half_time": blocks[len(blocks) // 2], "end": blocks[-1]},
+        "samples": [asdict(sample) for sample in samples],
+    }
 
 
 def slope(samples: Sequence[tuple[float, int]], block_s: float = 10.0, warm_up: float = 1 / 3) -> dict[str, Any]:
