@@ -16,9 +16,11 @@ import httpx
 from rich.progress import track
 
 from benchmarks.client import Answer, stream_chat
+from benchmarks.flags import names_of
 from benchmarks.metrics import spread, write
 from benchmarks.server import instance
 from benchmarks.workloads import text_of
+from router.policies import POLICIES
 from serve_app.checkpoint import resolve_model
 
 
@@ -33,11 +35,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--policies", default="estimated_ttft,power_of_two,round_robin")
+    parser.add_argument("--policies", type=names_of(POLICIES), default="estimated_ttft,power_of_two,round_robin")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     results = {}
-    for policy in arguments.policies.split(","):
+    for policy in arguments.policies:
         flags = ["--model", arguments.model, "--replicas", str(arguments.replicas), "--engine", arguments.engine]
         with instance(*flags, "--set", f"policy={policy}", "--set", "kv_cache_bytes=134217728") as url:
             results[policy] = asyncio.run(measure(url, policy, arguments))

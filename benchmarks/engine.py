@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import random_models
+from benchmarks.flags import names_of
 from benchmarks.metrics import spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
@@ -51,7 +52,7 @@ def main() -> None:
         default=not torch.cuda.is_available(),
         help="warmpath with compile_model, as vLLM compiles by default; needs a C++ compiler",
     )
-    parser.add_argument("--systems", default=",".join(MODULES))
+    parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="warmpath-shape-") as directory:
@@ -63,7 +64,7 @@ def main() -> None:
             "question_tokens": arguments.question_tokens,
             "batch_new_tokens": arguments.batch_new_tokens,
         }
-        results = {name: run(name, workload, arguments) for name in arguments.systems.split(",")}
+        results = {name: run(name, workload, arguments) for name in arguments.systems}
     write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)})
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.flags import names_of
 from benchmarks.metrics import write
 from benchmarks.open_loop import Result, Shot, fire, summary
 from benchmarks.peers.sglang_router import sglang_router
@@ -50,7 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
-    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies", type=names_of(POLICIES), default=",".join(POLICIES))
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
     parser.add_argument("--timeout-s", type=float, default=300.0)
@@ -119,7 +120,7 @@ def main() -> None:
         }
         flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
         flags += ["--model", options.model, "--engine", "simulated", "--replicas", str(options.replicas)]
-        for policy in filter(None, options.policies.split(",")):
+        for policy in options.policies:
             with instance(*flags, f"--set=policy={policy}") as url:
                 outcomes[policy] = replay(url, shots, policy, options)
         if options.sglang_python:

@@ -9,16 +9,11 @@ are reset. Every so often all is let to end, and every block and table is looked
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import logging
-import os
 import random
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +24,14 @@ from rich.progress import Progress
 from benchmarks.adapters import make_adapters
 from benchmarks.metrics import write
 from benchmarks.soak_audit import Imbalance, audit, instances, settled, tables, tier_hashes
-from router.block_hash import PrefixScope, TokenArray, split_chain
-from router.directory import Directory
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from benchmarks.soak_ledger import CANARY, REPLICA, Ledger
+from benchmarks.soak_memory import MemorySample, grown, memory_figures
+from benchmarks.soak_traffic import SECRET, Traffic
+from router.block_hash import PrefixScope
 from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.build import build_engine
 from serve_app.engine.protocol import (
-    EngineOutput,
     EngineRequest,
     EngineSettings,
     QueueFull,
@@ -45,10 +40,6 @@ from serve_app.engine.protocol import (
     Save,
     UnknownAdapter,
 )
-
-SECRET = b"soak benchmark"
-REPLICA = "soaked"
-CANARY = "canary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,57 +85,6 @@ def main() -> None:
     write(arguments.json, {**vars(arguments), **asdict(settings)}, results)
 
 
-class Ledger:
-    """The sink of all outputs and events: who is alive, how requests ended, and which blocks were announced."""
-
-    def __init__(self, block_size: int) -> None:
-        self.live: set[str] = set()
-        self.ended: Counter[str] = Counter()
-        self.announced: dict[str, set[bytes]] = {}
-        self.directory = Directory(block_size)
-        self.directory.add_replica(REPLICA)
-        self.canary: list[int] = []
-        self._changed = threading.Condition()
-
-    def outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        """Take one step's outputs (the engine's thread)."""
-        with self._changed:
-            for output in outputs:
-                if output.request_id == CANARY:
-                    self.canary.extend(output.token_ids)
-                if output.finish_reason is not None:
-                    self.live.discard(output.request_id)
-                    self.ended[output.finish_reason] += 1
-            self._changed.notify_all()
-
-    def events(self, events: Sequence[Event]) -> None:
-        """Take cache events (the engine's thread)."""
-        self.directory.apply(REPLICA, "one life", events)
-        for event in events:
-            if isinstance(event, BlocksStored):
-                self.announced.setdefault(event.tier, set()).update(split_chain(event.hashes))
-            elif isinstance(event, BlocksRemoved):
-                self.announced[event.tier].difference_update(split_chain(event.hashes))
-            elif isinstance(event, CacheCleared):
-                self.announced.clear()
-
-    def wait(self, most_live: int) -> None:
-        """Wait until at most so many requests are alive. Raises TimeoutError after two minutes."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self.live) <= most_live, 120):
-                raise TimeoutError(f"{len(self.live)} requests did not end, {sorted(self.live)[:3]} among them")
-
-    def born(self, name: str) -> None:
-        """Count a request as alive."""
-        with self._changed:
-            self.live.add(name)
-
-    def stillborn(self, name: str) -> None:
-        """Forget a request that was refused."""
-        with self._changed:
-            self.live.discard(name)
-
-
 class Soak:
     """One engine, what is done to it, and what was seen of it."""
 
@@ -152,8 +92,6 @@ class Soak:
         info = load_checkpoint_info(model)
         self._settings = settings
         self._random = random.Random(settings.seed)
-        self._vocab = info.vocab_size
-        self._fingerprint = info.fingerprint
         self._specs = make_adapters(model, directory / "adapters", settings.adapters, rank=4)
         shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(settings.tenants)}
         # 4 layers x 2 x 16 tokens x 2 heads x 64 x 4 bytes in the built-in model; a bound, not a fact, for others.
@@ -180,13 +118,12 @@ class Soak:
         self.engine = build_engine(
             model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * settings.clock_speed
         )
+        self._traffic = Traffic(info, self._random, settings.tenants, settings.prefixes, self.engine.adapters)
         self.engine.start()
         self.done: Counter[str] = Counter()
         self.checks: list[dict[str, int]] = []
-        self._resident: list[tuple[float, int]] = []
+        self._memory: list[MemorySample] = []
         self._started_s = time.monotonic()
-        self._numbers = 0
-        self._families: dict[tuple[str, int], TokenArray] = {}
         self._canary: list[int] | None = None
 
     def churn(self, operations: int) -> None:
@@ -209,17 +146,17 @@ class Soak:
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the disk tier did not come to rest")
             time.sleep(0.005)
-        self._sample()
+        self._memory.append(MemorySample.take(time.monotonic() - self._started_s))
 
     def results(self) -> dict[str, Any]:
-        """Return resident memory and its slope, what was done, and the tables that grew the most."""
+        """Return memory and its slopes, what was done, and the tables that grew the most."""
         samples: dict[str, float] = {}
         for name, labels, value in self.engine.stats().samples:
             if name.endswith("_total") or name.startswith("warmpath_kv_tier"):
                 key = " ".join([name.removeprefix("warmpath_"), *(v for k, v in labels if k in ("tier", "outcome"))])
                 samples[key] = samples.get(key, 0.0) + value
         return {
-            "resident": slope(self._resident),
+            "memory": memory_figures(self._memory),
             "checks": len(self.checks),
             "operations": sum(self.done.values()),
             "done": dict(self.done),
@@ -237,21 +174,21 @@ class Soak:
     # -- what is done ---------------------------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        self._submit(self._request(self._tenant()))
+        self._submit(self._traffic.request(self._traffic.tenant()))
         self.done["asked"] += 1
 
     def _save(self) -> None:
         ttl_s = self._random.choice([None, 30.0, 300.0, 3600.0])
-        tenant, family = self._tenant(), self._random.randrange(self._settings.prefixes)
-        request = self._request(tenant, family=family)
-        tokens = len(self._prefix(tenant, family))
+        tenant, family = self._traffic.tenant(), self._random.randrange(self._settings.prefixes)
+        request = self._traffic.request(tenant, family=family)
+        tokens = len(self._traffic.prefix(tenant, family))
         self._submit(request, Save(f"{tenant} {family}".encode() + request.root, tokens, ttl_s))
         self.done["saved"] += 1
 
     def _burst(self) -> None:
-        tenant, prefix = self._tenant(), self._tokens(self._random.randrange(100, 600))
+        tenant, prefix = self._traffic.tenant(), self._traffic.tokens(self._random.randrange(100, 600))
         for _ in range(6):
-            self._submit(self._request(tenant, prefix=prefix))
+            self._submit(self._traffic.request(tenant, prefix=prefix))
         self.done["bursts"] += 1
 
     def _cancel(self) -> None:
@@ -271,74 +208,24 @@ class Soak:
         self.done["adapters unloaded"] += self.engine.unload_adapter(self._random.choice(self._specs).key)
 
     def _move(self) -> None:
-        tenant, family = self._tenant(), self._random.randrange(self._settings.prefixes)
-        scope = self._scope(tenant)
+        tenant, family = self._traffic.tenant(), self._random.randrange(self._settings.prefixes)
+        scope = self._traffic.scope(tenant)
         root = scope.root(SECRET)
-        chain = self.engine.export_prefix(scope, root, self._prefix(tenant, family))
+        chain = self.engine.export_prefix(scope, root, self._traffic.prefix(tenant, family))
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
             self.done["blocks imported"] += self.engine.import_prefix(chain, scope, root, tenant=tenant).new_blocks
             self.done["moved"] += 1
 
     def _refused(self) -> None:
-        request = self._request(self._tenant(), prefix=self._tokens(3000))
+        request = self._traffic.request(self._traffic.tenant(), prefix=self._traffic.tokens(3000))
         self._submit(request)
-        unknown = PrefixScope(self._fingerprint, lora="never@heard")
-        self._submit(self._request(self._tenant(), scope=unknown))
+        unknown = replace(request.scope, lora="never@heard")
+        self._submit(self._traffic.request(request.tenant, scope=unknown))
 
     def _reset(self) -> None:
         self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
         self.done["resets"] += 1
-
-    # -- what it is done with -------------------------------------------------------------------------------------
-
-    def _tenant(self) -> str:
-        """Return a configured tenant, or one of a window of others that moves on for ever."""
-        if self._random.random() < 0.7:
-            return f"tenant-{self._random.randrange(self._settings.tenants)}"
-        return f"visitor-{self._numbers // 200 + self._random.randrange(4)}"
-
-    def _scope(self, tenant: str) -> PrefixScope:
-        salt = tenant if self._random.random() < 0.8 else f"{tenant} {self._random.randrange(3)}"
-        loaded = self.engine.adapters()
-        lora = self._random.choice(loaded) if loaded and self._random.random() < 0.4 else ""
-        return PrefixScope(self._fingerprint, lora, salt.encode())
-
-    def _prefix(self, tenant: str, family: int) -> TokenArray:
-        """Return one of a tenant's prefixes; now and then it is a new one from then on."""
-        found = self._families.get((tenant, family))
-        if found is None or self._random.random() < 0.03:
-            found = self._families[tenant, family] = self._tokens(self._random.randrange(40, 400))
-            if len(self._families) > 100:
-                del self._families[next(iter(self._families))]
-        return found
-
-    def _tokens(self, count: int) -> TokenArray:
-        generator = np.random.default_rng(self._random.randrange(1 << 60))
-        return generator.integers(300, self._vocab, count, dtype=np.int32)
-
-    def _request(
-        self,
-        tenant: str,
-        *,
-        prefix: TokenArray | None = None,
-        family: int | None = None,
-        scope: PrefixScope | None = None,
-    ) -> EngineRequest:
-        if prefix is None:
-            prefix = self._prefix(tenant, self._random.randrange(self._settings.prefixes) if family is None else family)
-        scope = scope or self._scope(tenant)
-        self._numbers += 1
-        return EngineRequest(
-            f"request-{self._numbers}",
-            np.append(prefix, self._tokens(self._random.randrange(1, 60))),
-            scope,
-            scope.root(SECRET),
-            SamplingParams(self._random.choice([1, 1, 4, 8, 16, 120]), temperature=0.0),
-            tenant=tenant,
-            router_id=f"router-{self._numbers % 3}",
-            reservation=self._numbers,
-        )
 
     def _submit(self, request: EngineRequest, save: Save | None = None) -> None:
         self.ledger.born(request.request_id)
@@ -369,7 +256,7 @@ class Soak:
 
     def _ask_canary(self) -> None:
         """Ask what was asked at every check before: the answer must not change."""
-        scope = PrefixScope(self._fingerprint, salt=b"canary")
+        scope = PrefixScope(self._engine_settings.model_fingerprint, salt=b"canary")
         ids = np.arange(300, 500, dtype=np.int32)
         self.ledger.canary.clear()
         self.ledger.born(CANARY)
@@ -381,65 +268,6 @@ class Soak:
             self._canary = answer
         elif answer != self._canary:
             raise Imbalance(f"the same prompt was answered {self._canary} and now {answer}")
-
-    def _sample(self) -> None:
-        """Note resident memory, without what the allocator keeps for later."""
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-        if trim is not None:
-            trim(0)
-        self._resident.append((time.monotonic() - self._started_s, resident_bytes()))
-
-
-BOUNDED = (
-    *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
-    *("AdapterSlots", "LoraPair", "table LoraLayers", "_Bundle", "table _Bundle", "_Stack", "table AdapterSlots"),
-)
-"""Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
-belongs to adapters, whose number the audit checks."""
-
-
-def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
-    """Return the tables that are half as large again, and more, as they ever were in the first half of the checks."""
-    before, last = checks[: (len(checks) + 1) // 2], checks[-1]
-    most = {name: max(check.get(name, 0) for check in before) for name in last}
-    return {
-        name: (most[name], size)
-        for name, size in last.items()
-        if size > 1.5 * most[name] + 64 and not name.startswith(BOUNDED)
-    }
-
-
-def resident_bytes() -> int:
-    """Return this process's resident memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def slope(samples: Sequence[tuple[float, int]], block_s: float = 10.0, warm_up: float = 1 / 3) -> dict[str, Any]:
-    """Fit a line through (seconds, bytes) after a warm-up: KB a minute, with a 95 % interval.
-
-    Means over ``block_s`` seconds are fitted, because neighbouring samples are not independent.
-    """
-    end_s = samples[-1][0]
-    after = [(t, size) for t, size in samples if t >= warm_up * end_s]
-    blocks: dict[int, list[int]] = {}
-    for t, size in after:
-        blocks.setdefault(int(t // block_s), []).append(size)
-    x = np.array([block_s * (number + 0.5) / 60 for number in blocks])
-    y = np.array([np.mean(sizes) / 1024 for sizes in blocks.values()])
-    figures: dict[str, Any] = {
-        "after_warm_up_mb": after[0][1] / 2**20,
-        "end_mb": after[-1][1] / 2**20,
-        "most_mb": max(size for _, size in samples) / 2**20,
-        "minutes": end_s / 60,
-    }
-    if len(x) < 4:
-        return figures
-    centred = x - x.mean()
-    kb_per_min = float(centred @ y / (centred @ centred))
-    residual = y - y.mean() - kb_per_min * centred
-    error = float(np.sqrt(residual @ residual / (len(x) - 2) / (centred @ centred)))
-    return {**figures, "kb_per_min": kb_per_min, "interval": [kb_per_min - 2.1 * error, kb_per_min + 2.1 * error]}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from random import Random
 from threading import Lock
 from typing import Any
 
+from router.adapter_places import AdapterPlaces
 from router.block_hash import HASH_BYTES
 from router.counters import RouterCounters
 from router.decisions import RecentDecisions
@@ -61,6 +62,7 @@ class RoutingCore:
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._in_flight = InFlightPrefixes(self.settings.block_size)
         self._hot = HotPrefixes(self.settings.block_size)
+        self._adapters = AdapterPlaces()
 
     @property
     def directory(self) -> Directory:
@@ -102,7 +104,7 @@ class RoutingCore:
             before, self.settings = self.settings, settings
             self._loads.configure(settings.load)
             self._counted = self.counters.of_policy(settings.policy)
-            if before.shadow_policy != settings.shadow_policy:
+            if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._directory = Directory(settings.block_size, settings.max_blocks)
@@ -137,6 +139,8 @@ class RoutingCore:
             for event in events:
                 if isinstance(event, LoadReport):
                     self._loads.report(replica_id, event, self._clock())
+                    if self._loads.row_of(replica_id) is not None:
+                        self._adapters.report(replica_id, event)
                 elif isinstance(event, StatsReport):
                     if self._loads.row_of(replica_id) is not None:
                         self._stats[replica_id] = event
@@ -160,8 +164,7 @@ class RoutingCore:
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
         """Return the policy's whole ranking without reserving anything."""
         with self._lock:
-            match, in_flight = self._match(request)
-            context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
+            match, context = self._seen(request, blocked)
             return POLICIES[self.settings.policy](request, match, self._loads, context, None)
 
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
@@ -189,12 +192,8 @@ class RoutingCore:
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            match, in_flight = self._match(request)
-            blocked = self._blocked() if blocked is None else blocked
-            contexts = {
-                policy: PolicyContext(self._turn + 1, copy(self._rng), self.settings.scoring, blocked, in_flight)
-                for policy in policies
-            }
+            match, context = self._seen(request, self._blocked() if blocked is None else blocked)
+            contexts = {policy: context._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
             tiers = self._directory.tiers(self._usable(request), match)
             return explain(request, match, tiers, self._loads, contexts, now_s, self._hot)
 
@@ -245,9 +244,8 @@ class RoutingCore:
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
         loads = self._loads
         self._expire(now_s)
-        match, in_flight = self._match(request)
         self._turn += 1
-        context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked, in_flight)
+        match, context = self._seen(request, blocked)
         if match and self.settings.policy == DEFAULT_POLICY:
             chosen = self._hot.choice(request, match, loads, context, now_s)
         else:
@@ -257,9 +255,9 @@ class RoutingCore:
             return None
         replica_id, _, reason = chosen
         best = max(match.values()) if match else 0
-        planned = plan(request, replica_id, match, in_flight, best, loads, self.settings.scoring)
+        planned = plan(request, replica_id, match, context.in_flight, best, loads, context.settings, context.adapter_s)
         if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned)
+            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned, now_s)
         number = loads.reserve(replica_id, planned.uncached_tokens, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
             self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
@@ -273,13 +271,15 @@ class RoutingCore:
         self._decisions.add(request.request_id, decision)
         return decision
 
-    def _match(self, request: RoutedRequest) -> tuple[Match, Match]:
-        """Return cached tokens by replica, and those of prefills under way."""
+    def _seen(self, request: RoutedRequest, blocked: Collection[str]) -> tuple[Match, PolicyContext]:
+        """Return cached tokens by replica, and what else a policy needs to know of this request."""
         chain = self._usable(request)
         match = self._directory.match(chain)
-        if not self.settings.follow_in_flight:
-            return match, {}
-        return match, self._in_flight.match(request.placement_key, chain)
+        follow = self.settings.follow_in_flight
+        in_flight = self._in_flight.match(request.placement_key, chain) if follow else {}
+        adapter_s = self._adapters.load_s(request.adapter, self._loads)
+        scoring = self.settings.scoring
+        return match, PolicyContext(self._turn, self._rng, scoring, blocked, in_flight, adapter_s=adapter_s)
 
     def _usable(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
@@ -294,12 +294,14 @@ class RoutingCore:
         return len(ended)
 
     def _new_shadow(self) -> ShadowPolicy | None:
-        policy = self.settings.shadow_policy
-        return ShadowPolicy(policy, self._clock, Random(f"{self.router_id}/shadow")) if policy else None  # noqa: S311
+        policy, block_size = self.settings.shadow_policy, self.settings.block_size
+        rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
+        return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None
 
     def _drop(self, replica_id: str) -> None:
         for number in self._loads.remove_replica(replica_id):
             self._in_flight.discard(number)
         self._directory.remove_replica(replica_id)
+        self._adapters.forget(replica_id)
         self._stats.pop(replica_id, None)
         self.counters.decisions_by_replica.pop(replica_id, None)

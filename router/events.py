@@ -1,7 +1,7 @@
-"""What replicas tell routers: blocks stored and removed, load, counters; and the codec of the feed.
+"""What replicas tell routers: blocks stored and removed, load, counters.
 
-Owns the message types that cross the feed. Knows nothing of sockets or of how either side keeps its state.
-Hashes travel packed (see ``block_hash``).
+Owns the events that cross the feed; ``feed_wire`` has the messages they travel in. Knows nothing of sockets or of how
+either side keeps its state. Hashes travel packed (see ``block_hash``).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
     other tokens, ignored where none are committed.
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
+    ``adapters``: the LoRA adapters in memory (see ``adapter_places``); ``adapter_load_s``: how long one takes to load.
     """
 
     queued_prefill_tokens: int
@@ -59,6 +60,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     committed_prefill_tokens: int = 0
     pull_tokens_per_s: float = 0.0
     committed_sequences: int = 1
+    adapters: bytes = b""
+    adapter_load_s: float = 0.0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
@@ -71,26 +74,3 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
 
 Event = BlocksStored | BlocksRemoved | CacheCleared | LoadReport | StatsReport
-
-
-class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
-
-    replica_id: str
-    epoch: str
-    seq: int
-    events: tuple[Event, ...]
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(FeedMessage)
-
-
-def encode(message: FeedMessage) -> bytes:
-    """Serialize a feed message (msgpack)."""
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> FeedMessage:
-    """Parse a feed message. Raises ``msgspec.MsgspecError`` on anything malformed."""
-    return _decoder.decode(data)

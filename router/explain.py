@@ -43,8 +43,9 @@ def explain(
     """
     any_context = next(iter(contexts.values()))
     best = max(match.values(), default=0)
+    in_flight, adapter_s = any_context.in_flight, any_context.adapter_s
     plans = {
-        replica_id: plan(request, replica_id, match, any_context.in_flight, best, loads, any_context.settings)
+        replica_id: plan(request, replica_id, match, in_flight, best, loads, any_context.settings, adapter_s)
         for replica_id in loads.replica_ids
     }
     rankings = {policy: POLICIES[policy](request, match, loads, context, None) for policy, context in contexts.items()}
@@ -66,10 +67,11 @@ def explain(
                 "replica_id": replica_id,
                 "cached_tokens": match.get(replica_id, 0),
                 "cached_tokens_by_tier": dict(tiers.get(replica_id, {})),
-                "in_flight_tokens": any_context.in_flight.get(replica_id, 0),
+                "in_flight_tokens": in_flight.get(replica_id, 0),
                 "uncached_tokens": plans[replica_id].uncached_tokens,
                 "pull_from": plans[replica_id].pull_from or None,
                 "pull_tokens": plans[replica_id].pull_tokens,
+                "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replica_ids.index(replica_id)]),
                 "estimated_ttft_s": plans[replica_id].estimated_ttft_s,
                 "blocked": replica_id in any_context.blocked,
                 **load_state(replica_id, loads, now_s),

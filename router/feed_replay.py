@@ -15,8 +15,8 @@ from random import Random
 import msgspec
 
 from router.counters import RouterCounters
-from router.events import CacheCleared, Event, FeedMessage, LoadReport, StatsReport, decode
-from router.feed_wire import NONCE_BYTES, decode_chunk
+from router.events import CacheCleared, Event, LoadReport, StatsReport
+from router.feed_wire import NONCE_BYTES, FeedMessage, decode_chunk, decode_message
 
 Deliver = Callable[[str, tuple[Event, ...]], None]
 """(epoch, events) of one replica, in order."""
@@ -80,7 +80,7 @@ class FeedReplay:
         self._heard_s = now_s
         self._counters.feed_messages += 1
         try:
-            message = decode(data)
+            message = decode_message(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self._malformed()
             return

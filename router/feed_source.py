@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from router.block_hash import HASH_BYTES, split_chain
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, FeedMessage, LoadReport, StatsReport, encode
-from router.feed_wire import SnapshotChunk, encode_chunk
+from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+from router.feed_wire import FeedMessage, SnapshotChunk, encode
 
 
 class BlockMirror:
@@ -94,7 +94,7 @@ class FeedSource:
             chunk = SnapshotChunk(
                 self.replica_id, self.epoch, seq, nonce, index, last, events + reports if last else events
             )
-            yield encode_chunk(chunk)
+            yield encode(chunk)
             if last:
                 return
             index, events = index + 1, following

@@ -1,4 +1,4 @@
-"""What crosses the feed besides FeedMessage: the advertised endpoint, snapshot requests and snapshot chunks.
+"""What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
 
 Owns their encoding. Knows no sockets and no state. A request is its nonce alone, which every chunk of the answer
 repeats; chunk 0 opens a snapshot that is consistent with sequence number ``seq``.
@@ -39,6 +39,15 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
         return msgspec.convert(values, cls)
 
 
+class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
+    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
+
+    replica_id: str
+    epoch: str
+    seq: int
+    events: tuple[Event, ...]
+
+
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
     """One piece of a snapshot, a bounded number of blocks."""
 
@@ -52,14 +61,20 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(SnapshotChunk)
+_message_decoder = msgspec.msgpack.Decoder(FeedMessage)
+_chunk_decoder = msgspec.msgpack.Decoder(SnapshotChunk)
 
 
-def encode_chunk(chunk: SnapshotChunk) -> bytes:
-    """Serialize a chunk (msgpack)."""
-    return _encoder.encode(chunk)
+def encode(message: FeedMessage | SnapshotChunk) -> bytes:
+    """Serialize a message or a chunk."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> FeedMessage:
+    """Parse a message. Raises ``msgspec.MsgspecError`` on anything malformed."""
+    return _message_decoder.decode(data)
 
 
 def decode_chunk(data: bytes) -> SnapshotChunk:
     """Parse a chunk. Raises ``msgspec.MsgspecError`` on anything malformed."""
-    return _decoder.decode(data)
+    return _chunk_decoder.decode(data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import exp
 from typing import NamedTuple
 
-from router.load import LoadTable
+from router.load import Floats, LoadTable
 from router.pull import plan_pull
 from router.ranking import Match, PolicySettings
 from router.replica_load import ReplicaLoad
@@ -37,8 +37,12 @@ def plan(
     best_tokens: int,
     loads: LoadTable,
     settings: PolicySettings,
+    adapter_s: Floats | None = None,
 ) -> Plan:
-    """Return the plan for a known replica. ``best_tokens``: the most that any replica has cached."""
+    """Return the plan for a known replica. ``best_tokens``: the most that any replica has cached.
+
+    ``adapter_s``: see ``PolicyContext``.
+    """
     cached = held = match.get(replica_id, 0)
     if in_flight:
         held = max(held, in_flight.get(replica_id, 0))
@@ -51,6 +55,8 @@ def plan(
             held = pull_tokens
     uncached = max(request.prompt_tokens - held, 1)
     wait_s = expected_prefill_s(replica, uncached, first_come=not settings.shortest_first)
+    if adapter_s is not None:
+        wait_s += float(adapter_s[replica.row])
     return Plan(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
 
 

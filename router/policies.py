@@ -40,7 +40,8 @@ def estimated_ttft(
     others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
     ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
     stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
-    left to each: the others cost up to as much more as the request itself (``LoadTable.apart``).
+    left to each: the others cost up to as much more as the request itself (``LoadTable.apart``). A replica that lacks
+    the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter there.
     """
     scores, own = ttft_scores(request, match, loads, context)
     return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
@@ -70,6 +71,8 @@ def ttft_scores(
         if equal < min(loads.active_routers, len(scores)):
             scores += apart * own.min()
     scores *= loads.seconds_per_token
+    if context.adapter_s is not None:
+        scores += context.adapter_s
     return scores, own
 
 

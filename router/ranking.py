@@ -81,6 +81,8 @@ class PolicyContext(NamedTuple):
 
     ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
     an unfinished prefill of the same prefix will have cached, by replica. ``shut``: further rows that cannot take it.
+    ``adapter_s``: by row, the seconds that the request waits there for its LoRA adapter; None: nowhere, or for as long
+    everywhere.
     """
 
     turn: int
@@ -89,6 +91,7 @@ class PolicyContext(NamedTuple):
     blocked: Collection[str] = ()
     in_flight: Match = _NOTHING
     shut: npt.NDArray[np.bool_] | None = None
+    adapter_s: Floats | None = None
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:

@@ -114,6 +114,8 @@ def clamped(report: LoadReport) -> LoadReport:
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
+        adapters=report.adapters,
+        adapter_load_s=report.adapter_load_s,
     )
 
 

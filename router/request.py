@@ -13,7 +13,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 
     ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
     cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
-    ``avoid``: replicas that already failed this request.
+    ``avoid``: replicas that already failed this request. ``adapter``: the key of its LoRA adapter, "" for none.
     """
 
     request_id: str
@@ -22,6 +22,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     placement_key: bytes
     max_new_tokens: int = 0
     avoid: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

@@ -1,8 +1,9 @@
 """A second policy that decides about every request beside the first one, and never acts.
 
-Owns its own counters, turn and randomness, so that the acting policy is not disturbed. It sees the same match, the
-same loads and the same replicas that can take the request, before the acting policy's reservation; what its own
-choices would have done to later loads and caches it cannot see. A fault in it is counted and goes no further.
+Owns its own counters, turn, randomness and demand for prefixes, so that the acting policy is not disturbed. It sees the
+same match, loads and replicas that can take the request, before the acting policy's reservation; what its own choices
+would have done to later loads and caches it cannot see (a prefix stays hot to it while nobody becomes one more holder).
+A fault in it is counted and goes no further.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from router.counters import DECISION_BUCKETS_S, Histogram
+from router.hot_prefixes import HotPrefixes
 from router.load import LoadTable
 from router.plan import Plan, plan
-from router.policies import POLICIES
+from router.policies import DEFAULT_POLICY, POLICIES
 from router.ranking import Candidate, Match, PolicyContext
 from router.request import RoutedRequest
 
@@ -44,8 +46,9 @@ class ShadowCounters:
 class ShadowPolicy:
     """Compares one policy with the acting one. ``clock``: seconds, for its own decision time."""
 
-    def __init__(self, policy: str, clock: Callable[[], float], rng: Random) -> None:
+    def __init__(self, policy: str, block_size: int, clock: Callable[[], float], rng: Random) -> None:
         self.policy = policy
+        self._hot = HotPrefixes(block_size)
         self._clock = clock
         self.counters = ShadowCounters()
         self._rng = rng
@@ -60,17 +63,24 @@ class ShadowPolicy:
         loads: LoadTable,
         acting_replica_id: str,
         acting: Plan,
+        now_s: float,
     ) -> float:
         """Decide about a request that ``acting_replica_id`` is about to get, and count the difference.
 
-        ``context``: the acting policy's. Returns the seconds it took. Never raises.
+        ``context``: the acting policy's. ``now_s``: the decision's. Returns the seconds it took. Never raises.
         """
         started_s = self._clock()
         try:
             self._turn += 1
             own = context._replace(turn=self._turn, rng=self._rng)
-            chosen = POLICIES[self.policy](request, match, loads, own, 1)[0]
-            planned = plan(request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings)
+            if match and self.policy == DEFAULT_POLICY:
+                chosen = self._hot.choice(request, match, loads, own, now_s)
+                assert chosen is not None
+            else:
+                chosen = POLICIES[self.policy](request, match, loads, own, 1)[0]
+            planned = plan(
+                request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings, own.adapter_s
+            )
         except Exception:
             self.counters.faults += 1
             if self.counters.faults == 1:

@@ -132,25 +132,15 @@ class Dispatcher:
         self, generation: Generation, route: RoutedRequest, reservation: _Reservation
     ) -> AsyncGenerator[wire.GenerateChunk, None]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
-        sampling = generation.sampling
         call = wire.GenerateCall(
             request_id=route.request_id,
             token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
-            model=generation.scope.model,
-            lora=generation.scope.lora,
-            salt=generation.scope.salt,
+            scope=generation.scope,
             root=generation.root,
             tenant=generation.tenant,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop_token_ids=sampling.stop_token_ids,
-            disable_spec_decode=sampling.disable_spec_decode,
+            sampling=generation.sampling,
             save=generation.save,
             lora_path=generation.lora_path,
-            public_blocks=generation.scope.public_blocks,
         )
         started_s = time.perf_counter()
         try:
@@ -225,6 +215,7 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
         placement_key=generation.placement_key,
         max_new_tokens=generation.sampling.max_tokens,
         avoid=avoid,
+        adapter=generation.scope.lora,
     )
 
 

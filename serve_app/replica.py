@@ -20,6 +20,7 @@ import ray
 from msgspec import structs
 from ray import serve
 
+from router.adapter_places import pack_adapters
 from router.block_hash import PrefixScope
 from router.events import Event, LoadReport, StatsReport
 from router.feed import FeedPublisher, FeedPublisherThread
@@ -260,7 +261,12 @@ class Replica:
         while True:
             now_s = time.monotonic()
             events: list[Event] = []
-            load = structs.replace(self._engine.load(), pull_tokens_per_s=self._pulls.tokens_per_s)
+            load = structs.replace(
+                self._engine.load(),
+                pull_tokens_per_s=self._pulls.tokens_per_s,
+                adapters=pack_adapters(self._engine.adapters()),
+                adapter_load_s=self._adapters.load_s,
+            )
             if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
                 events.append(load)
                 last_load, last_load_s = load, now_s

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 
 from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.config import AppConfig
@@ -19,13 +21,18 @@ logger = logging.getLogger(__name__)
 _TRIES = 3
 """An adapter that was just loaded can be evicted before its request is in; more often than that is no accident."""
 
+_SMOOTHING = 0.3
+
 
 class ReplicaAdapters:
     """Adapters of one engine. Used from one event loop."""
 
-    def __init__(self, config: AppConfig, engine: Engine) -> None:
+    def __init__(self, config: AppConfig, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._engine = engine
+        self._clock = clock
+        self.load_s = 0.0
+        """Seconds that a load took lately, smoothed; 0.0 until there was one."""
         self.registry = AdapterRegistry(config.model_name)
         self._loading: dict[str, asyncio.Task[None]] = {}
 
@@ -70,8 +77,16 @@ class ReplicaAdapters:
     async def _load(self, spec: AdapterSpec) -> None:
         task = self._loading.get(spec.key)
         if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._engine.load_adapter, spec))
+            task = asyncio.create_task(self._timed_load(spec))
             self._loading[spec.key] = task
             task.add_done_callback(lambda _: self._loading.pop(spec.key, None))
         # Who leaves while waiting must not end the load for the others who wait.
         await asyncio.shield(task)
+
+    async def _timed_load(self, spec: AdapterSpec) -> None:
+        here = spec.key in self._engine.adapters()
+        started_s = self._clock()
+        await asyncio.to_thread(self._engine.load_adapter, spec)
+        if not here:
+            took_s = self._clock() - started_s
+            self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)

@@ -1,7 +1,8 @@
 """What crosses the Serve handle between ingress and replica: one call in, chunks of tokens out, as msgpack.
 
-Owns the byte format only. msgpack of a flat struct is several times cheaper than pickling objects, and the
-token ids travel as raw int32 bytes.
+Owns the byte format only. msgpack of typed structs is several times cheaper than pickling objects, and the token ids
+travel as raw int32 bytes. What the engine takes as one object, scope or sampling, crosses as one: its fields are listed
+where it is defined and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,45 +19,28 @@ ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavail
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation. ``token_ids``: little-endian int32 bytes; ``root`` and ``public_blocks`` as in block_hash.
+    """One generation. ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
 
-    ``lora_path``: where a replica that lacks the adapter ``lora`` finds it.
+    ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it.
     """
 
     request_id: str
     token_ids: bytes
-    model: str
-    lora: str
-    salt: bytes
+    scope: PrefixScope
     root: bytes
     tenant: str
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    disable_spec_decode: bool = False
+    sampling: SamplingParams
     save: Save | None = None
     lora_path: str = ""
-    public_blocks: int = 0
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
         return EngineRequest(
             request_id=self.request_id,
             token_ids=np.frombuffer(self.token_ids, dtype="<i4"),
-            scope=PrefixScope(self.model, self.lora, self.salt, self.public_blocks),
+            scope=self.scope,
             root=self.root,
-            sampling=SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                seed=self.seed,
-                stop_token_ids=self.stop_token_ids,
-                disable_spec_decode=self.disable_spec_decode,
-            ),
+            sampling=self.sampling,
             block_hashes=block_hashes,
             tenant=self.tenant,
             router_id=router_id,

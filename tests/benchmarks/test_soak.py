@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import Soak, SoakSettings, grown, slope
+from benchmarks.soak import Soak, SoakSettings
 from benchmarks.soak_audit import Imbalance, tables
+from benchmarks.soak_memory import MemorySample, grown, memory_figures, slope
 from serve_app.cache.lineage import scope_digest
 
 LEFT_BYTES_AN_OPERATION = 500
@@ -84,6 +86,26 @@ def test_tables_count_what_is_reachable_and_growth_is_seen(soak: Soak) -> None:
     assert sizes["Inbox._live"] == 0
     checks = [{"a": 10, "b": 500}, {"a": 20, "b": 500}, {"a": 200, "b": 560}]
     assert grown(checks) == {"a": (20, 200)}
+
+
+def test_memory_is_taken_apart() -> None:
+    """A large array is mapped or in the heap, small objects are Python's, and both are gone when they are dropped."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("only glibc says what malloc has given out")
+    before = MemorySample.take(0.0)
+    kept = [np.ones(1 << 20), *(np.ones(1) for _ in range(20_000))]
+    during = MemorySample.take(1.0)
+    del kept
+    after = MemorySample.take(2.0)
+    given_out = [sample.heap_bytes + sample.mapped_bytes for sample in (before, during, after)]
+    # Less than the array's 8 MiB, for what earlier tests left may be freed at any time.
+    assert given_out[1] - given_out[0] > 6 << 20
+    assert given_out[1] - given_out[2] > 6 << 20
+    assert during.python_blocks - before.python_blocks > 15_000
+    assert during.python_blocks - after.python_blocks > 15_000
+    figures = memory_figures([before, during, after])
+    assert figures["malloc_mapped"]["most_mb"] >= figures["malloc_mapped"]["end_mb"]
+    assert figures["python_blocks"] == {"half_time": during.python_blocks, "end": after.python_blocks}
 
 
 @pytest.mark.parametrize("kb_per_min", [0.0, 300.0])

@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
 from benchmarks.server import instance
-from tests.integration.conftest import cache_state, replicas_of
+from serve_app.demo_model import ensure_demo_model
+from tests.integration.conftest import cache_state, eventually, replicas_of
 
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model in a directory of its own: while that is away, no replica can start."""
+    return shutil.copytree(ensure_demo_model("demo"), tmp_path_factory.mktemp("models") / "demo")
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
     """Two slow replicas (a cost model of 2,000 tokens/s), so that there is time to kill them in."""
     with instance(
+        "--model",
+        str(model),
         "--engine",
         "simulated",
         "--set",
@@ -36,6 +48,8 @@ def url() -> Iterator[str]:
         "max_waiting_requests=8",
         "--set",
         "max_queued_requests=8",
+        "--set",
+        "no_replica_wait_s=0.2",
     ) as base:
         yield base
 
@@ -167,3 +181,30 @@ def test_a_full_queue_answers_429(url: str) -> None:
                 assert answer.json()["error"]["code"] == "rate_limit_exceeded"
 
     asyncio.run(run())
+
+
+def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path) -> None:
+    """503 with Retry-After in OpenAI's shape on every route that generates; answers again once replicas are back."""
+    completion = {"model": "demo", "prompt": "anyone?", "max_tokens": 2}
+    requests = [(CHAT, body("anyone?")), (CHAT, body("anyone?", stream=True)), (COMPLETIONS, completion)]
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            answers = await asyncio.gather(*(client.post(path, json=content) for path, content in requests))
+        for answer in answers:
+            assert answer.status_code == 503, answer.text
+            assert int(answer.headers["retry-after"]) >= 1
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["type"], error["code"]) == ("server_error", "service_unavailable")
+            assert "no replica" in error["message"]
+
+    wait_for_replicas(url, 2)
+    away = model.rename(model.with_name("away"))
+    for replica in replicas_of(url).values():
+        os.kill(replica["pid"], signal.SIGKILL)
+    eventually(lambda: not replicas_of(url), within_s=60)
+    asyncio.run(run())
+    away.rename(model)
+    wait_for_replicas(url, 2)
+    assert httpx.post(url + COMPLETIONS, json=completion, timeout=60).status_code == 200

@@ -19,6 +19,7 @@ from openai import OpenAI
 from benchmarks.server import instance
 from serve_app.demo_model import ensure_demo_model
 from serve_app.tenancy import make_api_key
+from tests.integration.conftest import eventually
 from tests.serve_app.engine.adapters import save_adapter
 
 pytestmark = pytest.mark.integration
@@ -189,7 +190,10 @@ def test_only_operators_change_adapters_and_only_inside_the_root(served: Instanc
 
 
 def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Instance) -> None:
-    """Both replicas are killed: their successors were told nothing, and load from what the request carries."""
+    """Both replicas are killed: their successors were told nothing, and load from what the request carries.
+
+    Routers hear which of them has the adapter in memory now, and what loading it would take the other.
+    """
     assert served.load("kept", "judge").status_code == 200
     before, _, _ = ask(served.client(), "kept")
     old = served.replica_pids()
@@ -201,3 +205,10 @@ def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Insta
         assert time.monotonic() < deadline_s, "no replica came back"
         time.sleep(0.2)
     assert ask(served.client(), "kept")[0] == before
+
+    def who_would_load_it() -> list[bool]:
+        body = {"model": "kept", "prompt": "Something else.", "tenant": "acme"}
+        said = served.post("/v1/cache/explain", body).json()["prompts"][0]
+        return sorted(replica["adapter_load_s"] > 0.0 for replica in said["replicas"])
+
+    eventually(lambda: who_would_load_it() == [False, True], within_s=90)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -69,6 +70,49 @@ def test_a_shadow_of_the_same_policy_always_agrees(policy: str, number: int) -> 
     assert counters.estimated_ttft_s == pytest.approx(sum(d.estimated_ttft_s for d in made if d))
 
 
+def heated(policy: str, shadow: str, decisions: int = 300) -> tuple[RoutingCore, list[Decision]]:
+    """A prefix of 2,048 tokens that brings three replicas' worth of work; whoever gets a request holds it from then on.
+
+    Requests are done before the next one comes, so that nothing but demand is a reason for one more holder.
+    """
+    now_s = 0.0
+    core = RoutingCore("me", RouterSettings(policy, shadow_policy=shadow), clock=lambda: now_s, rng=Random(1))
+    core.update_replicas("abcdef")
+    prefix, made = Random(1).randbytes(16 * 128), []
+    for name in "abcdef":
+        core.apply(name, "e", [LoadReport(0, 0, 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=50_000.0)])
+    for number in range(decisions):
+        now_s += 1 / 30
+        chain = prefix + Random(number).randbytes(16 * 6)
+        decision = core.decide(RoutedRequest(f"q{number}", chain, 2148, b"k" * 16))
+        assert decision is not None
+        core.release(decision)
+        core.apply(decision.replica_id, "e", [BlocksStored(prefix)])
+        made.append(decision)
+    return core, made
+
+
+def test_a_shadow_knows_hot_prefixes_as_the_acting_policy_does() -> None:
+    """Beside itself it agrees about every new holder, and each counts the demand for itself alone."""
+    core, made = heated("estimated_ttft", "estimated_ttft")
+    assert made == heated("estimated_ttft", "")[1]
+    assert core.shadow is not None
+    counters = core.shadow[1]
+    assert (counters.decisions, counters.agreed, counters.faults) == (300, 300, 0)
+    assert counters.by_reason == Counter(decision.reason for decision in made)
+    assert counters.by_reason["hot_prefix"] >= 3
+
+
+def test_a_shadow_counts_demand_where_the_acting_policy_counts_none() -> None:
+    """Beside a policy without that rule it names the moments at which it would have made one more holder."""
+    core, made = heated("lmetric", "estimated_ttft")
+    assert made == heated("lmetric", "")[1]
+    assert len({decision.replica_id for decision in made}) == 1
+    assert core.shadow is not None
+    counters = core.shadow[1]
+    assert counters.by_reason["hot_prefix"] == counters.decisions - counters.agreed > 0
+
+
 def test_would_be_figures_are_the_shadows_own() -> None:
     """Round robin's choices in the shadow count what round robin would have had."""
     core = core_with("estimated_ttft", "round_robin")
@@ -116,6 +160,9 @@ def test_settings_change_the_shadow() -> None:
     core.configure(RouterSettings(shadow_policy="lmetric"))
     assert core.shadow is not None
     assert (core.shadow[0], core.shadow[1].decisions) == ("lmetric", 0)
+    core.decide(request(2))
+    core.configure(RouterSettings(shadow_policy="lmetric", block_size=32))
+    assert core.shadow[1].decisions == 0
     core.configure(RouterSettings())
     assert core.shadow is None
     assert core.state()["shadow"] is None

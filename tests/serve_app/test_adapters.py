@@ -20,6 +20,7 @@ from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapter
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config import AppConfig
+from serve_app.dispatch import route_of
 from serve_app.engine.adapter import AdapterError, AdapterSpec
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, EngineSettings, UnknownAdapter
@@ -265,6 +266,18 @@ def test_an_adapter_evicted_while_its_request_was_on_its_way_is_loaded_again(tmp
     engine.stop()
 
 
+def test_only_loads_are_timed_and_smoothed(tmp_path: Path) -> None:
+    """An adapter that is in memory already takes no time and says nothing of what loading takes."""
+    both = [entry.spec for entry in configured_adapters({n: save_plain(tmp_path / n) for n in "ab"})]
+    readings = iter([10.0, 12.0, 20.0, 30.0, 31.0])
+    replica = ReplicaAdapters(AppConfig(), _engine(), clock=lambda: next(readings))
+    took = [replica.load_s]
+    for adapter in (both[0], both[0], both[1]):
+        assert asyncio.run(replica.load(AdapterEntry("x", adapter))) == ""
+        took.append(replica.load_s)
+    assert took == [0.0, 2.0, 2.0, pytest.approx(1.7)]
+
+
 @pytest.fixture(scope="module")
 def front(demo_model_path: Path) -> tuple[CheckpointInfo, PromptTokenizer]:
     return load_checkpoint_info(demo_model_path), PromptTokenizer(demo_model_path, cache_bytes=1 << 20, block_size=16)
@@ -296,6 +309,7 @@ def test_the_routers_chain_is_the_replicas_and_differs_by_adapter_and_by_digest(
     assert not (chains[0] & chains[1] or chains[1] & chains[2] or chains[0] & chains[2])
     assert len({one.placement_key for one in (base, first, second)}) == 3
     assert (first.scope.lora, first.lora_path, base.lora_path) == (old.key, old.path, "")
+    assert (route_of(first).adapter, route_of(base).adapter) == (old.key, "")
     stored: list[Any] = []
     runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
     runner.adapters._load = lambda _: None  # type: ignore[assignment,return-value]

@@ -115,7 +115,7 @@ def token_at(position: int) -> int:
 async def answer(call: wire.GenerateCall, replica: str, stop_after: int | None = None) -> Any:
     """Yield what a sound replica yields, two tokens a chunk; optionally only the first ``stop_after`` tokens."""
     start = len(call.token_ids) // 4
-    tokens = [token_at(start + i) for i in range(call.max_tokens)][:stop_after]
+    tokens = [token_at(start + i) for i in range(call.sampling.max_tokens)][:stop_after]
     for i in range(0, len(tokens), 2):
         last = stop_after is None and i + 2 >= len(tokens)
         yield wire.GenerateChunk(
@@ -170,8 +170,8 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: t
     resumed = np.frombuffer(second_call.token_ids, dtype="<i4")
     assert list(resumed) == [*range(10), *(token_at(10 + i) for i in range(received))]
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
-    assert second_call.max_tokens == 6 - received
-    assert second_call.seed == 11
+    assert second_call.sampling == replace(generation().sampling, max_tokens=6 - received)
+    assert second_call.scope == SCOPE
 
 
 @pytest.mark.parametrize("public_blocks", [1, 2])

@@ -20,6 +20,7 @@ from serve_app.drafter import with_drafter
 from serve_app.engine.eagle_config import read_eagle_config
 from serve_app.engine.eagle_head import EagleHead
 from serve_app.engine.kv_size import kv_bytes_per_block
+from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.speculative import SpeculativeRunner
 from serve_app.engine_factory import make_engine
 from serve_app.errors import InvalidRequest
@@ -143,18 +144,10 @@ def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -
         call = wire.GenerateCall(
             request_id="r",
             token_ids=np.array([1], dtype="<i4").tobytes(),
-            model="m",
-            lora="",
-            salt=b"",
+            scope=PrefixScope("m"),
             root=PrefixScope("m").root(b"secret"),
             tenant="t",
-            max_tokens=1,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            seed=0,
-            stop_token_ids=(),
-            disable_spec_decode=value,
+            sampling=SamplingParams(1, disable_spec_decode=value),
         )
         request = wire.decode_call(wire.encode(call)).to_engine_request(b"", "", 0)
         assert request.sampling.disable_spec_decode is value
