@@ -77,9 +77,11 @@ def paged_attention(
         return torch.ops.warmpath.attend(query, key, value, layer, scale), None
     assert paged is not None
     keys, values = paged.pool.keys[layer], paged.pool.values[layer]
-    real = len(paged.slots)
-    keys.index_copy_(0, paged.slots, key[0, :, :real].transpose(0, 1))
-    values.index_copy_(0, paged.slots, value[0, :, :real].transpose(0, 1))
+    fresh = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if len(paged.slots) < len(fresh[0]):
+        fresh = (fresh[0][: len(paged.slots)], fresh[1][: len(paged.slots)])
+    keys.index_copy_(0, paged.slots, fresh[0])
+    values.index_copy_(0, paged.slots, fresh[1])
     return (paged.backend or RUNS).attend(paged, layer, query[0].transpose(0, 1), scale)[None], None
 
 
@@ -127,7 +129,7 @@ def partial_attention(
     ``causal``: query i sees keys 0 to i (and there is no mask).
     """
     if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             query, key, value, is_causal=causal, attn_mask=mask, scale=scale
         )
         return out, lse.float()
@@ -237,8 +239,7 @@ def _gathered(
     count, kv_heads, group, head_dim = rows.shape
     pool = paged.pool
     gathered = []
-    for name, slots in (("gather_k", pool.keys[layer]), ("gather_v", pool.values[layer])):
-        blocks = slots.view(-1, pool.block_size * kv_heads * head_dim)
+    for name, blocks in (("gather_k", pool.key_blocks[layer]), ("gather_v", pool.value_blocks[layer])):
         found = pool.scratch(name, len(job.blocks), blocks.shape[1])
         torch.index_select(blocks, 0, job.blocks, out=found)
         gathered.append(found.view(count, -1, kv_heads, head_dim).transpose(1, 2))
@@ -276,22 +277,18 @@ def _prefill(
 
 def _past(paged: PagedStep, part: PrefillPart, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return keys and values of what a chunk comes after, [1, kv_heads, S, head_dim] each: its runs, or one copy."""
-    pools, pieces = (paged.pool.keys[layer], paged.pool.values[layer]), part.pieces
+    pool, pieces = paged.pool, part.pieces
+    keys, values = pool.keys[layer], pool.values[layer]
     if part.blocks is not None:
-        pools = (
-            _copied(paged.pool, "past_k", pools[0], part.blocks),
-            _copied(paged.pool, "past_v", pools[1], part.blocks),
-        )
+        # Into memory that the next layer takes again.
+        copies = []
+        for name, blocks in (("past_k", pool.key_blocks[layer]), ("past_v", pool.value_blocks[layer])):
+            copy = pool.scratch(name, len(part.blocks), blocks.shape[1])
+            copies.append(torch.index_select(blocks, 0, part.blocks, out=copy).view(-1, *keys.shape[1:]))
+        keys, values = copies
         pieces = ((0, part.past),)
-    key, value = (slots.transpose(0, 1)[None] for slots in pools)
+    key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     return [(key[:, :, first : first + count], value[:, :, first : first + count]) for first, count in pieces]
-
-
-def _copied(pool: KvPool, name: str, slots: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the slots of ``blocks`` one after the other, in memory that the next layer takes again."""
-    lined = slots.view(-1, pool.block_size * slots.shape[1] * slots.shape[2])
-    copy = torch.index_select(lined, 0, blocks, out=pool.scratch(name, len(blocks), lined.shape[1]))
-    return copy.view(-1, *slots.shape[1:])
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

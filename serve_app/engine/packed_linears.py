@@ -51,10 +51,8 @@ class PackedLinear:
             # A compiled forward cannot hold packed weights; it calls back by number (`compiled_forward`).
             called: torch.Tensor = torch.ops.warmpath.packed_product(given, self._number, sum(self._sizes))
             return called
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            given.flatten(0, -2), self._weight, self._bias, "none", [], ""
-        )
-        return out.view(*given.shape[:-1], out.shape[-1])
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(given, self._weight, self._bias, "none", [], "")
+        return out
 
     def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
         """Return one layer's output [..., out_features]; replaces that layer's ``forward``."""

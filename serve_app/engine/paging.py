@@ -61,11 +61,14 @@ class KvPool:
         slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
         self.keys = [slots[layer, 0] for layer in range(layers)]
         self.values = [slots[layer, 1] for layer in range(layers)]
+        lined = self.tensor.view(layers, 2, num_blocks, block_size * kv_heads * head_dim)
+        self.key_blocks = [lined[layer, 0] for layer in range(layers)]
+        self.value_blocks = [lined[layer, 1] for layer in range(layers)]
         self._scratch: dict[str, torch.Tensor] = {}
 
     def scratch(self, name: str, *shape: int) -> torch.Tensor:
         """Return uninitialized memory of ``shape``, the same for every call with ``name`` (it only grows)."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         flat = self._scratch.get(name)
         if flat is None or flat.numel() < size:
             flat = torch.empty(size, dtype=self.tensor.dtype, device=self.tensor.device)
