@@ -1,7 +1,7 @@
 """Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
 
-Owns the writing of a step's KV, and the backend that suits a CPU: decode rows by partial results merged through
-their log-sum-exp, prefill chunks likewise. Knows nothing of scheduling; where things lie, and another backend where
+Owns the writing of a step's KV, and the backend that suits a CPU: decode rows and prefill chunks by partial results
+merged through their log-sum-exp. Knows nothing of scheduling; where things lie, and another backend where
 there is one, comes in a PagedStep. Refuses what it does not compute (sliding windows, soft-capping, sinks).
 """
 
@@ -13,16 +13,12 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from serve_app.engine.paging import DecodePart, GatherJob, KvPool, PagedStep, PrefillPart, plan_step
+from serve_app.engine.decode_attention import attend_decodes
+from serve_app.engine.paging import KvPool, PagedStep, PrefillPart, plan_step
+from serve_app.engine.partial_attention import partial_attention
 from serve_app.engine.step import Segment
 
 IMPLEMENTATION = "paged_kv"
-
-PORTABLE_SCORES = 64 * 1024 * 1024
-"""Scores held at once where there is no fused kernel: 256 MiB."""
-
-FOLDED_ROWS = 8
-"""From this many query rows over one run, packing it head by head costs less than spreading the queries."""
 
 
 class UnsupportedModel(Exception):
@@ -102,149 +98,17 @@ class RunsBackend:
         real = len(step.slots)
         rows = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
         if step.decode is not None and step.decode.rows == tokens:
-            return _decode(step, step.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
+            return attend_decodes(step, step.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
         output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
         output[real:] = 0
         if step.decode is not None:
-            output[: step.decode.rows] = _decode(step, step.decode, layer, rows[: step.decode.rows], scale)
+            output[: step.decode.rows] = attend_decodes(step, step.decode, layer, rows[: step.decode.rows], scale)
         for part in step.prefills:
             _prefill(step, part, layer, rows, output, scale)
         return output.view(tokens, heads, head_dim)
 
 
 RUNS = RunsBackend()
-
-
-def partial_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return softmax(QK)V and the log-sum-exp of its scores; [B, H, Q, D] and [B, H, Q] in float32.
-
-    ``causal``: query i sees keys 0 to i (and there is no mask).
-    """
-    if query.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            query, key, value, is_causal=causal, attn_mask=mask, scale=scale
-        )
-        return out, lse.float()
-    return portable_attention(query, key, value, mask, scale, causal=causal)
-
-
-def portable_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    *,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``partial_attention`` where there is no fused kernel that returns the log-sum-exp; in bounded memory."""
-    batch, heads, rows, _ = query.shape
-    out = torch.empty(query.shape, dtype=value.dtype, device=query.device)
-    lse = torch.empty(batch, heads, rows, device=query.device)
-    most = max(1, PORTABLE_SCORES // (batch * heads * key.shape[2]))
-    for first in range(0, rows, most):
-        here = slice(first, min(first + most, rows))
-        scores = torch.matmul(query[:, :, here], key.transpose(-1, -2)).float() * scale
-        if mask is not None:
-            scores += mask if mask.shape[2] == 1 else mask[:, :, here]
-        if causal:
-            numbers = torch.arange(key.shape[2], device=query.device)
-            scores.masked_fill_(numbers > numbers[here][:, None], float("-inf"))
-        lse[:, :, here] = torch.logsumexp(scores, dim=-1)
-        out[:, :, here] = torch.matmul(torch.exp(scores - lse[:, :, here, None]).to(value.dtype), value)
-    return out, lse
-
-
-def _decode(paged: PagedStep, part: DecodePart, layer: int, rows: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend single-token ``rows`` [n, kv_heads, group, head_dim]; same shape back."""
-    count, kv_heads, group, head_dim = rows.shape
-    if not part.views and len(part.gathers) == 1:
-        return _gathered(paged, part.gathers[0], layer, rows, scale)[0]
-    outs = torch.zeros(part.partials * count, kv_heads, group, head_dim, dtype=torch.float32, device=rows.device)
-    lses = torch.full((part.partials * count, kv_heads, group), float("-inf"), device=rows.device)
-    for view in part.views:
-        keys = paged.pool.keys[layer][view.slot : view.slot + view.slots]
-        values = paged.pool.values[layer][view.slot : view.slot + view.slots]
-        viewed = rows[view.rows]
-        attend = _folded if viewed.shape[0] * group >= FOLDED_ROWS else _streamed
-        out, lses[view.target] = attend(paged, viewed, keys, values, scale)
-        outs[view.target] = out.float()
-    for gather in part.gathers:
-        out, lses[gather.target] = _gathered(paged, gather, layer, rows[gather.rows], scale)
-        outs[gather.target] = out.float()
-    if part.partials == 1:
-        return outs.to(rows.dtype)
-    weights = torch.softmax(lses.view(part.partials, count, kv_heads, group), dim=0)
-    merged = (outs.view(part.partials, count, kv_heads, group, head_dim) * weights[..., None]).sum(0)
-    return merged.to(rows.dtype)
-
-
-def _attend_products(
-    scores: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend ``query`` [n, width] to ``key`` and ``value`` [S, width] by plain products in ``scores`` [n, S].
-
-    Returns [n, width] and the log-sum-exp [n], which is s - log p of the largest score s and its probability p.
-    """
-    torch.addmm(scores, query, key.t(), beta=0, alpha=scale, out=scores)
-    largest = scores.amax(dim=-1).float()
-    torch.softmax(scores, dim=-1, out=scores)
-    return torch.mm(scores, value), largest - scores.amax(dim=-1).float().log()
-
-
-def _streamed(
-    paged: PagedStep, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A few rows [n, kv_heads, group, head_dim] over one run, which is read from memory once, in order.
-
-    All heads share one product: each query is spread over the width of all heads, zero outside its own. The waste
-    in multiplications is cheaper than reading the run head by head in small strided pieces.
-    """
-    count, kv_heads, group, head_dim = rows.shape
-    own = torch.eye(kv_heads, dtype=rows.dtype, device=rows.device)[:, None, :, None]
-    query = (rows[:, :, :, None, :] * own).view(-1, kv_heads * head_dim)
-    scores = paged.pool.scratch("scores", query.shape[0], keys.shape[0])
-    out, lse = _attend_products(scores, query, keys.flatten(1), values.flatten(1), scale)
-    diagonal = out.view(count, kv_heads, group, kv_heads, head_dim).diagonal(dim1=1, dim2=3)
-    return diagonal.permute(0, 3, 1, 2), lse.view(count, kv_heads, group)
-
-
-def _folded(
-    paged: PagedStep, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Many rows over one run, head by head: worth a packed copy of the run."""
-    count, kv_heads, group, head_dim = rows.shape
-    total = keys.shape[0]
-    key = paged.pool.scratch("packed_k", kv_heads, total, head_dim).copy_(keys.transpose(0, 1))
-    value = paged.pool.scratch("packed_v", kv_heads, total, head_dim).copy_(values.transpose(0, 1))
-    query = rows.transpose(0, 1).reshape(kv_heads, count * group, head_dim)
-    scores = paged.pool.scratch("scores", count * group, total)
-    found = [_attend_products(scores, query[head], key[head], value[head], scale) for head in range(kv_heads)]
-    out = torch.stack([one for one, _ in found]).view(kv_heads, count, group, head_dim)
-    lse = torch.stack([one for _, one in found]).view(kv_heads, count, group)
-    return out.transpose(0, 1), lse.transpose(0, 1)
-
-
-def _gathered(
-    paged: PagedStep, job: GatherJob, layer: int, rows: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    count, kv_heads, group, head_dim = rows.shape
-    pool = paged.pool
-    gathered = []
-    for name, blocks in (("gather_k", pool.key_blocks[layer]), ("gather_v", pool.value_blocks[layer])):
-        found = pool.scratch(name, len(job.blocks), blocks.shape[1])
-        torch.index_select(blocks, 0, job.blocks, out=found)
-        gathered.append(found.view(count, -1, kv_heads, head_dim).transpose(1, 2))
-    mask = job.mask.expand(-1, kv_heads, group, -1)
-    return partial_attention(rows, gathered[0], gathered[1], mask, scale)
 
 
 def _prefill(

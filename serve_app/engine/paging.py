@@ -102,6 +102,15 @@ class ViewJob:
 
 
 @dataclass(frozen=True, slots=True)
+class LoneRuns:
+    """Decode rows that attend to a run of their own each. ``runs``: (slot, slots); ``rows`` and ``target`` [n]."""
+
+    runs: tuple[tuple[int, int], ...]
+    rows: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class GatherJob:
     """Decode rows that attend to scattered blocks: ``blocks`` [rows * width], ``mask`` [rows, 1, 1, width * size]."""
 
@@ -118,6 +127,7 @@ class DecodePart:
     rows: int
     partials: int
     views: tuple[ViewJob, ...]
+    lone: LoneRuns | None
     gathers: tuple[GatherJob, ...]
 
 
@@ -283,17 +293,26 @@ def _decode_jobs(
     device, size = pool.tensor.device, pool.block_size
     partials = [0] * rows
 
-    def numbers(wanted: Sequence[int]) -> Rows:
-        if len(wanted) == 1:
-            return slice(wanted[0], wanted[0] + 1)
+    def upload(wanted: Sequence[int]) -> torch.Tensor:
         return torch.tensor(wanted, device=device)
 
-    def targets(members: Sequence[int]) -> Rows:
-        target = [partials[row] * rows + row for row in members]
-        for row in members:
-            partials[row] += 1
-        return numbers(target)
+    def numbers(wanted: Sequence[int]) -> Rows:
+        return slice(wanted[0], wanted[0] + 1) if len(wanted) == 1 else upload(wanted)
 
+    def target_of(row: int) -> int:
+        partials[row] += 1
+        return (partials[row] - 1) * rows + row
+
+    def targets(members: Sequence[int]) -> Rows:
+        return numbers([target_of(row) for row in members])
+
+    alone = [(slot, slots, members) for slot, slots, members in shared if len(members) == 1]
+    lone = None
+    if len(alone) > 1:
+        shared = [one for one in shared if len(one[2]) > 1]
+        places = [target_of(members[0]) for _, _, members in alone]
+        runs = tuple((slot, slots) for slot, slots, _ in alone)
+        lone = LoneRuns(runs, upload([members[0] for _, _, members in alone]), upload(places))
     views = tuple(ViewJob(slot, slots, numbers(members), targets(members)) for slot, slots, members in shared)
     groups: dict[int, list[int]] = {}
     for row, blocks in enumerate(rests):
@@ -311,4 +330,4 @@ def _decode_jobs(
         mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
         blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
         gathers.append(GatherJob(blocks_index, mask, numbers(members), targets(members)))
-    return DecodePart(rows, max(partials), views, tuple(gathers))
+    return DecodePart(rows, max(partials), views, lone, tuple(gathers))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from serve_app.engine import attention, paging
+from serve_app.engine import attention, decode_attention, paging, partial_attention
 from serve_app.engine.attention import UnsupportedModel, paged_attention, refuse_unsupported
 from serve_app.engine.paging import KvPool, plan_step
 from serve_app.engine.step import Segment, block_runs
@@ -37,11 +37,12 @@ def test_a_mixed_step_equals_the_formula(
 ) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(paging, "LONG_RUN_TOKENS", long_run)
-    monkeypatch.setattr(attention, "FOLDED_ROWS", folded)
+    monkeypatch.setattr(decode_attention, "FOLDED_ROWS", folded)
     monkeypatch.setattr(paging, "PIECES_IN_PLACE", pieces)
     if portable:
-        monkeypatch.setattr(attention, "PORTABLE_SCORES", 400)
-        monkeypatch.setattr(attention, "partial_attention", attention.portable_attention)
+        monkeypatch.setattr(partial_attention, "PORTABLE_SCORES", 400)
+        for module in (attention, decode_attention):
+            monkeypatch.setattr(module, "partial_attention", partial_attention.portable_attention)
     generator = torch.Generator().manual_seed(0)
     pool = KvPool(1, 128, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     shared = list(range(10, 20))
@@ -97,8 +98,8 @@ def test_partial_results_off_the_cpu_kernel_are_the_same() -> None:
     query, key, value = (torch.randn(3, 2, n, 16, generator=generator) for n in (4, 33, 33))
     mask = torch.zeros(3, 1, 1, 33)
     mask[0, ..., 20:] = float("-inf")
-    one = attention.partial_attention(query, key, value, mask.expand(3, 2, 4, 33), 0.3)
-    two = attention.portable_attention(query, key, value, mask, 0.3)
+    one = partial_attention.partial_attention(query, key, value, mask.expand(3, 2, 4, 33), 0.3)
+    two = partial_attention.portable_attention(query, key, value, mask, 0.3)
     torch.testing.assert_close(one[0], two[0])
     torch.testing.assert_close(one[1], two[1])
 
