@@ -39,12 +39,13 @@ def body(system: str, question: str, **extra: object) -> dict[str, object]:
 
 def pulls(url: str, outcome: str) -> float:
     """How many pulls of all replicas ended that way."""
-    found = re.findall(
-        rf'^warmpath_kv_pulls_total{{.*outcome="{outcome}".*}} (\S+)$',
-        httpx.get(f"{url}/metrics", timeout=30).text,
-        re.MULTILINE,
-    )
-    return sum(map(float, found))
+    return counted(url, rf'total{{.*outcome="{outcome}".*')
+
+
+def counted(url: str, name: str) -> float:
+    """The sum of a counter of pulls over all replicas."""
+    metrics = httpx.get(f"{url}/metrics", timeout=30).text
+    return sum(map(float, re.findall(rf"^warmpath_kv_pulls_{name}}} (\S+)$", metrics, re.MULTILINE)))
 
 
 def test_a_killed_holder_costs_time_only(url: str) -> None:
@@ -64,14 +65,13 @@ def test_a_killed_holder_costs_time_only(url: str) -> None:
             before = {name: replica["blocks"].get("pool", 0) for name, replica in replicas_of(url).items()}
             await ask("first")
             await asyncio.to_thread(let_the_feed_arrive)
-            holder, other = sorted(
-                before, key=lambda name: before[name] - replicas_of(url)[name]["blocks"].get("pool", 0)
-            )
-            pid = int(replicas_of(url)[holder]["pid"])
+            after = replicas_of(url)
+            holder = max(before, key=lambda name: after[name]["blocks"].get("pool", 0) - before[name])
+            pid, begun = int(replicas_of(url)[holder]["pid"]), counted(url, "begun_total{.*")
             os.kill(pid, signal.SIGSTOP)  # so that it cannot hand over anything before it is killed
             try:
                 pending = [asyncio.create_task(ask(question)) for question in questions]
-                await asyncio.to_thread(eventually, lambda: replicas_of(url)[other]["waiting_sequences"] > 0)
+                await asyncio.to_thread(eventually, lambda: counted(url, "begun_total{.*") > begun)
             finally:
                 os.kill(pid, signal.SIGKILL)
             answers = await asyncio.gather(*pending)
