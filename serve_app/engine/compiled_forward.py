@@ -103,13 +103,12 @@ def compile_forward(model: torch.nn.Module, linears: Sequence[PackedLinear], poo
 
 def _small_step(pool: KvPool) -> tuple[PagedStep, int]:
     """Return a step of a chunk and two single tokens, sizes all different, and how many blocks it writes to."""
-    size = pool.block_size
-    cases = [(5, 0, [0, 1, 2, 3, 4][: -(-5 // size)]), (1, 0, [5]), (1, 0, [6])]
+    chunk = list(range(-(-5 // pool.block_size)))
+    cases = [(5, chunk), (1, [len(chunk)]), (1, [len(chunk) + 1])]
     segments = [
-        Segment(np.arange(1, new + 1, dtype=np.int32), past, blocks, block_runs(blocks), None)
-        for new, past, blocks in cases
+        Segment(np.arange(1, new + 1, dtype=np.int32), 0, blocks, block_runs(blocks), None) for new, blocks in cases
     ]
-    return plan_step(pool, segments), 7
+    return plan_step(pool, segments), len(chunk) + 2
 
 
 class _Current(threading.local):
