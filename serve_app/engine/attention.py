@@ -14,8 +14,9 @@ import torch
 from transformers import AttentionInterface
 
 from serve_app.engine.decode_attention import attend_decodes
-from serve_app.engine.paging import KvPool, PagedStep, PrefillPart, plan_step
+from serve_app.engine.paging import KvPool, PagedStep, PrefillPart
 from serve_app.engine.partial_attention import partial_attention
+from serve_app.engine.runs_plan import plan_runs
 from serve_app.engine.step import Segment
 
 IMPLEMENTATION = "paged_kv"
@@ -89,7 +90,7 @@ class RunsBackend:
 
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
-        return plan_step(pool, segments)
+        return plan_runs(pool, segments)
 
     def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend ``query`` [T, heads, head_dim]; same shape back."""

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from serve_app.engine.amx_backend import amx_backend
 from serve_app.engine.attention import RUNS
 from serve_app.engine.flash_backends import fa2, fa3, fa3_through_torch, restore_torch_flash, varlen_through_torch
 from serve_app.engine.gather_backends import SdpaBackend
-from serve_app.engine.paging import AttentionBackend, KvPool
+from serve_app.engine.paging import AttentionBackend, Heads, KvPool
 from serve_app.engine.step import Segment, block_runs
 
 _log = logging.getLogger(__name__)
@@ -33,35 +34,29 @@ class NoBackend(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend to try: ``make`` may raise; ``undo`` is called when it is refused."""
+    """A backend to try: ``make`` may raise; ``undo`` is called when it is refused. ``cpu_only``: it takes addresses."""
 
     name: str
-    make: Callable[[], AttentionBackend]
+    make: Callable[[Heads], AttentionBackend]
     undo: Callable[[], None] = lambda: None
+    cpu_only: bool = False
 
 
 CANDIDATES = (
-    Candidate("fa3_torch", fa3_through_torch, restore_torch_flash),
-    Candidate("fa3", fa3),
-    Candidate("varlen_torch", varlen_through_torch),
-    Candidate("fa2", fa2),
-    Candidate("sdpa", SdpaBackend),
-    Candidate("runs", lambda: RUNS),
+    Candidate("fa3_torch", lambda _: fa3_through_torch(), restore_torch_flash),
+    Candidate("fa3", lambda _: fa3()),
+    Candidate("varlen_torch", lambda _: varlen_through_torch()),
+    Candidate("fa2", lambda _: fa2()),
+    Candidate("sdpa", lambda _: SdpaBackend()),
+    Candidate("amx", lambda heads: amx_backend(heads), cpu_only=True),
+    Candidate("runs", lambda _: RUNS),
 )
-"""Those that follow block tables, those that copy KV for a fused kernel, torch's own, and the one made for CPUs."""
+"""Those that follow block tables, those that copy KV for a fused kernel, torch's own, and the two made for CPUs."""
+
+CPU_NAMES = frozenset({"amx", "runs"})
+"""What "auto" tries on a CPU."""
 
 NAMES = tuple(candidate.name for candidate in CANDIDATES)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What a backend has to cope with: the sizes of one model and its pool."""
-
-    query: int
-    kv: int
-    dim: int
-    block_size: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +72,11 @@ def choose_backend(
 ) -> Choice:
     """Return the first of ``candidates`` that passes the probe; with a ``name`` other than "auto" only that one.
 
-    On the CPU "auto" is the backend made for it, without a probe: tests hold it to the formula.
-    Raises ValueError on an unknown name, NoBackend when none is left.
+    On a CPU "auto" tries those made for one alone. Raises ValueError on an unknown name, NoBackend when none is left.
     """
-    if name == "auto" and device.type == "cpu":
-        return Choice(RUNS)
     tried = [candidate for candidate in candidates if name in ("auto", candidate.name)]
+    if name == "auto" and device.type == "cpu":
+        tried = [candidate for candidate in tried if candidate.name in CPU_NAMES]
     if not tried:
         names = ", ".join(candidate.name for candidate in candidates)
         raise ValueError(f"attention_backend must be auto or one of {names}, not {name!r}")
@@ -93,8 +87,11 @@ def probe(candidates: Sequence[Candidate], device: torch.device, heads: Heads) -
     """Return the first of ``candidates`` that works on ``device``. Raises NoBackend when none does."""
     refused: list[tuple[str, str]] = []
     for candidate in candidates:
+        if candidate.cpu_only and device.type != "cpu":
+            refused.append((candidate.name, "it is for CPUs"))
+            continue
         try:
-            backend = candidate.make()
+            backend = candidate.make(heads)
             reason = fault(backend, device, heads)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:_REASON_LENGTH]

@@ -20,7 +20,7 @@ import torch
 
 from serve_app.engine.attention import paged_attention
 from serve_app.engine.packed_linears import PackedLinear
-from serve_app.engine.paging import KvPool, PagedStep, plan_step
+from serve_app.engine.paging import AttentionBackend, KvPool, PagedStep
 from serve_app.engine.step import Segment, block_runs
 
 _LEAST = 2
@@ -71,13 +71,15 @@ _numbers = count()
 
 
 @torch.inference_mode()
-def compile_forward(model: torch.nn.Module, linears: Sequence[PackedLinear], pool: KvPool) -> CompiledForward:
+def compile_forward(
+    model: torch.nn.Module, linears: Sequence[PackedLinear], pool: KvPool, backend: AttentionBackend
+) -> CompiledForward:
     """Compile ``model``'s forward, which takes a good part of a minute the first time, and check it on a small step.
 
     ``pool`` must be empty and is so again afterwards. Raises NotCompiled.
     """
     forward = CompiledForward(model, linears)
-    step, used = _small_step(pool)
+    step, used = _small_step(pool, backend)
     rows = torch.tensor(step.last_rows)
     plain = model(
         input_ids=step.input_ids,
@@ -101,14 +103,14 @@ def compile_forward(model: torch.nn.Module, linears: Sequence[PackedLinear], poo
     return forward
 
 
-def _small_step(pool: KvPool) -> tuple[PagedStep, int]:
+def _small_step(pool: KvPool, backend: AttentionBackend) -> tuple[PagedStep, int]:
     """Return a step of a chunk and two single tokens, sizes all different, and how many blocks it writes to."""
     chunk = list(range(-(-5 // pool.block_size)))
     cases = [(5, chunk), (1, [len(chunk)]), (1, [len(chunk) + 1])]
     segments = [
         Segment(np.arange(1, new + 1, dtype=np.int32), 0, blocks, block_runs(blocks), None) for new, blocks in cases
     ]
-    return plan_step(pool, segments), len(chunk) + 2
+    return backend.plan(pool, segments), len(chunk) + 2
 
 
 class _Current(threading.local):

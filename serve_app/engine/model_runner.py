@@ -20,7 +20,7 @@ from serve_app.engine.adapter import AdapterSpec, read_described
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.adapter_weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.attention import IMPLEMENTATION, refuse_unsupported
-from serve_app.engine.backend_probe import Heads, choose_backend
+from serve_app.engine.backend_probe import choose_backend
 from serve_app.engine.compiled_forward import CompiledForward, NotCompiled, compile_forward
 from serve_app.engine.decode_graphs import DecodeGraphs, cuda_recorder
 from serve_app.engine.kv_copy import copy_in, copy_out, kv_part
@@ -28,7 +28,7 @@ from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.lora import LoraLayers
 from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.packed_linears import pack_linears
-from serve_app.engine.paging import KvPool, PagedStep
+from serve_app.engine.paging import Heads, KvPool, PagedStep
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sampling import choose_tokens
 from serve_app.engine.step import Segment, SegmentResult
@@ -110,7 +110,7 @@ class ModelRunner:
         if settings.compile_model:
             if self.device.type != "cpu":
                 raise NotCompiled("compile_model is for CPUs (a GPU's decode steps are CUDA graphs): leave it out")
-            self._compiled = compile_forward(self.model, linears, self.pool)
+            self._compiled = compile_forward(self.model, linears, self.pool, self.attention.backend)
         self._graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not settings.enforce_eager:
             self._graphs = DecodeGraphs(

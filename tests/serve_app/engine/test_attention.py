@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from serve_app.engine import attention, decode_attention, paging, partial_attention
+from serve_app.engine import attention, decode_attention, partial_attention, runs_plan
 from serve_app.engine.attention import UnsupportedModel, paged_attention, refuse_unsupported
-from serve_app.engine.paging import KvPool, plan_step
+from serve_app.engine.paging import KvPool
+from serve_app.engine.runs_plan import plan_runs
 from serve_app.engine.step import Segment, block_runs
 
 KV_HEADS, GROUP, DIM, SIZE = 2, 3, 8, 4
@@ -36,9 +37,9 @@ def test_a_mixed_step_equals_the_formula(
     long_run: int, folded: int, pieces: int, portable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
-    monkeypatch.setattr(paging, "LONG_RUN_TOKENS", long_run)
+    monkeypatch.setattr(runs_plan, "LONG_RUN_TOKENS", long_run)
     monkeypatch.setattr(decode_attention, "FOLDED_ROWS", folded)
-    monkeypatch.setattr(paging, "PIECES_IN_PLACE", pieces)
+    monkeypatch.setattr(runs_plan, "PIECES_IN_PLACE", pieces)
     if portable:
         monkeypatch.setattr(partial_attention, "PORTABLE_SCORES", 400)
         for module in (attention, decode_attention):
@@ -63,7 +64,7 @@ def test_a_mixed_step_equals_the_formula(
         Segment(np.zeros(tokens, dtype=np.int32), start, blocks, block_runs(blocks), None)
         for tokens, start, blocks in cases
     ]
-    step = plan_step(pool, segments)
+    step = plan_runs(pool, segments)
     tokens = sum(case[0] for case in cases)
     query, key, value = (torch.randn(1, heads, tokens, DIM, generator=generator) for heads in (6, 2, 2))
     module = SimpleNamespace(layer_idx=0)
@@ -86,7 +87,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
     pool = KvPool(1, 4, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     pool.tensor.fill_(float("nan"))
     segment = Segment(np.zeros(1, dtype=np.int32), 0, [2], [(2, 1)], None)
-    step = plan_step(pool, [segment])
+    step = plan_runs(pool, [segment])
     heads = (torch.ones(1, h, 1, DIM) for h in (6, 2, 2))
     found, _ = paged_attention(SimpleNamespace(layer_idx=0), *heads, None, paged=step)  # type: ignore[arg-type,misc]
     assert torch.equal(found, torch.ones(1, 1, 6, DIM))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from serve_app.engine import gather_backends
 from serve_app.engine.attention import RUNS
-from serve_app.engine.backend_probe import Candidate, Case, Heads, NoBackend, choose_backend, fault, formula, probe
+from serve_app.engine.backend_probe import Candidate, Case, NoBackend, choose_backend, fault, formula, probe
 from serve_app.engine.gather_backends import GatheredVarlen, SdpaBackend
 from serve_app.engine.page_table import packed_upload, plan_pages
-from serve_app.engine.paging import AttentionBackend, KvPool, PagedStep, plan_step
+from serve_app.engine.paging import AttentionBackend, Heads, KvPool, PagedStep, lay_out
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.step import Segment, block_runs
 from tests.serve_app.engine.conftest import MakeEngine, Reference
@@ -96,7 +96,7 @@ def test_a_page_plan_is_what_the_segments_say(cases: list[Case], wanted: set[int
         Segment(np.arange(i, i + new, dtype=np.int32), past, blocks, block_runs(blocks), sampling[i])
         for i, (new, past, blocks) in enumerate(cases)
     ]
-    step, plain = plan_pages(pools[0], segments), plan_step(pools[1], segments)
+    step, plain = plan_pages(pools[0], segments), lay_out(pools[1], segments)
     assert torch.equal(pools[0].tensor, pools[1].tensor)
     assert sorted(step.order) == list(range(len(cases)))
     single = [len(segments[i].token_ids) == 1 for i in step.order]
@@ -175,15 +175,15 @@ def test_the_probe_takes_the_first_that_runs_and_agrees(device: torch.device) ->
     """Missing, raising and wrong ones are passed over with a reason, and what they changed is undone."""
     undone: list[str] = []
 
-    def missing() -> AttentionBackend:
+    def missing(_: Heads) -> AttentionBackend:
         raise ImportError("No module named 'flash'")
 
     spoiled = ["raises", "beyond the end", "scale", "not a number"]
     candidates = [
         Candidate("missing", missing, lambda: undone.append("missing")),
-        *(Candidate(how, lambda how=how: _Spoiled(how), lambda how=how: undone.append(how)) for how in spoiled),  # type: ignore[misc]
-        Candidate("sdpa", SdpaBackend, lambda: undone.append("sdpa")),
-        Candidate("runs", lambda: RUNS),
+        *(Candidate(how, lambda _, how=how: _Spoiled(how), lambda how=how: undone.append(how)) for how in spoiled),  # type: ignore[misc]
+        Candidate("sdpa", lambda _: SdpaBackend(), lambda: undone.append("sdpa")),
+        Candidate("runs", lambda _: RUNS),
     ]
     if device.type == "cpu":
         assert choose_backend("auto", device, HEADS, candidates).backend is RUNS

@@ -1,0 +1,112 @@
+"""``amx_attention.c``, built by the compiler that is here and loaded: once for a head size, kept for the next start.
+
+Owns the build, the private directory it is kept in, and the calls' C types. Knows nothing of steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+from serve_app import COMPILED
+
+_SOURCE = Path(__file__).with_name("amx_attention.c")
+
+_FLAGS = (
+    *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"),
+    *("-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+)
+_NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"})
+
+_BUILD_SECONDS = 120
+_REASON_LENGTH = 120
+
+_TILE_DIM = 32
+"""A product takes so many bfloat16 numbers of a head at once."""
+
+_TILE_KEYS = 16
+"""A product takes so many keys at once; they have to lie in one block."""
+
+
+class NoAmx(RuntimeError):
+    """The kernel cannot run here; the message says why."""
+
+
+class AmxLibrary:
+    """The loaded kernel for one head size. Calls release the GIL and use torch's own OpenMP threads."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        if library.warmpath_prepare() != 0:
+            raise NoAmx("the operating system does not give this process AMX registers")
+        self.lanes: int = library.warmpath_lanes()
+        """Queries of a job at most."""
+        pointer, long = ctypes.c_void_p, ctypes.c_int64
+        self.attend = library.warmpath_attend
+        self.attend.argtypes = (
+            *(pointer, long, long),
+            *(pointer, pointer, pointer),
+            *(pointer, pointer, pointer),
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_float),
+        )
+        self.attend.restype = None
+
+
+def load_amx(head_dim: int, block_size: int) -> AmxLibrary:
+    """Return the kernel for these sizes, built first where it is not there yet (about two seconds). Raises NoAmx."""
+    if head_dim % _TILE_DIM or block_size % _TILE_KEYS:
+        raise NoAmx(
+            f"head_dim {head_dim} must be a multiple of {_TILE_DIM} and block_size {block_size} one of {_TILE_KEYS}"
+        )
+    missing = _NEEDED - _cpu_flags()
+    if missing:
+        raise NoAmx(f"this CPU lacks {', '.join(sorted(missing))}")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise NoAmx("there is no C compiler (gcc)")
+    flags = (*_FLAGS, f"-DHEAD_DIM={head_dim}")
+    digest = sha256("\0".join((compiler, *flags)).encode() + _SOURCE.read_bytes()).hexdigest()[:32]
+    path = COMPILED / f"amx-{digest}.so"
+    if not path.exists():
+        _build(compiler, flags, path)
+    _refuse_foreign(path)
+    return AmxLibrary(path)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compile to a name of its own and rename: what lies under ``path`` is whole."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".amx-", dir=path.parent) as directory:
+            built = Path(directory) / path.name
+            command = (compiler, *flags, str(_SOURCE), "-o", str(built), "-lm")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS)  # noqa: S603
+            if done.returncode:
+                said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise NoAmx(f"{compiler} failed: {said[-_REASON_LENGTH:]}")
+            built.chmod(0o700)
+            built.rename(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoAmx(f"could not build in {path.parent}: {error}") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    """What is loaded runs as this user: nobody else may have been able to write it."""
+    for name in (path, path.parent):
+        found = name.stat()
+        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise NoAmx(f"{name} belongs to somebody else or others may write it: remove it")
