@@ -131,6 +131,21 @@ static void turn_values(
     }
 }
 
+/* Ask for keys and values `first` to `last` - 1, which come next, while those at hand are worked on.
+ * (Inline, or gcc leaves the calls out: nothing that it knows of comes of them.) */
+static INLINE void fetch(
+    const bf16 *keys, const bf16 *values, const int32_t *table, int block, int64_t stride, int first, int last)
+{
+    for (int at = first; at < last; at += 16) {
+        const bf16 *key = at_key(keys, table, block, stride, at), *value = at_key(values, table, block, stride, at);
+        for (int i = 0; i < 16; i++)
+            for (int d = 0; d < D; d += 32) {
+                _mm_prefetch((const char *)(key + i * stride + d), _MM_HINT_T1);
+                _mm_prefetch((const char *)(value + i * stride + d), _MM_HINT_T1);
+            }
+    }
+}
+
 /* scores^T = K Q^T of 16 or 32 queries, from tile number `tile` on, over the 16 keys number `t`. */
 static INLINE void score(Work *w, int tile, const int both, int t)
 {
@@ -353,6 +368,10 @@ static void attend_job(Work *w, const Call *call, const Job *job, int kv_head)
         copy_keys(w, keys, table, call->block, stride, first, count);
         turn_values(w, values, table, call->block, stride, first, count);
         for (int t = 0; t < tiles; t += 2) {
+            /* A part for every pair of tiles: all at once they would wait for each other. */
+            const int part = (KEYS / 16 * 2 + tiles - 1) / tiles * 16, next = first + KEYS + t / 2 * part;
+            const int until = first + 2 * KEYS < all ? first + 2 * KEYS : all;
+            fetch(keys, values, table, call->block, stride, next, next + part < until ? next + part : until);
             const int both = t + 1 < tiles, seen = w->position[16 * (t + both) + 15] + 1 - position;
             const int here = seen < count ? seen : count;
             if (here <= 0) continue;

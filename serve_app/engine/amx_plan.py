@@ -18,8 +18,11 @@ from serve_app.engine.step import Segment
 SHARED_TOKENS = 64
 """From this many tokens on a common beginning is a job of its own: merging costs a little, too."""
 
+LEAST_LANES = 256
+"""A chunk's rows are split into jobs of no fewer queries for work to do side by side: each turns the values again."""
+
 SPLIT_TOKENS = 512
-"""A job is split for want of work to do side by side, but not into parts of fewer keys."""
+"""Then keys are split, but not into parts of fewer."""
 
 TASKS_A_THREAD = 4
 
@@ -123,7 +126,7 @@ def _prefill(segment: Segment, table: Words, row: int, sizes: Sizes, jobs: list[
     """Add the jobs of a chunk: as many rows each as there are lanes for, or as keep all threads at work."""
     count = len(segment.token_ids)
     even = -(-count * sizes.kv_heads // (TASKS_A_THREAD * sizes.threads))
-    most = max(1, min(sizes.lanes // sizes.group, max(even, sizes.block)))
+    most = max(1, min(sizes.lanes // sizes.group, max(even, LEAST_LANES // sizes.group)))
     for first in range(0, count, most):
         last = min(first + most, count)
         jobs.append(Job(table, segment.start + last, 0, range(row + first, row + last)))
