@@ -286,13 +286,16 @@ static INLINE void attend_keys(Work *w, int tile, const int both, int first, int
     add_values(w, tile, both, (keys + 31) / 32);
 }
 
+/* Rows of heads, with strides in elements. */
+typedef struct { const bf16 *at; int64_t row, head; } Given;
+
 /* Everything of one call that all jobs share. */
 typedef struct {
     const Plan *plan;
     const int32_t *words;
     const int64_t *positions;
-    const bf16 *query, *keys, *values;
-    int64_t query_row, query_head;
+    Given query;
+    const bf16 *keys, *values;
     bf16 *out;
     float *partials;
     int kv_heads, group, block;
@@ -307,7 +310,7 @@ static void load_queries(Work *w, const Call *call, const int32_t *rows, int lan
             const int number = lane + i < lanes ? lane + i : lanes - 1, row = rows[number / call->group];
             /* Lanes beyond the last repeat it, and are not written. */
             const int64_t head = kv_head * call->group + number % call->group;
-            from[i] = call->query + row * call->query_row + head * call->query_head;
+            from[i] = call->query.at + row * call->query.row + head * call->query.head;
             w->position[lane + i] = (int32_t)call->positions[row];
         }
         for (int d = 0; d < D / 32; d++) {
@@ -413,18 +416,26 @@ int warmpath_lanes(void)
     return LANES;
 }
 
-/* Attend every job of the plan. `query` [rows, heads, D] with strides in elements; `keys` and `values` [slots,
- * kv_heads, D] of one layer; `out` [rows, heads, D]; `partials` has D + 1 numbers a place and head. Padding rows
- * become zeros. */
+/* Write a row's KV to its slot. */
+static void write_row(bf16 *slots, const Given *given, int64_t slot, int row, int kv_heads)
+{
+    for (int head = 0; head < kv_heads; head++)
+        memcpy(
+            slots + (slot * kv_heads + head) * D, given->at + row * given->row + head * given->head, D * sizeof(bf16));
+}
+
+/* Write what is new, then attend every job of the plan. `query`, `key` and `value` [rows, heads, D]; `slots` of the
+ * real rows; `keys` and `values` [slots, kv_heads, D] of one layer; `out` [rows, heads, D]; `partials` has D + 1
+ * numbers a place and head. Padding rows are written nowhere and become zeros. */
 void warmpath_attend(
-    const bf16 *query, int64_t query_row, int64_t query_head, const bf16 *keys, const bf16 *values, bf16 *out,
+    Given query, Given key, Given value, const int64_t *slots, bf16 *keys, bf16 *values, bf16 *out,
     const int32_t *words, const int64_t *positions, float *partials, int kv_heads, int group, int block, float scale)
 {
     const Plan *plan = (const Plan *)words;
     const Job *jobs = (const Job *)(words + plan->jobs_at);
     const Merge *merges = (const Merge *)(words + plan->merges_at);
-    const Call call = {plan, words, positions, query, keys, values, query_row, query_head,
-                       out, partials, kv_heads, group, block, scale * 1.44269504f /* log2(e) */};
+    const Call call = {plan, words, positions, query, keys, values, out, partials, kv_heads, group, block,
+                       scale * 1.44269504f /* log2(e) */};
     const int64_t width = (int64_t)kv_heads * group * D;
     memset(out + plan->real_rows * width, 0, (plan->rows - plan->real_rows) * width * sizeof(bf16));
 #pragma omp parallel
@@ -436,6 +447,11 @@ void warmpath_attend(
         TileShapes before;
         _tile_storeconfig(&before);
         _tile_loadconfig(&SHAPES);
+#pragma omp for
+        for (int row = 0; row < plan->real_rows; row++) {
+            write_row(keys, &key, slots[row], row, kv_heads);
+            write_row(values, &value, slots[row], row, kv_heads);
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int task = 0; task < plan->jobs * kv_heads; task++)
             attend_job(work, &call, jobs + task / kv_heads, task % kv_heads);

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from serve_app.engine.amx_library import AmxLibrary, NoAmx, load_amx
+from serve_app.engine.amx_library import AmxLibrary, Given, NoAmx, load_amx
 from serve_app.engine.amx_plan import Sizes, plan_jobs
 from serve_app.engine.paging import Heads, KvPool, PagedStep, lay_out
 from serve_app.engine.step import Segment
@@ -21,9 +21,7 @@ from serve_app.engine.step import Segment
 class _Planned:
     """What the kernel needs of a step: addresses of its plan, positions and partial results, and what keeps them."""
 
-    words: int
-    positions: int
-    partials: int
+    addresses: tuple[int, int, int]
     kept: tuple[object, ...]
 
 
@@ -48,25 +46,24 @@ class AmxBackend:
         if self._partials.numel() < needed:
             self._partials = torch.empty(needed)
         addresses = (plan.words.ctypes.data, step.position_ids.data_ptr(), self._partials.data_ptr())
-        return replace(step, backend=self, jobs=(_Planned(*addresses, (plan.words, self._partials)),))
+        return replace(step, backend=self, jobs=(_Planned(addresses, (plan.words, self._partials)),))
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
         planned: _Planned = step.jobs[0]
         keys, values = step.pool.keys[layer], step.pool.values[layer]
-        if query.stride(2) != 1:
-            query = query.contiguous()
+        # What is made contiguous has to live until the call is over.
+        given = [rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value)]
         out = torch.empty(query.shape, dtype=query.dtype)
         self._library.attend(
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
+            *(Given(rows.data_ptr(), rows.stride(0), rows.stride(1)) for rows in given),
+            step.slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
             out.data_ptr(),
-            planned.words,
-            planned.positions,
-            planned.partials,
+            *planned.addresses,
             keys.shape[1],
             self._group,
             step.pool.block_size,

@@ -38,6 +38,12 @@ class NoAmx(RuntimeError):
     """The kernel cannot run here; the message says why."""
 
 
+class Given(ctypes.Structure):
+    """Rows of heads: an address, and the strides of both in elements."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
 class AmxLibrary:
     """The loaded kernel for one head size. Calls release the GIL and use torch's own OpenMP threads."""
 
@@ -47,14 +53,8 @@ class AmxLibrary:
             raise NoAmx("the operating system does not give this process AMX registers")
         self.lanes: int = library.warmpath_lanes()
         """Queries of a job at most."""
-        pointer, long = ctypes.c_void_p, ctypes.c_int64
         self.attend = library.warmpath_attend
-        self.attend.argtypes = (
-            *(pointer, long, long),
-            *(pointer, pointer, pointer),
-            *(pointer, pointer, pointer),
-            *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_float),
-        )
+        self.attend.argtypes = (*(Given,) * 3, *(ctypes.c_void_p,) * 7, *(ctypes.c_int,) * 3, ctypes.c_float)
         self.attend.restype = None
 
 

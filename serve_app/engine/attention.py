@@ -1,6 +1,6 @@
 """Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
 
-Owns the writing of a step's KV, and the backend that suits a CPU: decode rows and prefill chunks by partial results
+Owns the backend that suits any CPU: decode rows and prefill chunks by partial results
 merged through their log-sum-exp. Knows nothing of scheduling; where things lie, and another backend where
 there is one, comes in a PagedStep. Refuses what it does not compute (sliding windows, soft-capping, sinks).
 """
@@ -14,7 +14,7 @@ import torch
 from transformers import AttentionInterface
 
 from serve_app.engine.decode_attention import attend_decodes
-from serve_app.engine.paging import KvPool, PagedStep, PrefillPart
+from serve_app.engine.paging import KvPool, PagedStep, PrefillPart, write_kv
 from serve_app.engine.partial_attention import partial_attention
 from serve_app.engine.runs_plan import plan_runs
 from serve_app.engine.step import Segment
@@ -73,13 +73,8 @@ def paged_attention(
         # What a compiled forward calls in place of this function, with the step that is current then.
         return torch.ops.warmpath.attend(query, key, value, layer, scale), None
     assert paged is not None
-    keys, values = paged.pool.keys[layer], paged.pool.values[layer]
-    fresh = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if len(paged.slots) < len(fresh[0]):
-        fresh = (fresh[0][: len(paged.slots)], fresh[1][: len(paged.slots)])
-    keys.index_copy_(0, paged.slots, fresh[0])
-    values.index_copy_(0, paged.slots, fresh[1])
-    return (paged.backend or RUNS).attend(paged, layer, query[0].transpose(0, 1), scale)[None], None
+    query, key, value = (given[0].transpose(0, 1) for given in (query, key, value))
+    return (paged.backend or RUNS).attend(paged, layer, query, key, value, scale)[None], None
 
 
 class RunsBackend:
@@ -92,8 +87,11 @@ class RunsBackend:
         """Plan a step; see ``AttentionBackend``."""
         return plan_runs(pool, segments)
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        write_kv(step, layer, key, value)
         tokens, heads, head_dim = query.shape
         kv_heads = step.pool.keys[layer].shape[1]
         real = len(step.slots)

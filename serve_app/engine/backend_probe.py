@@ -128,14 +128,15 @@ def fault(backend: AttentionBackend, device: torch.device, heads: Heads, cases: 
         pool.keys[0].index_copy_(0, slots[:past], key[:past].to(device))
         pool.values[0].index_copy_(0, slots[:past], value[:past].to(device))
     step = backend.plan(pool, segments)
-    for written, source in ((pool.keys[0], keys), (pool.values[0], values)):
-        fresh = torch.cat([source[i][cases[i][1] :] for i in step.order])
-        written.index_copy_(0, step.slots, fresh.to(device))
-    query = torch.cat([queries[i] for i in step.order])
-    padding = step.input_ids.shape[1] - len(query)
-    query = torch.cat([query, torch.zeros(padding, heads.query, heads.dim, dtype=heads.dtype)])
+    padding = torch.zeros(step.input_ids.shape[1], heads.query, heads.dim, dtype=heads.dtype)
+
+    def packed(parts: list[torch.Tensor]) -> torch.Tensor:
+        rows = torch.cat([parts[i] for i in step.order])
+        return torch.cat([rows, padding[len(rows) :, : rows.shape[1]]]).to(device)
+
+    fresh = [[part[past:] for part, (_, past, _) in zip(parts, cases, strict=True)] for parts in (keys, values)]
     scale = heads.dim**-0.5
-    found = backend.attend(step, 0, query.to(device), scale).float().cpu()
+    found = backend.attend(step, 0, packed(queries), packed(fresh[0]), packed(fresh[1]), scale).float().cpu()
     expected = torch.cat([formula(queries[i], keys[i], values[i], scale) for i in step.order])
     worst = (found[: len(expected)] - expected).abs().max().item()
     tolerance = 1e-3 if heads.dtype == torch.float32 else 3e-2

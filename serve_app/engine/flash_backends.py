@@ -14,7 +14,7 @@ import torch
 
 from serve_app.engine.gather_backends import GatheredVarlen
 from serve_app.engine.page_table import plan_pages
-from serve_app.engine.paging import KvPool, PagedStep, PageTable
+from serve_app.engine.paging import KvPool, PagedStep, PageTable, write_kv
 from serve_app.engine.step import Segment
 
 PagedKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PageTable, float], torch.Tensor]
@@ -36,8 +36,11 @@ class PagedVarlen:
         """Plan a step; see ``AttentionBackend``."""
         return plan_pages(pool, segments, self, rows)
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        write_kv(step, layer, key, value)
         assert step.pages is not None
         pool = step.pool
         keys, values = (

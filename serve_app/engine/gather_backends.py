@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from serve_app.engine.page_table import plan_pages
-from serve_app.engine.paging import KvPool, PagedStep, PageTable
+from serve_app.engine.paging import KvPool, PagedStep, PageTable, write_kv
 from serve_app.engine.step import Segment
 
 GATHER_TOKENS = 128 * 1024
@@ -57,16 +57,17 @@ class GatheredVarlen:
         assert step.pages is not None
         return replace(step, jobs=tuple(_packed_parts(step.pages, pool.block_size)))
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        write_kv(step, layer, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for part in step.jobs:
-            key = step.pool.keys[layer].index_select(0, part.slots)
-            value = step.pool.values[layer].index_select(0, part.slots)
             output[part.first : part.last] = self._kernel(
                 query[part.first : part.last],
-                key,
-                value,
+                step.pool.keys[layer].index_select(0, part.slots),
+                step.pool.values[layer].index_select(0, part.slots),
                 part.cu_rows,
                 part.cu_tokens,
                 part.most_rows,
@@ -154,8 +155,11 @@ class SdpaBackend:
         padded = _padded_rows(step.pages, pool.block_size, pool.tensor.dtype)
         return replace(step, jobs=(*padded, *_chunks(step.pages, pool.block_size)))
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim]; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        write_kv(step, layer, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for job in step.jobs:
             attend = _attend_rows if isinstance(job, _PaddedRows) else _attend_chunk

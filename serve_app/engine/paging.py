@@ -162,8 +162,13 @@ class AttentionBackend(Protocol):
         ``rows``: pad a step of single tokens to so many rows (only with ``in_graphs``). All layers use the plan.
         """
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attend ``query`` [T, heads, head_dim], whose own KV is in the pool already; same shape back."""
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write the step's ``key`` and ``value`` [T, kv_heads, head_dim], then attend ``query`` [T, heads, head_dim].
+
+        Returns [T, heads, head_dim]. Rows after the real ones are padding, and written nowhere.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +192,13 @@ class PagedStep:
     pages: PageTable | None = None
     jobs: tuple[Any, ...] = ()
     logit_rows: torch.Tensor | None = None
+
+
+def write_kv(step: PagedStep, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a step's ``key`` and ``value`` [T, kv_heads, head_dim] to its slots of the pool's layer."""
+    real = len(step.slots)
+    for slots, fresh in ((step.pool.keys[layer], key), (step.pool.values[layer], value)):
+        slots.index_copy_(0, step.slots, fresh[:real] if real < len(fresh) else fresh)
 
 
 def lay_out(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:

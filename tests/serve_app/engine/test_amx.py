@@ -71,10 +71,20 @@ def wrong(tested: AmxBackend, heads: Heads, cases: Sequence[Case], spread: float
             )
     segments = [Segment(np.zeros(new, dtype=np.int32), past, b, block_runs(b), None) for new, past, b in cases]
     step = tested.plan(pool, segments)
-    # Laid out as a model's queries are: head by head, seen token by token.
+    # Laid out as a model's are: head by head, seen token by token. What is new is taken away from the pool first.
     query = torch.randn(heads.query, step.input_ids.shape[1], heads.dim, generator=generator).to(heads.dtype)
     query = query.transpose(0, 1)
-    found = tested.attend(step, 0, query, heads.dim**-0.5).double()
+    before = pool.tensor.clone()
+    padding = step.input_ids.shape[1] - len(step.slots)
+    fresh = [
+        torch.cat([part[step.slots], torch.ones(padding, heads.kv, heads.dim, dtype=heads.dtype)]).transpose(0, 1)
+        for part in (pool.keys[0], pool.values[0])
+    ]
+    for part in (pool.keys[0], pool.values[0]):
+        part[step.slots] = float("nan")
+    fresh = [part.contiguous().transpose(0, 1) for part in fresh]
+    found = tested.attend(step, 0, query, *fresh, heads.dim**-0.5).double()
+    assert torch.equal(pool.tensor.nan_to_num(7.0), before.nan_to_num(7.0))
     assert found.shape == query.shape
     assert not found[len(step.slots) :].any()
     worst, row, group = 0.0, 0, heads.query // heads.kv
@@ -135,7 +145,9 @@ def test_numbers_that_are_none_stay_with_their_sequence() -> None:
     ]
     step = tested.plan(pool, segments)
     query = torch.ones(step.input_ids.shape[1], HEADS.query, HEADS.dim, dtype=HEADS.dtype)
-    found = tested.attend(step, 0, query, 1.0)
+    fresh = torch.ones(step.input_ids.shape[1], HEADS.kv, HEADS.dim, dtype=HEADS.dtype)
+    fresh[2] = float("nan")
+    found = tested.attend(step, 0, query, fresh, fresh, 1.0)
     assert not found[0].isnan().any()
     assert found[1:22].isnan().all()
 

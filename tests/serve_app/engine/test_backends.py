@@ -163,12 +163,14 @@ class _Spoiled(SdpaBackend):
             return replace(step, jobs=tuple(jobs))
         return step
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         if self.name == "raises":
             raise RuntimeError("no kernel image is available\nfor execution on the device")
         if self.name == "not a number":
             return torch.full_like(query, float("nan"))
-        return super().attend(step, layer, query, scale * 2 if self.name == "scale" else scale)
+        return super().attend(step, layer, query, key, value, scale * 2 if self.name == "scale" else scale)
 
 
 def test_the_probe_takes_the_first_that_runs_and_agrees(device: torch.device) -> None:

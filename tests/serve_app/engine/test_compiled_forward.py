@@ -71,7 +71,7 @@ def test_packed_products_are_called_back(checkpoints: dict[str, Path]) -> None:
     runner = model_runner.ModelRunner(checkpoints["llama"], settings("bfloat16"))
     assert runner._compiled is not None
     with torch.inference_mode():
-        step, used = compiled_forward._small_step(runner.pool)
+        step, used = compiled_forward._small_step(runner.pool, runner.attention.backend)
         one, other = runner._compiled(step, step.last_rows), runner.forward(step, step.last_rows)
     assert float((one - other).norm() / other.norm()) < 0.05
     assert used < runner.pool.num_blocks

@@ -15,7 +15,7 @@ from serve_app.engine.decode_graphs import DecodeGraphs, Record, Replay, cuda_re
 from serve_app.engine.gather_backends import SdpaBackend
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.page_table import plan_pages
-from serve_app.engine.paging import KvPool, PagedStep
+from serve_app.engine.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.protocol import EngineSettings, SamplingParams
 from serve_app.engine.step import Segment, block_runs
 from tests.serve_app.engine.tiny import prompt
@@ -32,18 +32,21 @@ class FullWidth(SdpaBackend):
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         return plan_pages(pool, segments, self, rows) if rows else super().plan(pool, segments)
 
-    def attend(self, step: PagedStep, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         if step.jobs:
-            return super().attend(step, layer, query, scale)
+            return super().attend(step, layer, query, key, value, scale)
+        write_kv(step, layer, key, value)
         assert step.pages is not None
         table, size = step.pages.blocks, step.pool.block_size
         slots = (table.long()[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)
         group = query.shape[1] // step.pool.keys[layer].shape[1]
-        key, value = (kv[layer][slots].repeat_interleave(group, 2) for kv in (step.pool.keys, step.pool.values))
-        scores = torch.einsum("nhd,nshd->nhs", query, key) * scale
+        keys, values = (kv[layer][slots].repeat_interleave(group, 2) for kv in (step.pool.keys, step.pool.values))
+        scores = torch.einsum("nhd,nshd->nhs", query, keys) * scale
         hidden = torch.arange(slots.shape[1], device=table.device)[None] >= step.pages.lengths[:, None]
         weights = torch.softmax(scores.masked_fill(hidden[:, None], float("-inf")), -1)
-        return torch.einsum("nhs,nshd->nhd", weights, value)
+        return torch.einsum("nhs,nshd->nhd", weights, values)
 
 
 def run_again(work: Callable[[], None], device: torch.device) -> Replay:
