@@ -5,20 +5,15 @@
  * arithmetic alone. A job is some rows over a run of keys; where a row has several, they are merged by the logarithms
  * of their sums. Knows nothing of sequences: amx_backend.py plans the jobs, amx_library.py builds this and loads it.
  */
-#include <immintrin.h>
+#include "amx_tiles.h"
+
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #define D HEAD_DIM  /* Given by the build; a multiple of 32. */
 #define LANES 512   /* Queries of a job at most: its token rows times the heads that share a key-value head. */
 #define KEYS 128    /* Keys at hand at once: with their scores and weights they have to fit a core's nearest cache. */
 #define FAR 40      /* Powers of two by which a score may exceed what it is measured by, before that is changed. */
-#define INLINE inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
 
 /* `table`, `rows_at`: offsets into the plan's tables and rows. Key 0 is at position `first_key`, a block's start. */
 typedef struct { int32_t table, keys, first_key, rows_at, rows; } Job;
@@ -37,15 +32,6 @@ typedef struct {
     float largest[LANES], total[LANES];     /* The score that weights are measured by, and their sum. */
     int32_t position[LANES];
 } __attribute__((aligned(64))) Work;
-
-typedef struct {
-    uint8_t palette, start, unused[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} __attribute__((packed)) TileShapes;
-
-static const TileShapes SHAPES = {
-    .palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 static INLINE __m512i even_quarters(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0x88); }
 static INLINE __m512i odd_quarters(__m512i a, __m512i b) { return _mm512_shuffle_i32x4(a, b, 0xdd); }
@@ -404,12 +390,6 @@ static void merge(const Call *call, const Merge *merge)
     }
 }
 
-/* Ask the kernel for the tile registers. Returns 0, or -1 where this machine does not give them. */
-int warmpath_prepare(void)
-{
-    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) ? -1 : 0;
-}
-
 /* Queries of a job at most. */
 int warmpath_lanes(void)
 {
@@ -443,10 +423,7 @@ void warmpath_attend(
         static __thread Work memory;
         Work *work = &memory;
         __asm__("" : "+r"(work)); /* Or the compiler asks for the thread's address again in the innermost loops. */
-        /* Other kernels of this process keep their shapes loaded between their calls. */
-        TileShapes before;
-        _tile_storeconfig(&before);
-        _tile_loadconfig(&SHAPES);
+        const TileShapes before = take_tiles();
 #pragma omp for
         for (int row = 0; row < plan->real_rows; row++) {
             write_row(keys, &key, slots[row], row, kv_heads);
@@ -455,8 +432,7 @@ void warmpath_attend(
 #pragma omp for schedule(dynamic, 1)
         for (int task = 0; task < plan->jobs * kv_heads; task++)
             attend_job(work, &call, jobs + task / kv_heads, task % kv_heads);
-        if (before.palette) _tile_loadconfig(&before);
-        else _tile_release();
+        leave_tiles(&before);
 #pragma omp for
         for (int i = 0; i < plan->merges; i++) merge(&call, merges + i);
     }

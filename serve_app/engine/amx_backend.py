@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from serve_app.engine.amx_library import AmxLibrary, Given, NoAmx, load_amx
+from serve_app.engine.amx_library import AmxAttention, Given, NoAmx, load_attention
 from serve_app.engine.amx_plan import Sizes, plan_jobs
 from serve_app.engine.paging import Heads, KvPool, PagedStep, lay_out
 from serve_app.engine.step import Segment
@@ -31,7 +31,7 @@ class AmxBackend:
     name = "amx"
     in_graphs = False
 
-    def __init__(self, library: AmxLibrary, group: int) -> None:
+    def __init__(self, library: AmxAttention, group: int) -> None:
         self._library = library
         self._group = group
         self._partials = torch.empty(0)
@@ -76,7 +76,7 @@ def amx_backend(heads: Heads) -> AmxBackend:
     """Return the backend for a model and pool of these sizes. Raises NoAmx."""
     if heads.dtype != torch.bfloat16:
         raise NoAmx(f"it computes bfloat16, not {str(heads.dtype).removeprefix('torch.')}")
-    library = load_amx(heads.dim, heads.block_size)
+    library = load_attention(heads.dim, heads.block_size)
     group = heads.query // heads.kv
     if group > library.lanes:
         raise NoAmx(f"{heads.query} heads over {heads.kv} are more than {library.lanes} lanes")

@@ -1,25 +1,21 @@
-"""Linear layers with weights laid out once as oneDNN reads them, and sibling layers computed in one product.
+"""Linear layers with weights packed once, and sibling layers computed in one product.
 
-torch hands oneDNN plain weights, which it lays out anew in every call: for the few rows of a decode step that takes as
-long as the product. Owns the packed copies. The model's modules stay what and where they are (LoRA's hooks too); only
-how they compute is replaced. Knows nothing of steps. CPUs and bfloat16 only: elsewhere nothing is done.
+Owns which layers are computed together. The model's modules stay what and where they are (LoRA's hooks too); only how
+they compute is replaced, by ``packed_products``. Knows nothing of steps. CPUs and bfloat16 only: elsewhere nothing is
+done.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-_log = logging.getLogger(__name__)
+from serve_app.engine.packed_products import Pack, choose_packing
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that Llama- and Qwen-style models call one after the other with the same input."""
-
-_HINT_ROWS = 16
-_CLOSE = 0.05
 
 
 class PackedLinear:
@@ -29,18 +25,18 @@ class PackedLinear:
     anew, so that a model which calls them otherwise is slower and not wrong.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear], number: int = 0) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Linear], pack: Pack, number: int = 0) -> None:
         self._number = number
         self._sizes = [layer.out_features for layer in layers]
         weight = (
             torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
         )
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT_ROWS)
         biases = [layer.bias for layer in layers]
-        self._bias: torch.Tensor | None = None
-        if any(bias is not None for bias in biases):
+        bias: torch.Tensor | None = None
+        if any(one is not None for one in biases):
             zeros = [weight.new_zeros(size) for size in self._sizes]
-            self._bias = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
+            bias = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
+        self._compute = pack(weight, bias)
         self._input: torch.Tensor | None = None
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._left = 0
@@ -51,8 +47,7 @@ class PackedLinear:
             # A compiled forward cannot hold packed weights; it calls back by number (`compiled_forward`).
             called: torch.Tensor = torch.ops.warmpath.packed_product(given, self._number, sum(self._sizes))
             return called
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(given, self._weight, self._bias, "none", [], "")
-        return out
+        return self._compute(given)
 
     def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
         """Return one layer's output [..., out_features]; replaces that layer's ``forward``."""
@@ -74,7 +69,7 @@ def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
     The plain weights of packed layers are given up, but for the embeddings' and the output layer's, which others read.
     """
     weights = {weight.dtype for weight in model.parameters()} | {weight.device.type for weight in model.parameters()}
-    if weights != {torch.bfloat16, "cpu"} or not _works():
+    if weights != {torch.bfloat16, "cpu"} or (pack := choose_packing()) is None:
         return []
     output = getattr(model, "get_output_embeddings", lambda: None)()
     packed: list[PackedLinear] = []
@@ -82,7 +77,7 @@ def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
         linears = {name: one for name, one in parent.named_children() if type(one) is torch.nn.Linear}
         for names in _groups(linears):
             layers = [linears[name] for name in names]
-            together = PackedLinear(layers, len(packed))
+            together = PackedLinear(layers, pack, len(packed))
             packed.append(together)
             for index, layer in enumerate(layers):
                 layer.forward = partial(together.part, index)  # type: ignore[method-assign]
@@ -99,21 +94,3 @@ def _groups(linears: dict[str, torch.nn.Linear]) -> list[tuple[str, ...]]:
     ]
     grouped = {name for names in found for name in names}
     return [*found, *((name,) for name in linears if name not in grouped)]
-
-
-@torch.inference_mode()
-def _works() -> bool:
-    """Whether this torch has the operators (they are not part of its public interface) and they compute right."""
-    layers = [torch.nn.Linear(64, size, bias=size == 32, dtype=torch.bfloat16) for size in (32, 48)]
-    given = torch.randn(1, 5, 64, dtype=torch.bfloat16)
-    try:
-        together = PackedLinear(layers)
-        found = [together.part(index, given) for index in range(2)]
-    except (AttributeError, RuntimeError) as error:
-        _log.info("linear layers stay unpacked: %s", error)
-        return False
-    right = [layer(given) for layer in layers]
-    return all(
-        torch.allclose(one.float(), other.float(), rtol=_CLOSE, atol=_CLOSE)
-        for one, other in zip(found, right, strict=True)
-    )

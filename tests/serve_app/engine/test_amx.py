@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from serve_app.engine import amx_library, amx_plan
 from serve_app.engine.amx_backend import AmxBackend, amx_backend
-from serve_app.engine.amx_library import NoAmx, load_amx
+from serve_app.engine.amx_library import NoAmx, load_attention
 from serve_app.engine.amx_plan import Sizes, plan_jobs
 from serve_app.engine.attention import RUNS
 from serve_app.engine.backend_probe import choose_backend, fault
@@ -200,36 +200,36 @@ def test_sizes_and_machines_that_do_not_suit_are_refused(monkeypatch: pytest.Mon
     with pytest.raises(NoAmx, match="bfloat16, not float32"):
         amx_backend(replace(HEADS, dtype=torch.float32))
     with pytest.raises(NoAmx, match="head_dim 16 must be a multiple of 32 and block_size 16 one of 16"):
-        load_amx(16, 16)
+        load_attention(16, 16)
     monkeypatch.setattr(amx_library, "_cpu_flags", lambda: amx_library._NEEDED - {"amx_bf16"})
     with pytest.raises(NoAmx, match="this CPU lacks amx_bf16"):
-        load_amx(64, 16)
+        load_attention(64, 16)
     assert choose_backend("auto", CPU, HEADS).backend is RUNS
     monkeypatch.setattr(amx_library, "_cpu_flags", lambda: amx_library._NEEDED)
     monkeypatch.setattr(amx_library.shutil, "which", lambda name: None)
     with pytest.raises(NoAmx, match="no C compiler"):
-        load_amx(64, 16)
+        load_attention(64, 16)
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'fatal error: immintrin.h: No such file' >&2; exit 1\n")
     broken.chmod(0o755)
     monkeypatch.setattr(amx_library.shutil, "which", lambda name: str(broken))
     monkeypatch.setattr(amx_library, "COMPILED", tmp_path / "built")
     with pytest.raises(NoAmx, match=r"failed: fatal error: immintrin.h"):
-        load_amx(64, 16)
+        load_attention(64, 16)
     assert list((tmp_path / "built").iterdir()) == []
 
 
 def test_what_is_loaded_is_built_once_and_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend()
     monkeypatch.setattr(amx_library, "COMPILED", tmp_path / "built")
-    load_amx(64, 16)
+    load_attention(64, 16)
     (built,) = (tmp_path / "built").iterdir()
     assert stat.S_IMODE(built.stat().st_mode) == stat.S_IMODE(built.parent.stat().st_mode) == 0o700
     monkeypatch.setattr(amx_library, "_build", lambda *_: pytest.fail("built twice"))
-    load_amx(64, 32)
+    load_attention(64, 32)
     built.parent.chmod(0o770)
     with pytest.raises(NoAmx, match="others may write it"):
-        load_amx(64, 16)
+        load_attention(64, 16)
 
 
 def test_it_passes_the_probe_and_is_taken() -> None:

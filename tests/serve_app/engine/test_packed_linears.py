@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from serve_app.engine import packed_products
 from serve_app.engine.packed_linears import PackedLinear, pack_linears
+from serve_app.engine.packed_products import OneDnnProduct
 from tests.serve_app.engine.tiny import save_tiny
 
 WIDTH = 64
@@ -39,7 +41,7 @@ def test_any_order_of_calls_gives_each_layer_its_own_product(
     plain = layers([size for size, _ in shapes], [bias for _, bias in shapes])
     inputs = [torch.randn(1, rows, WIDTH, dtype=torch.bfloat16) for rows in (3, 5)]
     with torch.inference_mode():
-        together = PackedLinear(plain)
+        together = PackedLinear(plain, OneDnnProduct)
         for index, which in calls:
             index %= len(plain)
             assert close(together.part(index, inputs[which]), plain[index](inputs[which]))
@@ -48,7 +50,7 @@ def test_any_order_of_calls_gives_each_layer_its_own_product(
 def test_nothing_of_a_step_is_kept_once_all_layers_were_called() -> None:
     """What a step computed is as large as the step: it must not outlive it."""
     with torch.inference_mode():
-        together = PackedLinear(layers([16, 32], [False, False]))
+        together = PackedLinear(layers([16, 32], [False, False]), OneDnnProduct)
         given_rows = torch.randn(1, 4, WIDTH, dtype=torch.bfloat16)
         for index in range(2):
             together.part(index, given_rows)
@@ -84,15 +86,15 @@ def test_other_dtypes_stay_as_they_are(tmp_path: Path) -> None:
     assert not any(weight.is_meta for weight in model.parameters())
 
 
-def test_a_torch_without_the_operators_packs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not part of torch's public interface; without them, or with wrong ones, the model runs plain."""
+def test_where_no_packing_works_the_model_runs_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's operators are not part of torch's public interface, and a kernel is believed only when it is right."""
     model = AutoModelForCausalLM.from_pretrained(save_tiny("llama", tmp_path), dtype=torch.bfloat16)
 
     def missing(*_: object) -> torch.Tensor:
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr(PackedLinear, "product", missing)
-    assert pack_linears(model) == []
-    monkeypatch.setattr(PackedLinear, "product", lambda self, x: x.new_zeros(*x.shape[:-1], sum(self._sizes)))
-    assert pack_linears(model) == []
+    for product in (missing, lambda self, x: x.new_zeros(*x.shape[:-1], 80)):
+        monkeypatch.setattr(packed_products.OneDnnProduct, "__call__", product)
+        monkeypatch.setattr(packed_products.AmxProduct, "__call__", product)
+        assert pack_linears(model) == []
     assert not any(weight.is_meta for weight in model.parameters())
