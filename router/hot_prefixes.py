@@ -16,8 +16,9 @@ from router.demand import PrefixDemand
 from router.load import LoadTable
 from router.policies import ttft_scores
 from router.pull import pulls_faster
-from router.ranking import Candidate, Match, PolicyContext, PolicySettings, rendezvous, scored
+from router.ranking import Candidate, Match, PolicyContext, rendezvous, scored
 from router.request import RoutedRequest
+from router.rule_settings import PolicySettings
 
 _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import xxhash
 
 from router.events import LoadReport
-from router.replica_load import LoadSettings, ReplicaLoad, clamped, without_shares
+from router.replica_load import ReplicaLoad, clamped, without_shares
 from router.routers_beside import RoutersBeside
+from router.rule_settings import LoadSettings
 
 _EXPIRED_A_CALL = 64
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from router.load import Floats, LoadTable
 from router.pull import plan_pull
-from router.ranking import Match, PolicySettings
+from router.ranking import Match
 from router.replica_load import ReplicaLoad
 from router.request import RoutedRequest
+from router.rule_settings import PolicySettings
 
 
 class Plan(NamedTuple):
@@ -65,7 +66,7 @@ def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come
 
     The queue is the one of ``policies.estimated_ttft``; the delay of others is no part of it.
     """
-    ahead: float = replica.queued_tokens
+    ahead = float(replica.queued_tokens)
     if ahead and not first_come:
         ratio, committed = uncached_tokens * replica.falloff, replica.committed_tokens
         ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))

@@ -12,25 +12,11 @@ from math import inf, isfinite
 import msgspec
 
 from router.events import LoadReport
+from router.rule_settings import LoadSettings
 
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class LoadSettings:
-    """``default_prefill_tokens_per_s`` holds until a replica has measured its own rate.
-
-    ``default_pull_tokens_per_s``: how fast a replica copies KV that says nothing of it; 0: it does not.
-
-    ``decode_weight``: how much each running sequence slows prefill, as a share of it.
-    """
-
-    default_prefill_tokens_per_s: float = 5000.0
-    default_pull_tokens_per_s: float = 0.0
-    decode_weight: float = 0.01
-    reservation_ttl_s: float = 120.0
 
 
 @dataclass(slots=True)

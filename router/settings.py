@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.policies import DEFAULT_POLICY, POLICIES
-from router.ranking import PolicySettings
-from router.replica_load import LoadSettings
+from router.rule_settings import LoadSettings, PolicySettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,14 @@ Importing it before torch settles two things that torch reads when it is loaded;
 """
 
 import os
-from pathlib import Path
+
+from router.private_files import COMPILED
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has
 lost its core to another process, every operation of a step waits that long: a decode step took 270 ms in place of 85.
 With the machine to itself the engine is as fast with either; at 10,000 its threads fall asleep between operations."""
 
-COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "compiled"
-"""Where compiled models are kept. Torch's own default lies in /tmp, where anybody may have put what is then run."""
-
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+# Torch's own default lies in /tmp, where anybody may have put what is then run.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))

@@ -15,13 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import pydantic
 import typer
 import yaml
 from rich.console import Console
 
+from router.compiled import SWITCH, NotCompiled, build
 from serve_app.adapters import configured_adapters
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
@@ -194,7 +195,18 @@ def keys() -> None:
     print(f"key     {key}\nsha256  {digest}")
 
 
-def fail(message: str) -> None:
+@app.command()
+def compile() -> None:
+    """Compile the router's hot modules with mypyc for this user: decisions take half the time. About half a minute."""
+    with console.status("compiling the router (about half a minute)"):
+        try:
+            built = build()
+        except NotCompiled as error:
+            fail(str(error))
+    print(f"compiled: {built}\nUsed by every start from now on; {SWITCH}=0 in the environment runs the sources.")
+
+
+def fail(message: str) -> NoReturn:
     """Print an error and leave with status 2."""
     console.print(f"error: {message}", style="red")
     sys.exit(2)

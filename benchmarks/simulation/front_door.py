@@ -12,9 +12,8 @@ from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore
 from router.events import Event
-from router.ranking import PolicySettings
-from router.replica_load import LoadSettings
 from router.request import Decision, RoutedRequest
+from router.rule_settings import LoadSettings, PolicySettings
 from router.settings import RouterSettings
 
 RAY_PREFIX = "ray_prefix"

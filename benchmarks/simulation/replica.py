@@ -13,8 +13,8 @@ from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
 from router.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.events import Event, LoadReport, RouterShare
-from router.ranking import PolicySettings
 from router.request import Decision
+from router.rule_settings import PolicySettings
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.scheduler import AGING_TOKENS_PER_S
 

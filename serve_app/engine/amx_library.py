@@ -6,15 +6,13 @@ Owns the build, the private directory it is kept in, and the calls' C types. Kno
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
-import stat
 import subprocess
 import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-from serve_app import COMPILED
+from router.private_files import COMPILED, others_may_write
 
 _SOURCES = Path(__file__).parent
 _HEADER = "amx_tiles.h"
@@ -100,7 +98,9 @@ def _load(source: str, *flags: str) -> ctypes.CDLL:
     path = COMPILED / f"{Path(source).stem}-{digest}.so"
     if not path.exists():
         _build(command, _SOURCES / source, path)
-    _refuse_foreign(path)
+    # What is loaded runs as this user.
+    if others_may_write(path, path.parent):
+        raise NoAmx(f"{path} or its directory belongs to somebody else or others may write it: remove it")
     if ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
         raise NoAmx("the operating system does not give this process AMX registers")
     return ctypes.CDLL(str(path))
@@ -129,11 +129,3 @@ def _build(command: tuple[str, ...], source: Path, path: Path) -> None:
             built.rename(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoAmx(f"could not build in {path.parent}: {error}") from error
-
-
-def _refuse_foreign(path: Path) -> None:
-    """What is loaded runs as this user: nobody else may have been able to write it."""
-    for name in (path, path.parent):
-        found = name.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise NoAmx(f"{name} belongs to somebody else or others may write it: remove it")

@@ -11,8 +11,8 @@ import pytest
 from router.core import RoutingCore
 from router.cores import core_for
 from router.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
-from router.replica_load import LoadSettings
 from router.request import Decision, RoutedRequest
+from router.rule_settings import LoadSettings
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 10)

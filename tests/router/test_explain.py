@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
 from router.policies import POLICIES
-from router.replica_load import LoadSettings
 from router.request import RoutedRequest
+from router.rule_settings import LoadSettings
 from router.settings import RouterSettings
 
 BLOCK = 16

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.demand import PrefixDemand
 from router.events import BlocksStored, LoadReport
-from router.ranking import PolicySettings
 from router.request import Decision, RoutedRequest
+from router.rule_settings import PolicySettings
 from router.settings import RouterSettings
 
 PREFIX = Random(1).randbytes(16 * 128)

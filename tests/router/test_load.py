@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.events import LoadReport, RouterShare
 from router.load import LoadTable
-from router.replica_load import LoadSettings
+from router.rule_settings import LoadSettings
 
 
 def table(*replicas: str) -> LoadTable:

@@ -14,8 +14,9 @@ from router.events import LoadReport
 from router.load import LoadTable
 from router.plan import plan
 from router.policies import POLICIES
-from router.ranking import REASONS, Candidate, PolicyContext, PolicySettings, rendezvous
+from router.ranking import REASONS, Candidate, PolicyContext, rendezvous
 from router.request import RoutedRequest
+from router.rule_settings import PolicySettings
 
 NAMES = [f"replica-{number}" for number in range(6)]
 

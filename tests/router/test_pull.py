@@ -11,9 +11,8 @@ from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
 from router.load import LoadTable
 from router.pull import plan_pull, work_tokens
-from router.ranking import PolicySettings
-from router.replica_load import LoadSettings
 from router.request import RoutedRequest
+from router.rule_settings import LoadSettings, PolicySettings
 from router.settings import RouterSettings
 
 PULLING = PolicySettings(min_pull_tokens=100, pull_price=1.0)
