@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from serve_app.engine import amx_library, amx_plan
 from serve_app.engine.amx_backend import AmxBackend, amx_backend
@@ -20,8 +21,11 @@ from serve_app.engine.amx_library import NoAmx, load_attention
 from serve_app.engine.amx_plan import Sizes, plan_jobs
 from serve_app.engine.attention import RUNS
 from serve_app.engine.backend_probe import choose_backend, fault
+from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.paging import Heads, KvPool
+from serve_app.engine.protocol import EngineSettings, SamplingParams
 from serve_app.engine.step import Segment, block_runs
+from tests.serve_app.engine.tiny import SIZES, prompt
 
 HEADS = Heads(query=4, kv=2, dim=64, block_size=16, dtype=torch.bfloat16)
 CPU = torch.device("cpu")
@@ -235,3 +239,27 @@ def test_what_is_loaded_is_built_once_and_private(monkeypatch: pytest.MonkeyPatc
 def test_it_passes_the_probe_and_is_taken() -> None:
     assert fault(backend(), CPU, HEADS) == ""
     assert choose_backend("auto", CPU, HEADS).backend.name == "amx"
+
+
+def test_a_model_over_it_computes_what_it_does_over_pytorchs_operations(tmp_path: Path) -> None:
+    """A chunk, its next part beside decodes and a shared beginning: logits near those of the other backend."""
+    backend()
+    torch.manual_seed(7)
+    Qwen3ForCausalLM(Qwen3Config(head_dim=32, **SIZES)).save_pretrained(tmp_path)
+    runners = [
+        ModelRunner(tmp_path, EngineSettings(num_blocks=40, dtype="bfloat16", device="cpu", attention_backend=name))
+        for name in ("amx", "runs")
+    ]
+    assert [runner.attention.backend.name for runner in runners] == ["amx", "runs"]
+    sampling = SamplingParams(1)
+
+    def segment(start: int, count: int, blocks: list[int]) -> Segment:
+        return Segment(prompt(400)[start : start + count], start, blocks, block_runs(blocks), sampling)
+
+    long, fork = list(range(20)), [*range(8), 30, 31]
+    for step in ([segment(0, 200, long)], [segment(200, 70, long), segment(128, 1, fork)],
+                 [segment(270, 1, long), segment(129, 1, fork), segment(0, 5, [33])]):  # fmt: skip
+        with torch.inference_mode():
+            ours, plain = (runner._compute(step)[1] for runner in runners)
+        assert ours.shape == plain.shape
+        assert float((ours - plain).norm() / plain.norm()) < 0.03

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_bfloat16_takes_every_path_without_a_failed_step(
     assert set(got.finish.values()) == {"length"}
     assert {len(tokens) for tokens in got.tokens.values()} == {40}
     assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_a_dummy_load_needs_a_config_alone_and_draws_the_same_weights(tmp_path: Path, device: torch.device) -> None:
