@@ -52,6 +52,9 @@ class AmxBackend:
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        # Addresses carry no type: what the kernel would misread stops here.
+        if {query.dtype, key.dtype, value.dtype} != {torch.bfloat16}:
+            raise TypeError(f"the AMX kernel takes bfloat16, not {query.dtype}, {key.dtype}, {value.dtype}")
         planned: _Planned = step.jobs[0]
         keys, values = step.pool.keys[layer], step.pool.values[layer]
         # What is made contiguous has to live until the call is over.

@@ -40,7 +40,9 @@ class AmxProduct:
         self._addresses = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the product. Raises MemoryError."""
+        """Return the product. Raises TypeError for other rows than it multiplies, and MemoryError."""
+        if given.dtype is not torch.bfloat16 or given.shape[-1] != self._in:
+            raise TypeError(f"rows of {self._in} bfloat16 numbers are wanted, not {given.dtype} {tuple(given.shape)}")
         given = given.contiguous()
         out = torch.empty((*given.shape[:-1], self._out), dtype=torch.bfloat16)
         rows = given.numel() // self._in

@@ -156,6 +156,15 @@ def test_numbers_that_are_none_stay_with_their_sequence() -> None:
     assert found[1:22].isnan().all()
 
 
+def test_rows_of_another_kind_are_refused() -> None:
+    tested = backend()
+    pool = KvPool(1, 2, 16, HEADS.kv, HEADS.dim, HEADS.dtype, CPU)
+    step = tested.plan(pool, [Segment(np.zeros(1, dtype=np.int32), 0, [0], [(0, 1)], None)])
+    query, fresh = torch.ones(1, HEADS.query, HEADS.dim), torch.ones(1, HEADS.kv, HEADS.dim).bfloat16()
+    with pytest.raises(TypeError, match=r"takes bfloat16, not torch\.float32"):
+        tested.attend(step, 0, query, fresh, fresh, 1.0)
+
+
 @given(cases=steps(), threads=st.sampled_from([1, 2, 16]))
 @settings(max_examples=60, deadline=None)
 def test_a_plan_gives_every_row_its_keys_once(cases: list[Case], threads: int) -> None:

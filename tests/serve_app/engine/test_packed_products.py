@@ -62,6 +62,14 @@ def test_a_number_that_is_none_stays_in_its_row(library: AmxLinear) -> None:
     assert (found[[0, 1, 2, *range(4, 20)]] == 64).all()
 
 
+def test_rows_of_another_kind_are_refused(library: AmxLinear) -> None:
+    """An address has no type: what would be misread never gets there."""
+    product = AmxProduct(library, torch.ones(40, 64).bfloat16(), None)
+    for rows in (torch.ones(2, 64), torch.ones(2, 32).bfloat16()):
+        with pytest.raises(TypeError, match="rows of 64 bfloat16 numbers are wanted"):
+            product(rows)
+
+
 def test_no_memory_is_an_error(library: AmxLinear, monkeypatch: pytest.MonkeyPatch) -> None:
     product = AmxProduct(library, torch.ones(40, 64).bfloat16(), None)
     monkeypatch.setattr(library, "linear", lambda *_: -1)
