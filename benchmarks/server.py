@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +36,29 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
         process = subprocess.Popen(  # our own command
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})}
         )
-        try:
-            _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _stop(process)
+        with _leaving_on_sigterm():
+            try:
+                _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                _stop(process)
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """A benchmark that is told to end stops its instance first: by default it would die at once and leave it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -58,7 +77,8 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        # Not SIGINT: a shell has its background jobs ignore that.
+        process.send_signal(signal.SIGTERM)
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
