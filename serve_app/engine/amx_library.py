@@ -15,7 +15,7 @@ from pathlib import Path
 from router.private_files import COMPILED, others_may_write
 
 _SOURCES = Path(__file__).parent
-_HEADER = "amx_tiles.h"
+_HEADERS = ("amx_tiles.h", "amx_work.h")
 
 _FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"),
@@ -93,7 +93,7 @@ def _load(source: str, *flags: str) -> ctypes.CDLL:
     if compiler is None:
         raise NoAmx("there is no C compiler (gcc)")
     command = (compiler, *_FLAGS, *flags)
-    read = b"".join((_SOURCES / name).read_bytes() for name in (source, _HEADER))
+    read = b"".join((_SOURCES / name).read_bytes() for name in (source, *_HEADERS))
     digest = sha256("\0".join(command).encode() + read).hexdigest()[:32]
     path = COMPILED / f"{Path(source).stem}-{digest}.so"
     if not path.exists():
