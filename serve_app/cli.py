@@ -103,8 +103,7 @@ def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> 
 
 def _serve(settings: AppConfig, host: str, port: int, model_name: str) -> None:
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    _on_signals(stop)
     started_s = time.monotonic()
     with console.status("[2/4] Ray: starting"):
         import ray
@@ -123,6 +122,8 @@ def _serve(settings: AppConfig, host: str, port: int, model_name: str) -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
+    # Again, for Ray takes SIGTERM for itself, and leaves at once: what replicas have in memory only would be lost.
+    _on_signals(stop)
     console.print("[2/4] Ray: started")
     try:
         with console.status(f"[3/4] {settings.replicas} replicas and the ingress: starting"):
@@ -141,6 +142,11 @@ def _serve(settings: AppConfig, host: str, port: int, model_name: str) -> None:
     finally:
         ray.shutdown()
     console.print("stopped")
+
+
+def _on_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _wait_healthy(url: str, stop: threading.Event) -> None:
