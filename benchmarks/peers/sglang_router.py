@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.launch import free_port
+from serve_app.launch import held_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
@@ -34,11 +34,11 @@ def sglang_router(python: str, replicas: int, config: dict[str, Any], policy: st
     with ExitStack() as stack:
         workers = []
         for _ in range(replicas):
-            port = free_port()
+            port = stack.enter_context(held_port())
             command = [sys.executable, "-m", "benchmarks.peers.plain_server", "--port", str(port)]
             stack.enter_context(_process([*command, "--config", json.dumps(config)], f"http://127.0.0.1:{port}/health"))
             workers.append(f"http://127.0.0.1:{port}")
-        port, metrics_port = free_port(), free_port()
+        port, metrics_port = stack.enter_context(held_port()), stack.enter_context(held_port())
         command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         command += ["--policy", policy, "--worker-urls", *workers]

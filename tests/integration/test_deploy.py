@@ -16,7 +16,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from serve_app.launch import free_port
+from serve_app.launch import held_port
 
 pytestmark = pytest.mark.integration
 
@@ -27,39 +27,41 @@ BIN = Path(sys.executable).parent
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     """A one-node Ray cluster started with `ray start`, as an operator would; yields the environment to reach it."""
-    port, dashboard = free_port(), free_port()
-    address = f"127.0.0.1:{port}"
-    # Ray 2.60 starts clusters with token authentication; its command line reads the token only when told to.
-    env = {
-        **os.environ,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }
-    subprocess.run(["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=60, stdout=subprocess.DEVNULL)
-    start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
-    start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-    process = subprocess.Popen(start, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(120):
-            try:
-                httpx.get(f"http://127.0.0.1:{dashboard}/api/version", timeout=2)
-                break
-            except httpx.HTTPError:
-                time.sleep(0.5)
-        yield {
-            **env,
-            "RAY_ADDRESS": address,
-            "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
-            "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+    with held_port() as port, held_port() as dashboard:
+        address = f"127.0.0.1:{port}"
+        # Ray 2.60 starts clusters with token authentication; its command line reads the token only when told to.
+        env = {
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "PATH": f"{BIN}:{os.environ['PATH']}",
         }
-    finally:
-        process.send_signal(signal.SIGTERM)
+        subprocess.run(
+            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=60, stdout=subprocess.DEVNULL
+        )
+        start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
+        start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+        process = subprocess.Popen(start, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            for _ in range(120):
+                try:
+                    httpx.get(f"http://127.0.0.1:{dashboard}/api/version", timeout=2)
+                    break
+                except httpx.HTTPError:
+                    time.sleep(0.5)
+            yield {
+                **env,
+                "RAY_ADDRESS": address,
+                "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
+                "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+            }
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def wait_for(url: str, cluster: dict[str, str], seconds: float = 180) -> None:
@@ -91,6 +93,13 @@ def wait_for_replicas(url: str, count: int) -> None:
 
 
 @pytest.fixture
+def port() -> Iterator[int]:
+    """A port for the app."""
+    with held_port() as held:
+        yield held
+
+
+@pytest.fixture
 def shut_down(cluster: dict[str, str]) -> Iterator[None]:
     """Leave the cluster without Serve, whatever the test did: the next one brings its own HTTP options."""
     yield
@@ -105,9 +114,8 @@ def answer(url: str, model: str = "demo") -> str:
 
 
 @pytest.mark.usefixtures("shut_down")
-def test_serve_deploy_of_the_config_file(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_serve_deploy_of_the_config_file(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
     """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place."""
-    port = free_port()
     config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
     config["http_options"]["port"] = port
     file = tmp_path / "serve_config.yaml"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import struct
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serve_app import launch
-from serve_app.launch import local_environment
+from serve_app.launch import held_port, local_environment
 
 CONFIG = """
     stats socket {socket} mode 666 level admin
@@ -53,6 +55,15 @@ def test_haproxys_own_pages_stay_on_loopback() -> None:
 
 
 @pytest.mark.usefixtures("environment")
+def test_haproxys_ports_are_held() -> None:
+    """Between the choice of its ports and its start, seconds later, no connection may be given one of them."""
+    with local_environment():
+        for name in ("STATS", "METRICS"):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", int(os.environ[f"RAY_SERVE_HAPROXY_{name}_PORT"])))
+
+
+@pytest.mark.usefixtures("environment")
 def test_a_haproxy_that_outlives_serve_is_ended() -> None:
     """A process recorded by the wrapper that still runs on our config file is killed at the end; others are not."""
     with local_environment() as run_dir:
@@ -66,6 +77,41 @@ def test_a_haproxy_that_outlives_serve_is_ended() -> None:
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_held_port_is_kept_for_one_listener() -> None:
+    """Nobody connects to it, nobody takes it by chance, and the server it is held for listens on it."""
+    with held_port() as port:
+        with socket.socket() as early:
+            assert early.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            server.settimeout(5)
+            server.accept()[0].close()
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # and it is free again
+
+
+def test_a_held_port_is_given_to_no_connection() -> None:
+    """The kernel does not choose it for an outgoing connection or a bind, even where it is the only one left."""
+    with held_port() as port, socket.create_server(("127.0.0.1", 0)) as server:
+        for reuse in (0, 1):
+            with socket.socket() as binding, pytest.raises(OSError, match="in use"):
+                _only_port(binding, port)
+                binding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                binding.bind(("127.0.0.1", 0))
+        with socket.socket() as connecting, pytest.raises(OSError, match="annot assign"):
+            _only_port(connecting, port)
+            connecting.connect(server.getsockname())
+
+
+def _only_port(sock: socket.socket, port: int) -> None:
+    """Leave the kernel one port to choose from (IP_LOCAL_PORT_RANGE, Linux 6.3)."""
+    try:
+        sock.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
+    except OSError:
+        pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
 
 
 def test_a_window_of_ports_avoids_those_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
