@@ -132,14 +132,14 @@ def _audit_pool(cache: PrefixCache) -> None:
 
 
 def _audit_index(cache: PrefixCache) -> None:
-    by_hash, by_block = cache._by_hash, cache._by_block
-    _hold(len(by_hash) == len(by_block), "the index has other hashes than blocks")
+    index = cache._index
+    _hold(len(index) == sum(1 for _ in index), "the index has other hashes than blocks")
     indexed = cache.pool.total_blocks - cache.pool.free_blocks
-    _hold(len(by_hash) == indexed, f"{len(by_hash)} blocks are indexed, and {indexed} taken")
-    children: Counter[int | None] = Counter(entry.parent for entry in by_block.values())
-    for entry in by_block.values():
-        _hold(by_hash.get(entry.block_hash) is entry, "a block is indexed under another's hash")
-        _hold(entry.parent is None or entry.parent in by_block, "a block's parent is not cached")
+    _hold(len(index) == indexed, f"{len(index)} blocks are indexed, and {indexed} taken")
+    children: Counter[int | None] = Counter(entry.parent for entry in index)
+    for entry in index:
+        _hold(index.of_hash(entry.block_hash) is entry, "a block is indexed under another's hash")
+        _hold(entry.parent is None or entry.parent in index, "a block's parent is not cached")
         _hold(entry.children == children[entry.block], "a block miscounts its children")
 
 

@@ -1,44 +1,28 @@
 """Which computed KV blocks can be used again, and for whom.
 
-Owns the index block hash -> block, verified hits, eviction (leaf first, LRU, from whoever is most over their
-share), pins, and the events that tell routers of it. Knows nothing of tensors or of scheduling. Tokens and chains
-flow in; block ids and events flow out. Not thread-safe, except ``held`` and ``count_held``, which any thread may
-ask for a hint.
+Owns eviction (leaf first, LRU, from whoever is most over their share), pins, and the events that tell routers of it.
+Knows nothing of tensors or of scheduling. Tokens and chains flow in; block ids and events flow out. Not thread-safe,
+except ``held`` and ``count_held``, which any thread may ask for a hint.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from router.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
 from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from serve_app.cache.block_index import BlockIndex, CachedBlock
 from serve_app.cache.block_pool import BlockPool
 from serve_app.cache.pins import PinOutcome, Pins
 from serve_app.cache.quota import PUBLIC, Quota
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 
-EvictionHook = Callable[[list["CachedBlock"]], None]
+EvictionHook = Callable[[list[CachedBlock]], None]
 """Called with what is being evicted, children first, while the blocks' KV is still in place."""
-
-
-@dataclass(slots=True)
-class CachedBlock:
-    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line."""
-
-    block_hash: bytes
-    block: int
-    parent: int | None
-    token_bytes: bytes
-    scope: PrefixScope
-    children: int = 0
-    released_at: int = 0
-    lineage: bytes = b""
-    """Filled by the tiers when they need it (see ``lineage``)."""
 
 
 class PrefixCache:
@@ -69,8 +53,7 @@ class PrefixCache:
         self.recalled_pins = 0
         self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
-        self._by_hash: dict[bytes, CachedBlock] = {}
-        self._by_block: dict[int, CachedBlock] = {}
+        self._index = BlockIndex(block_size)
         self._clock = clock
         self._ticks = 0
         self._events: list[CacheEvent] = []
@@ -83,11 +66,11 @@ class PrefixCache:
     @property
     def indexed_blocks(self) -> int:
         """Blocks that a request can hit."""
-        return len(self._by_hash)
+        return len(self._index)
 
     def hashes(self) -> frozenset[bytes]:
         """Return the hashes of all indexed blocks."""
-        return frozenset(self._by_hash)
+        return self._index.hashes()
 
     def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
         """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
@@ -101,33 +84,21 @@ class PrefixCache:
 
     def entry(self, block: int) -> CachedBlock | None:
         """Return what is indexed of a block."""
-        return self._by_block.get(block)
+        return self._index.of_block(block)
 
     def idle_leaves_first(self) -> list[CachedBlock]:
         """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
         # Blocks of equal age (demoted ones) keep the reversed order of indexing, in which parents come last too.
-        idle = [entry for entry in reversed(self._by_block.values()) if self.pool.is_idle(entry.block)]
+        idle = [entry for entry in reversed(self._index) if self.pool.is_idle(entry.block)]
         return sorted(idle, key=lambda entry: entry.released_at)
 
     def held(self, block_hash: bytes) -> bool:
         """Return whether a block of that hash is indexed (unverified)."""
-        return block_hash in self._by_hash
+        return self._index.held(block_hash)
 
     def count_held(self, chain: bytes, blocks: int) -> int:
         """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
-        return self.count_leading(chain, blocks, self.held)
-
-    @staticmethod
-    def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
-        """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
-        low, high = 0, blocks
-        while low < high:
-            middle = (low + high + 1) // 2
-            if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return self._index.count_held(chain, blocks)
 
     def reusable_blocks(self, num_tokens: int) -> int:
         """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
@@ -138,25 +109,8 @@ class PrefixCache:
 
         A block counts only if its tokens, its parent block and its scope are equal too. Nothing is acquired.
         """
-        matched: list[int] = []
-        parent: int | None = None
-        raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
-        step = 4 * self.block_size
-        known = wanted = scope.at(0)
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
-        for i in range(limit):
-            if i == scope.public_blocks:
-                known = wanted = scope.private
-            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
-            if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
-                break
-            if entry.scope is not known:
-                if entry.scope != wanted:
-                    break
-                known = entry.scope
-            parent = entry.block
-            matched.append(parent)
-        return matched
+        return self._index.match(scope, token_ids, chain, limit)
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each matched block, so that none can be evicted, and renew the pins among them."""
@@ -181,7 +135,7 @@ class PrefixCache:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block, last first, so that the tail of a prefix is evicted before its head."""
         for block in reversed(blocks):
-            entry = self._by_block.get(block)
+            entry = self._index.of_block(block)
             if not self.pool.release(block, keep=entry is not None):
                 continue
             if entry is None:
@@ -201,7 +155,7 @@ class PrefixCache:
         """
         demoted = 0
         for block in reversed(blocks):
-            entry = self._by_block.get(block)
+            entry = self._index.of_block(block)
             if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
                 break
             entry.released_at = 0
@@ -224,31 +178,27 @@ class PrefixCache:
         size = self.block_size
         public, private = scope.public, scope.private
         raw = np.ascontiguousarray(token_ids[first * size : last * size], dtype="<i4").tobytes()
-        parent = self._by_block[blocks[first - 1]] if first else None
+        parent = blocks[first - 1] if first else None
         stored = bytearray()
         done = first
         for i in range(first, last):
             block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
-            parent_block = parent.block if parent else None
             own_scope = public if i < scope.public_blocks else private
-            entry = self._by_hash.get(block_hash)
+            entry = self._index.of_hash(block_hash)
             if entry is None:
-                entry = CachedBlock(block_hash, blocks[i], parent_block, content, own_scope)
-                self._by_hash[block_hash] = self._by_block[entry.block] = entry
+                self._index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope))
                 if i < scope.public_blocks:
-                    self.quota.hand_over(entry.block, PUBLIC)
-                if parent:
-                    parent.children += 1
+                    self.quota.hand_over(blocks[i], PUBLIC)
                 stored += block_hash
-            elif entry.parent != parent_block or entry.token_bytes != content or entry.scope != own_scope:
+            elif not entry.equals(parent, content, own_scope):
                 break
             elif entry.block != blocks[i]:
                 self._retain(entry.block)
                 self.pool.release(blocks[i], keep=False)
                 self.quota.freed(blocks[i], idle=False)
                 blocks[i] = entry.block
-            parent = entry
+            parent = blocks[i]
             done = i + 1
         if stored:
             self._events.append(BlocksStored(bytes(stored)))
@@ -256,12 +206,7 @@ class PrefixCache:
 
     def may_pin(self, chain: bytes, blocks: int, tenant: str) -> bool:
         """Return whether a pin of the first ``blocks`` of a chain would fit the budget (unverified)."""
-        held: list[int] = []
-        for i in range(blocks):
-            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
-            if entry is None:
-                break
-            held.append(entry.block)
+        held = self._index.leading(chain, blocks)
         pins = self.pins
         return pins.fits(blocks - pins.pinned_leading(held), tenant, blocks - pins.pinned_leading(held, tenant))
 
@@ -273,7 +218,7 @@ class PrefixCache:
         What others pinned beyond their shares makes room for what is within ``tenant``'s. Nothing changes when it does
         not fit the budget, or when the key is taken, except that its time runs anew.
         """
-        if not blocks or any(block not in self._by_block for block in blocks):
+        if not blocks or any(block not in self._index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
         now_s = self._clock()
         while (outcome := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
@@ -311,16 +256,15 @@ class PrefixCache:
         """Release every pin and forget every block not in use; return whether nothing was kept."""
         for key in self.pins:
             self.unpin(key)
-        if self.pool.used_blocks and self._by_hash:
+        if self.pool.used_blocks and len(self._index):
             self._evict(self.pool.idle_blocks, counted=False)
-            return not self._by_hash
-        for block in self._by_block:
-            self.pool.free_idle(block)
-            self.quota.freed(block, idle=True)
-        if self._by_hash:
+            return not len(self._index)
+        for entry in self._index:
+            self.pool.free_idle(entry.block)
+            self.quota.freed(entry.block, idle=True)
+        if len(self._index):
             self._events.append(CacheCleared())
-        self._by_hash.clear()
-        self._by_block.clear()
+        self._index.clear()
         return True
 
     def take_events(self) -> tuple[CacheEvent, ...]:
@@ -337,7 +281,7 @@ class PrefixCache:
         self.quota.queue_leaf(entry.released_at, entry.block, self._evictable)
 
     def _evictable(self, released_at: int, block: int) -> bool:
-        entry = self._by_block.get(block)
+        entry = self._index.of_block(block)
         return (
             entry is not None and entry.released_at == released_at and entry.children == 0 and self.pool.is_idle(block)
         )
@@ -346,7 +290,8 @@ class PrefixCache:
         removed = bytearray()
         evicted: list[CachedBlock] = []
         for _ in range(count):
-            entry = self._by_block[self.quota.next_leaf(self._evictable)]
+            entry = self._index.of_block(self.quota.next_leaf(self._evictable))
+            assert entry is not None  # it was evictable
             removed += entry.block_hash
             evicted.append(entry)
             self._forget(entry)
@@ -358,11 +303,8 @@ class PrefixCache:
 
     def _forget(self, entry: CachedBlock) -> None:
         """Take one idle leaf out of the index and free its block."""
-        del self._by_block[entry.block], self._by_hash[entry.block_hash]
+        parent = self._index.remove(entry)
         self.pool.free_idle(entry.block)
         self.quota.freed(entry.block, idle=True)
-        if entry.parent is not None:
-            parent = self._by_block[entry.parent]
-            parent.children -= 1
-            if parent.children == 0 and self.pool.is_idle(parent.block):
-                self._queue_leaf(parent)
+        if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
+            self._queue_leaf(parent)

@@ -13,6 +13,7 @@ import numpy as np
 
 from router.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
 from router.events import CacheCleared, Event, LoadReport, StatsReport
+from serve_app.cache.block_index import count_leading
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.adapter import AdapterSpec
@@ -148,7 +149,7 @@ class TorchEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
-        return self._cache.count_leading(
+        return count_leading(
             block_hashes, most, lambda block_hash: self._cache.held(block_hash) or self._scheduler.computes(block_hash)
         )
 

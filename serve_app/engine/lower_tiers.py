@@ -12,10 +12,11 @@ from enum import Enum
 from time import monotonic, perf_counter
 
 from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from serve_app.cache.block_index import CachedBlock
 from serve_app.cache.disk_queue import DiskLoad
 from serve_app.cache.lineage import extend_lineage, next_lineage, scope_digest
 from serve_app.cache.load_rule import LoadRule
-from serve_app.cache.prefix_cache import CachedBlock, PrefixCache
+from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.tiers import ReadRows, TierEvent, Tiers
 from serve_app.cache.transfer import Row

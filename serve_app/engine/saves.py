@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from router.block_hash import HASH_BYTES
-from serve_app.cache.prefix_cache import CachedBlock, PrefixCache
+from serve_app.cache.block_index import CachedBlock
+from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
 from serve_app.engine.sequence import Sequence

@@ -1,0 +1,142 @@
+"""The index of computed KV blocks: hash -> block, and look-ups that compare what a block holds.
+
+Owns which block is whose child. Knows nothing of references, quotas or eviction. Tokens and chains flow in; entries and
+block ids flow out. Not thread-safe, except ``held`` and ``count_held``, which any thread may ask for a hint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+
+
+@dataclass(slots=True)
+class CachedBlock:
+    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line."""
+
+    block_hash: bytes
+    block: int
+    parent: int | None
+    token_bytes: bytes
+    scope: PrefixScope
+    children: int = 0
+    released_at: int = 0
+    lineage: bytes = b""
+    """Filled by the tiers when they need it (see ``lineage``)."""
+
+    def equals(self, parent: int | None, token_bytes: bytes, scope: PrefixScope) -> bool:
+        """Return whether it holds these tokens under this parent in this scope: an equal hash alone proves nothing."""
+        return self.parent == parent and self.token_bytes == token_bytes and self.scope == scope
+
+
+class BlockIndex:
+    """Entries by hash and by block. Invariant: an entry's parent is indexed, and counts it among its children."""
+
+    def __init__(self, block_size: int) -> None:
+        self._step = 4 * block_size
+        self._by_hash: dict[bytes, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._by_block
+
+    def __iter__(self) -> Iterator[CachedBlock]:
+        """Entries in the order in which they were added."""
+        return iter(self._by_block.values())
+
+    def __reversed__(self) -> Iterator[CachedBlock]:
+        return reversed(self._by_block.values())
+
+    def hashes(self) -> frozenset[bytes]:
+        """Return the hashes of all entries."""
+        return frozenset(self._by_hash)
+
+    def of_block(self, block: int) -> CachedBlock | None:
+        """Return what is indexed of a block."""
+        return self._by_block.get(block)
+
+    def of_hash(self, block_hash: bytes) -> CachedBlock | None:
+        """Return what is indexed under a hash (unverified)."""
+        return self._by_hash.get(block_hash)
+
+    def held(self, block_hash: bytes) -> bool:
+        """Return whether a block of that hash is indexed (unverified)."""
+        return block_hash in self._by_hash
+
+    def count_held(self, chain: bytes, blocks: int) -> int:
+        """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
+        return count_leading(chain, blocks, self.held)
+
+    def leading(self, chain: bytes, blocks: int) -> list[int]:
+        """Return the blocks indexed under the first ``blocks`` hashes of a chain, up to the first gap (unverified)."""
+        found: list[int] = []
+        for i in range(blocks):
+            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+            if entry is None:
+                break
+            found.append(entry.block)
+        return found
+
+    def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, limit: int) -> list[int]:
+        """Return the blocks of the longest indexed prefix of ``token_ids``, at most ``limit`` of them.
+
+        A block counts only if its tokens, its parent block and its scope are equal too.
+        """
+        matched: list[int] = []
+        parent: int | None = None
+        raw = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+        step = self._step
+        # Scopes are compared by value once, and by identity from then on: a long prefix shares one object.
+        known = wanted = scope.at(0)
+        for i in range(limit):
+            if i == scope.public_blocks:
+                known = wanted = scope.private
+            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+            if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
+                break
+            if entry.scope is not known:
+                if entry.scope != wanted:
+                    break
+                known = entry.scope
+            parent = entry.block
+            matched.append(parent)
+        return matched
+
+    def add(self, entry: CachedBlock) -> None:
+        """Index a block whose hash and id are not indexed yet, under a parent that is."""
+        self._by_hash[entry.block_hash] = self._by_block[entry.block] = entry
+        if entry.parent is not None:
+            self._by_block[entry.parent].children += 1
+
+    def remove(self, entry: CachedBlock) -> CachedBlock | None:
+        """Forget an entry without children; return its parent's."""
+        del self._by_block[entry.block], self._by_hash[entry.block_hash]
+        if entry.parent is None:
+            return None
+        parent = self._by_block[entry.parent]
+        parent.children -= 1
+        return parent
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_hash.clear()
+        self._by_block.clear()
+
+
+def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
+    """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
