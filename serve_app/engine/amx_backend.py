@@ -40,7 +40,9 @@ class AmxBackend:
         """Plan a step; see ``AttentionBackend``."""
         step = lay_out(pool, segments)
         kv_heads, head_dim = pool.keys[0].shape[1:]
-        sizes = Sizes(pool.block_size, self._library.lanes, kv_heads, self._group, torch.get_num_threads())
+        sizes = Sizes(
+            pool.block_size, self._library.lanes, self._library.few, kv_heads, self._group, torch.get_num_threads()
+        )
         plan = plan_jobs([segments[i] for i in step.order], step.input_ids.shape[1], sizes)
         needed = plan.places * kv_heads * self._group * (head_dim + 1)
         if self._partials.numel() < needed:

@@ -15,7 +15,7 @@ from pathlib import Path
 from router.private_files import COMPILED, others_may_write
 
 _SOURCES = Path(__file__).parent
-_HEADERS = ("amx_tiles.h", "amx_work.h")
+_HEADERS = ("amx_tiles.h", "amx_work.h", "amx_few.h")
 
 _FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"),
@@ -55,6 +55,8 @@ class AmxAttention:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.lanes: int = library.warmpath_lanes()
         """Queries of a job at most."""
+        self.few: int = library.warmpath_few()
+        """Up to so many queries of a job are few: one task does them for all heads."""
         self.attend = library.warmpath_attend
         self.attend.argtypes = (*(Given,) * 3, *(ctypes.c_void_p,) * 7, *(ctypes.c_int,) * 3, ctypes.c_float)
         self.attend.restype = None

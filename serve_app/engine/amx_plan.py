@@ -26,7 +26,7 @@ SPLIT_TOKENS = 512
 
 TASKS_A_THREAD = 4
 
-_HEADER_WORDS = 9
+_HEADER_WORDS = 10
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -51,13 +51,21 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What jobs depend on: the pool's block size, the kernel's lanes, heads, and the threads at work."""
+    """What jobs depend on: the pool's block size, the kernel's lanes, heads, and the threads at work.
+
+    A job of up to ``few`` queries is one task for all heads; of another one every head is a task.
+    """
 
     block: int
     lanes: int
+    few: int
     kv_heads: int
     group: int
     threads: int
+
+    def is_few(self, job: Job) -> bool:
+        """Return whether a job is one task."""
+        return len(job.rows) * self.group <= self.few
 
 
 def plan_jobs(segments: Sequence[Segment], padded_rows: int, sizes: Sizes) -> JobPlan:
@@ -71,8 +79,9 @@ def plan_jobs(segments: Sequence[Segment], padded_rows: int, sizes: Sizes) -> Jo
         _prefill(segment, table, row, sizes, jobs)
         row += len(segment.token_ids)
     jobs = _split(jobs, sizes)
-    jobs.sort(key=lambda job: -job.keys * len(job.rows))
-    return _words(jobs, row, padded_rows)
+    jobs.sort(key=lambda job: (sizes.is_few(job), -job.keys * len(job.rows)))
+    many = sum(not sizes.is_few(job) for job in jobs)
+    return _words(jobs, many, row, padded_rows)
 
 
 def _table(segment: Segment, size: int) -> Words:
@@ -134,7 +143,8 @@ def _prefill(segment: Segment, table: Words, row: int, sizes: Sizes, jobs: list[
 
 def _split(jobs: list[Job], sizes: Sizes) -> list[Job]:
     """Return the jobs, long ones in parts where there are too few to keep all threads at work."""
-    wanted = -(-TASKS_A_THREAD * sizes.threads // (len(jobs) * sizes.kv_heads))
+    tasks = sum(1 if sizes.is_few(job) else sizes.kv_heads for job in jobs)
+    wanted = -(-TASKS_A_THREAD * sizes.threads // tasks)
     if wanted == 1:
         return jobs
     parts: list[Job] = []
@@ -151,7 +161,7 @@ def _split(jobs: list[Job], sizes: Sizes) -> list[Job]:
     return parts
 
 
-def _words(jobs: Sequence[Job], rows: int, padded_rows: int) -> JobPlan:
+def _words(jobs: Sequence[Job], many: int, rows: int, padded_rows: int) -> JobPlan:
     """Lay the jobs out; rows that several have get places for partial results, one after the other."""
     counts = [0] * rows
     for job in jobs:
@@ -177,6 +187,6 @@ def _words(jobs: Sequence[Job], rows: int, padded_rows: int) -> JobPlan:
             places[row] += places[row] >= 0
     tables = [job.blocks for job in jobs]
     counts_before = (_HEADER_WORDS, len(described), table_at, len(all_rows), len(all_places))
-    header = (len(jobs), len(merges) // 3, padded_rows, rows, *accumulate(counts_before))
+    header = (len(jobs), many, len(merges) // 3, padded_rows, rows, *accumulate(counts_before))
     parts = (np.array(one, dtype=np.int32) for one in (all_rows, all_places, merges))
     return JobPlan(np.concatenate((np.array((*header, *described), dtype=np.int32), *tables, *parts)), used)

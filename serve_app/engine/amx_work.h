@@ -55,13 +55,13 @@ static INLINE void turn(__m512i r[16])
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-/* 2^x to about 1e-4 of it, which is then rounded to bfloat16's eight bits; 0 for minus infinity. */
+/* 2^x to about 1e-4 of it, which is then rounded to bfloat16's eight bits; exact where x is whole, 0 for minus infinity. */
 static INLINE __m512 power_of_two(__m512 x)
 {
     const __m512 f = _mm512_reduce_ps(x, 0x09); /* x - floor(x) */
-    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.07944154f), _mm512_set1_ps(0.22411510f));
-    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.69683883f));
-    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.99992807f));
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.07816385f), _mm512_set1_ps(0.22644174f));
+    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.69539441f));
+    p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(1));
     return _mm512_scalef_ps(p, x);
 }
 

@@ -110,6 +110,8 @@ SHAPES = [
     replace(HEADS, query=3, kv=3, dim=32),
     replace(HEADS, query=8, kv=1, dim=128, block_size=32),
     replace(HEADS, query=10, kv=2, dim=96),
+    replace(HEADS, query=8, kv=2, dim=128),
+    replace(HEADS, query=20, kv=20, dim=32),
 ]
 
 
@@ -137,6 +139,23 @@ def test_long_chunks_and_long_pasts() -> None:
 def test_scores_that_grow_by_far_are_measured_anew() -> None:
     """Keys whose scores exceed those before by hundreds: the weights before become nothing, and nothing overflows."""
     assert wrong(backend(), HEADS, [(3, 900, list(range(60, 0, -1))), (1, 500, list(range(70, 102)))], 20.0) < 0.02
+
+
+@pytest.mark.parametrize("new", [1, 40], ids=["few queries", "many queries"])
+def test_the_first_of_many_keys_count_as_much_as_the_last(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal scores, values of 1 in the first half and of -1 in the second: nothing remains, however many there are."""
+    tested = backend()
+    monkeypatch.setattr(amx_plan, "SPLIT_TOKENS", 1 << 30)
+    past, blocks = 40_000 - new, list(range(2500))
+    pool = KvPool(1, 2500, 16, HEADS.kv, HEADS.dim, HEADS.dtype, CPU)
+    pool.values[0][:20_000] = 1
+    pool.values[0][20_000:] = -1
+    step = tested.plan(pool, [Segment(np.zeros(new, dtype=np.int32), past, blocks, block_runs(blocks), None)])
+    rows = step.input_ids.shape[1]
+    query = torch.ones(rows, HEADS.query, HEADS.dim, dtype=HEADS.dtype)
+    fresh = torch.zeros(rows, HEADS.kv, HEADS.dim, dtype=HEADS.dtype)
+    found = tested.attend(step, 0, query, fresh, fresh - 1, 1.0)
+    assert found[:new].abs().max() < 0.003
 
 
 def test_numbers_that_are_none_stay_with_their_sequence() -> None:
@@ -171,14 +190,16 @@ def test_a_plan_gives_every_row_its_keys_once(cases: list[Case], threads: int) -
     """The (position, block) pairs of a row's jobs are those of its sequence, none twice, none beyond its own."""
     cases = sorted(cases, key=lambda case: case[0] > 1)
     segments = [Segment(np.zeros(new, dtype=np.int32), past, b, block_runs(b), None) for new, past, b in cases]
-    words = plan_jobs(segments, 1000, Sizes(16, 64, 2, 2, threads)).words.tolist()
-    jobs, merges, padded, rows, jobs_at, tables_at, rows_at, places_at, merges_at = words[:9]
+    sizes = Sizes(block=16, lanes=64, few=4, kv_heads=2, group=2, threads=threads)
+    words = plan_jobs(segments, 1000, sizes).words.tolist()
+    jobs, many, merges, padded, rows, jobs_at, tables_at, rows_at, places_at, merges_at = words[:10]
     assert (padded, rows) == (1000, sum(new for new, *_ in cases))
     seen: dict[int, Counter[tuple[int, int]]] = {row: Counter() for row in range(rows)}
     places: dict[int, list[int]] = {row: [] for row in range(rows)}
     for k in range(jobs):
         table, keys, first_key, at, count = words[jobs_at + 5 * k : jobs_at + 5 * k + 5]
         assert count * 2 <= 64
+        assert (count * 2 <= 4) == (k >= many)
         assert first_key % 16 == 0
         for row, place in zip(words[rows_at + at :][:count], words[places_at + at :][:count], strict=True):
             seen[row].update((first_key + j, words[tables_at + table + j // 16]) for j in range(keys))
@@ -204,8 +225,8 @@ def test_a_common_beginning_is_read_once() -> None:
     segments = [
         Segment(np.zeros(1, dtype=np.int32), 490, [*shared, 40 + i], [(0, 30), (40 + i, 1)], None) for i in range(8)
     ]
-    words = plan_jobs(segments, 8, Sizes(16, 512, 4, 2, 2)).words.tolist()
-    described = [words[words[4] + 5 * k :][:5] for k in range(words[0])]
+    words = plan_jobs(segments, 8, Sizes(16, 512, 4, 4, 2, 2)).words.tolist()
+    described = [words[words[5] + 5 * k :][:5] for k in range(words[0])]
     assert [(keys, rows) for _, keys, _, _, rows in described] == [(480, 8)] + [(11, 1)] * 8
 
 
