@@ -1,9 +1,9 @@
 /* Attention of a packed ragged step over the paged KV pool, for CPUs with AMX: bfloat16 products, float32 sums.
  *
  * Owns the way of a step: new KV is written, jobs are shared among threads, and where a row has several, they are
- * merged by the logarithms of their sums. A job is some rows over a run of keys; its arithmetic is amx_work.h's, or with
- * few queries amx_few.h's. Knows nothing of sequences: amx_backend.py plans the jobs, amx_library.py builds this and
- * loads it.
+ * merged by the logarithms of their sums. A job is some rows over a run of keys; its arithmetic is amx_work.h's, or
+ * with few queries amx_few.h's. Knows nothing of sequences: amx_backend.py plans the jobs, amx_library.py builds this
+ * and loads it.
  */
 #include "amx_few.h"
 
@@ -161,7 +161,7 @@ static void attend_few(Few *w, const Call *call, const Job *job, int from, int h
                 const bf16 *query = call->query.at + row * call->query.row + number * call->query.head;
                 __m512 score[NEAR / 16];
                 for (int k = 0; k < NEAR; k += 16) {
-                    /* A part of the next keys for every product of these: all at once they would wait for each other. */
+                    /* A part of the next keys for each product: all at once they would wait for each other. */
                     const int begin = next + NEAR * part / parts, end = next + NEAR * ++part / parts;
                     fetch_few(keys, values, table, block, stride, heads * D, begin, end < until ? end : until);
                     if (k >= count) score[k / 16] = _mm512_setzero_ps();

@@ -55,7 +55,7 @@ static INLINE void turn(__m512i r[16])
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-/* 2^x to about 1e-4 of it, which is then rounded to bfloat16's eight bits; exact where x is whole, 0 for minus infinity. */
+/* 2^x to about 1e-4 of it, which is then rounded to bfloat16's eight bits; exact for whole x, 0 for minus infinity. */
 static INLINE __m512 power_of_two(__m512 x)
 {
     const __m512 f = _mm512_reduce_ps(x, 0x09); /* x - floor(x) */
