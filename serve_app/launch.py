@@ -45,16 +45,23 @@ def held_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def free_port_window() -> int:
-    """Return the first of ``PORT_WINDOW`` ports, below the ephemeral ones, that nobody listens on now.
+@contextmanager
+def held_window() -> Iterator[int]:
+    """Yield the first of ``PORT_WINDOW`` ports, below those of outgoing connections, that nobody listens on now.
 
-    The window is drawn at random, so that instances that start at the same time differ. Raises RuntimeError when
-    none is found.
+    The last one is held until the context ends and is for nobody: two instances never have the same window, even if
+    they start at the same time. Raises RuntimeError when none is found.
     """
     for _ in range(100):
         first = secrets.randbelow((LAST_PORT - FIRST_PORT) // PORT_WINDOW) * PORT_WINDOW + FIRST_PORT
-        if all(_bindable(port) for port in range(first, first + PORT_WINDOW)):
-            return first
+        with socket.socket() as holder:
+            try:
+                holder.bind(("", first + PORT_WINDOW - 1))
+            except OSError:
+                continue
+            if all(_bindable(port) for port in range(first, first + PORT_WINDOW - 1)):
+                yield first
+                return
     raise RuntimeError(f"no {PORT_WINDOW} free ports in a row between {FIRST_PORT} and {LAST_PORT}: stop something")
 
 
@@ -90,19 +97,17 @@ def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
     # of its own, an instance would silently be given a share of another's requests.
-    first = free_port_window()
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
-    os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
-    # HAProxy turns to this one while no ingress is up; it is shared in the same way.
-    os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 1)
-    with ExitStack() as ports:
+    with ExitStack() as ending:
+        ending.callback(shutil.rmtree, run_dir, ignore_errors=True)
+        ending.callback(_end_haproxy, run_dir)
+        first = ending.enter_context(held_window())
+        os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
+        os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 3)
+        # HAProxy turns to this one while no ingress is up; it is shared in the same way.
+        os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
         if use_haproxy:
-            _configure_haproxy(run_dir, ports.enter_context(held_port()), ports.enter_context(held_port()))
-        try:
-            yield run_dir
-        finally:
-            _end_haproxy(run_dir)
-            shutil.rmtree(run_dir, ignore_errors=True)
+            _configure_haproxy(run_dir, ending.enter_context(held_port()), ending.enter_context(held_port()))
+        yield run_dir
 
 
 def _end_haproxy(run_dir: Path) -> None:

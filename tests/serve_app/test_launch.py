@@ -8,12 +8,13 @@ import socket
 import struct
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from serve_app import launch
-from serve_app.launch import held_port, local_environment
+from serve_app.launch import held_port, held_window, local_environment
 
 CONFIG = """
     stats socket {socket} mode 666 level admin
@@ -114,19 +115,32 @@ def _only_port(sock: socket.socket, port: int) -> None:
         pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
 
 
-def test_a_window_of_ports_avoids_those_that_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Windows of two ports from the one this yields on, drawn in the order 0, 0, 1."""
+    with held_window() as first:  # so that nobody else takes any of these meanwhile
+        monkeypatch.setattr(launch, "PORT_WINDOW", 2)
+        monkeypatch.setattr(launch, "FIRST_PORT", first)
+        monkeypatch.setattr(launch, "LAST_PORT", first + 8)
+        draws = iter([0, 0, 1])
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: next(draws))
+        yield first
+
+
+def test_a_window_of_ports_avoids_those_that_are_shared(few_windows: int) -> None:
     """A port whose listener allows sharing (as an ingress does) is not free: no window with it is chosen."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", few_windows))
         listener.listen()
-        taken = listener.getsockname()[1]
-        monkeypatch.setattr(launch, "PORT_WINDOW", 1)
-        monkeypatch.setattr(launch, "FIRST_PORT", taken - 7)
-        monkeypatch.setattr(launch, "LAST_PORT", taken + 1)
-        draws = iter([7, 7, 0])
-        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: next(draws))
-        assert launch.free_port_window() == taken - 7
+        with held_window() as first:
+            assert first == few_windows + 2
+
+
+def test_two_instances_have_windows_of_their_own(few_windows: int) -> None:
+    """Also where the first one has not begun to listen when the second one looks."""
+    with held_window() as first, held_window() as second:
+        assert (first, second) == (few_windows, few_windows + 2)
 
 
 def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
