@@ -17,20 +17,45 @@ from torch.utils.hooks import RemovableHandle
 
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.adapter_weights import AdapterWeights, LoraPair
+from serve_app.engine.amx_library import LINEAR_DIM
+from serve_app.engine.packed_products import Pack, Product
 from serve_app.engine.paging import PADDED_ROWS
 from serve_app.engine.step import Segment
+
+_NOBODY = -2
 
 SMALL_STEP_ROWS = 64
 """Up to so many rows a step is one part: fewer, larger products cost less than skipping rows of other adapters."""
 
 
-@dataclass(frozen=True, slots=True)
 class _Stack:
-    """One layer's adapters side by side. ``owners`` [sum of ranks]: whose row it is; ``ranks`` says so as a key."""
+    """One layer's adapters side by side. ``owners`` [sum of ranks]: whose row it is; ``ranks`` says so as a key.
 
-    pair: LoraPair
-    owners: torch.Tensor
-    ranks: tuple[int, ...]
+    With a ``pack`` the products are its own: plain ones in bfloat16 are oneDNN's on a CPU, which compiles and keeps a
+    kernel for every shape that it meets, and ragged steps have thousands. ``columns``: the owners of their columns.
+    """
+
+    def __init__(self, pair: LoraPair, owners: torch.Tensor, ranks: tuple[int, ...], pack: Pack | None) -> None:
+        self.pair = pair
+        self.owners = self.columns = owners
+        self.ranks = ranks
+        self._products: tuple[Product, Product] | None = None
+        if pack is not None:
+            # The product by `up` takes so many numbers at once: what is added are zeros, and belongs to nobody.
+            more = -pair.rank % LINEAR_DIM
+            down, up = (torch.nn.functional.pad(one, (0, 0, 0, more)) for one in (pair.down, pair.up))
+            self.columns = torch.nn.functional.pad(owners, (0, more), value=_NOBODY)
+            self._products = pack(down, None), pack(up.t(), None)
+
+    def add(self, given: torch.Tensor, made: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Add the adapters' part of ``given`` [rows, in] to ``made`` [rows, out]; ``mask``: see ``_Part.mask``."""
+        hidden = torch.mm(given, self.pair.down.t()) if self._products is None else self._products[0](given)
+        if mask is not None:
+            hidden.masked_fill_(mask, 0)
+        if self._products is None:
+            made.addmm_(hidden, self.pair.up)
+        else:
+            made.add_(self._products[1](hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +84,7 @@ class _Part:
         assert self.rows is not None
         found = self.masks.get(stack.ranks)
         if found is None:
-            found = self.masks[stack.ranks] = self.rows[:, None] != stack.owners[None, :]
+            found = self.masks[stack.ranks] = self.rows[:, None] != stack.columns[None, :]
         return found
 
 
@@ -67,8 +92,13 @@ class LoraLayers:
     """The adapters of one model's linear layers. Used by the engine's thread alone, but for ``slots``."""
 
     def __init__(
-        self, layers: Mapping[str, torch.nn.Linear], slots: AdapterSlots[AdapterWeights], device: torch.device
+        self,
+        layers: Mapping[str, torch.nn.Linear],
+        slots: AdapterSlots[AdapterWeights],
+        device: torch.device,
+        pack: Pack | None = None,
     ) -> None:
+        self._pack = pack
         self._layers = layers
         self._slots = slots
         self._device = device
@@ -111,7 +141,8 @@ class LoraLayers:
         together = self._together
         if together is None or not set(keys) <= set(together.keys):
             # All that hold slots, so that the stack is not built anew whenever another mix of them is in a step.
-            together = self._together = _stacked([self._single(key) for key in {*self._slots.in_slots, *keys}])
+            singles = [self._single(key) for key in {*self._slots.in_slots, *keys}]
+            together = self._together = _stacked(singles, self._pack)
         return together
 
     def _single(self, key: str) -> _Bundle:
@@ -121,7 +152,7 @@ class LoraLayers:
             for name, pair in self._slots.weights(key).items():
                 placed = pair.to(self._device)
                 owners = torch.zeros(pair.rank, dtype=torch.int32, device=self._device)
-                stacks[name] = _Stack(placed, owners, (pair.rank,))
+                stacks[name] = _Stack(placed, owners, (pair.rank,), self._pack)
             bundle = self._singles[key] = _Bundle((key,), stacks)
         return bundle
 
@@ -150,10 +181,8 @@ class LoraLayers:
                 stack = part.bundle.stacks.get(name)
                 if stack is None:
                     continue
-                hidden = torch.mm(given[part.first : part.last], stack.pair.down.t())
-                if part.rows is not None:
-                    hidden.masked_fill_(part.mask(stack), 0)
-                made[part.first : part.last].addmm_(hidden, stack.pair.up)
+                mask = None if part.rows is None else part.mask(stack)
+                stack.add(given[part.first : part.last], made[part.first : part.last], mask)
 
         return add
 
@@ -196,7 +225,7 @@ def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, i
     return cuts
 
 
-def _stacked(singles: Sequence[_Bundle]) -> _Bundle:
+def _stacked(singles: Sequence[_Bundle], pack: Pack | None) -> _Bundle:
     stacks = {}
     for name in dict.fromkeys(name for single in singles for name in single.stacks):
         having = [(number, found) for number, one in enumerate(singles) if (found := one.stacks.get(name)) is not None]
@@ -207,5 +236,5 @@ def _stacked(singles: Sequence[_Bundle]) -> _Bundle:
             torch.cat([stack.pair.down for _, stack in having]), torch.cat([stack.pair.up for _, stack in having])
         )
         owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in having])
-        stacks[name] = _Stack(pair, owners, tuple(ranks))
+        stacks[name] = _Stack(pair, owners, tuple(ranks), pack)
     return _Bundle(tuple(single.keys[0] for single in singles), stacks)

@@ -28,6 +28,7 @@ from serve_app.engine.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.lora import LoraLayers
 from serve_app.engine.meters import Labels, Sample
 from serve_app.engine.packed_linears import pack_linears
+from serve_app.engine.packed_products import amx_packing
 from serve_app.engine.paging import Heads, KvPool, PagedStep
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.sampling import choose_tokens
@@ -105,7 +106,8 @@ class ModelRunner:
         self.adapters: AdapterSlots[AdapterWeights] = AdapterSlots(
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
-        self._lora = LoraLayers(self._linears, self.adapters, self.device)
+        on_amx = self.dtype is torch.bfloat16 and self.device.type == "cpu"
+        self._lora = LoraLayers(self._linears, self.adapters, self.device, amx_packing() if on_amx else None)
         self._compiled: CompiledForward | None = None
         if settings.compile_model:
             if self.device.type != "cpu":

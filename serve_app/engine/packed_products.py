@@ -67,15 +67,23 @@ class OneDnnProduct:
 
 def choose_packing() -> Pack | None:
     """Return the fastest packing that works here, None where there is none."""
-    for name, make in (("amx", _amx), ("onednn", lambda: OneDnnProduct)):
-        try:
-            pack = make()
-            if _right(pack):
-                return pack
-            reason = "wrong results"
-        except (AttributeError, RuntimeError) as error:
-            reason = str(error)
-        _log.info("linear layers are not packed for %s: %s", name, reason)
+    return amx_packing() or _working("onednn", lambda: OneDnnProduct)
+
+
+def amx_packing() -> Pack | None:
+    """Return the packing of our own kernel, to which any number of rows is the same; None where it does not work."""
+    return _working("amx", _amx)
+
+
+def _working(name: str, make: Callable[[], Pack]) -> Pack | None:
+    try:
+        pack = make()
+        if _right(pack):
+            return pack
+        reason = "wrong results"
+    except (AttributeError, RuntimeError) as error:
+        reason = str(error)
+    _log.info("linear layers are not packed for %s: %s", name, reason)
     return None
 
 
