@@ -56,12 +56,17 @@ def cluster() -> Iterator[dict[str, str]]:
                 "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
             }
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end(process, signal.SIGTERM, 30)
+
+
+def end(process: subprocess.Popen[bytes], number: signal.Signals, seconds: float) -> None:
+    """Ask a process to end, and end its group where it does not."""
+    process.send_signal(number)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def wait_for(url: str, cluster: dict[str, str], seconds: float = 180) -> None:
@@ -169,9 +174,4 @@ def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], llama_path
         wait_for("http://127.0.0.1:8000", cluster)
         assert answer("http://127.0.0.1:8000", llama_path.name)
     finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        end(process, signal.SIGINT, 60)
