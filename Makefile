@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test lint venv compile bench clean help
+.PHONY: serve test lint venv bench clean help
 .DEFAULT_GOAL := help
 
 help:  ## what there is to make
@@ -32,9 +32,6 @@ lint: $(STAMP)  ## ruff, mypy strict, import layering
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-compile: $(STAMP)  ## the router's hot modules as machine code (optional; needs gcc and Python's headers)
-	@$(BIN)/warmpath compile
 
 bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
 	@mkdir -p results

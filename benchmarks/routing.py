@@ -2,7 +2,7 @@
 
 One row is one process of its own, so that its resident memory is its own. Peers are files in ``benchmarks/peers`` that
 measure the same workload; one that cannot be imported or run is named in the results with the reason. Absolute times
-belong to this machine. ``warmpath_compiled`` is this router after ``warmpath compile``, which is done where it was not.
+belong to this machine.
 `python -m benchmarks.routing --json FILE [--dynamo-python /path/to/env/bin/python]`
 """
 
@@ -35,8 +35,6 @@ from benchmarks.routing_workload import (
     serve,
 )
 from benchmarks.text_to_decision import TEXT_TOKENS, measure_text
-from router import is_compiled
-from router.compiled import SWITCH, NotCompiled, build
 from router.core import RoutingCore
 from router.events import BlocksStored, LoadReport
 from router.request import RoutedRequest
@@ -44,7 +42,6 @@ from router.request import RoutedRequest
 SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
 MODULES = {
     "warmpath": "benchmarks.routing",
-    "warmpath_compiled": "benchmarks.routing",
     "dynamo_radix": "benchmarks.peers.dynamo_radix",
     "dynamo_selection": "benchmarks.peers.dynamo_selection",
     "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree",
@@ -110,22 +107,14 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
 def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) -> dict[str, Any]:
     """Measure one system in a process of its own; a failure becomes a row with the reason."""
     row = {"system": system, "replicas": workload.replicas, "blocks": workload.blocks}
-    python, environment = sys.executable, {**os.environ, SWITCH: "0"}
-    if system == "warmpath_compiled":
-        environment[SWITCH] = "1"
-        try:
-            build()
-        except NotCompiled as error:
-            return {**row, "not_measured": str(error)}
+    python = sys.executable
     if system.startswith("dynamo"):
         if not dynamo_python:
             return {**row, "not_measured": f"no --dynamo-python given; see benchmarks/peers/{system}.py"}
         python = dynamo_python
     command = [python, "-m", MODULES[system], json.dumps(asdict(workload))]
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**row, "not_measured": str(error)}
     if done.returncode:
@@ -155,7 +144,6 @@ def main() -> None:
         "seed": arguments.seed,
         "prompt_tokens": PROMPT_TOKENS,
         "text_tokens": TEXT_TOKENS,
-        "text_router_compiled": is_compiled,
         "block_size": BLOCK_SIZE,
         "holders_per_block": HOLDERS,
         "blocks_a_message": BLOCKS_A_MESSAGE,

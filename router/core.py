@@ -14,7 +14,6 @@ from random import Random
 from threading import Lock
 from typing import Any
 
-import router
 from router.adapter_places import AdapterPlaces
 from router.block_hash import HASH_BYTES
 from router.counters import RouterCounters
@@ -236,7 +235,6 @@ class RoutingCore:
             shadow = self.shadow and shadow_state(*self.shadow)
         return {
             "router_id": self.router_id,
-            "compiled": router.is_compiled,
             "policy": self.settings.policy,
             **shown,
             "regret": regret,

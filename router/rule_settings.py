@@ -1,7 +1,6 @@
 """Settings of the scoring rules and of the load table.
 
-Owns names, defaults and what they mean. Apart from those who use them, which may be compiled (``compiled``): settings
-travel between processes, and compiled classes cannot be pickled.
+Owns names, defaults and what they mean.
 """
 
 from __future__ import annotations

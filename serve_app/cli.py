@@ -22,7 +22,6 @@ import typer
 import yaml
 from rich.console import Console
 
-from router.compiled import SWITCH, NotCompiled, build
 from serve_app.adapters import configured_adapters
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
 from serve_app.config import AppConfig
@@ -199,17 +198,6 @@ def keys() -> None:
     """Make an API key: give the key to the tenant, put the SHA-256 into the settings file."""
     key, digest = make_api_key()
     print(f"key     {key}\nsha256  {digest}")
-
-
-@app.command()
-def compile() -> None:
-    """Compile the router's hot modules with mypyc for this user: decisions take half the time. About half a minute."""
-    with console.status("compiling the router (about half a minute)"):
-        try:
-            built = build()
-        except NotCompiled as error:
-            fail(str(error))
-    print(f"compiled: {built}\nUsed by every start from now on; {SWITCH}=0 in the environment runs the sources.")
 
 
 def fail(message: str) -> NoReturn:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-
-# Whoever has compiled the router tests the sources all the same; test_compiled.py tests what is compiled.
-os.environ["WARMPATH_COMPILED_ROUTER"] = "0"
 
 from serve_app.demo_model import ensure_demo_model
 
