@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.metrics import spread, write
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.protocol import AdmissionRule, EngineRequest, EngineSettings, SamplingParams
 from serve_app.engine.scheduler import Scheduler

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.metrics import spread, write
-from router.block_hash import PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
 from serve_app.engine.scheduler import Scheduler

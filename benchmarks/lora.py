@@ -22,7 +22,7 @@ from benchmarks.adapters import make_adapters
 from benchmarks.gathered import Gathered
 from benchmarks.metrics import write
 from benchmarks.paired import ratios
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.build import build_engine

@@ -31,8 +31,8 @@ from benchmarks.metrics import write
 from benchmarks.paired import alternate, ratios
 from benchmarks.server import instance
 from benchmarks.workloads import text_of, tokenizer_of
-from router.block_hash import PrefixScope
 from router.feed import FeedPublisher, FeedPublisherThread
+from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.build import build_engine
 from serve_app.engine.engine import TorchEngine

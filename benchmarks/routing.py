@@ -36,8 +36,8 @@ from benchmarks.routing_workload import (
 )
 from benchmarks.text_to_decision import TEXT_TOKENS, measure_text
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
-from router.request import RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
 
 SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
 MODULES = {

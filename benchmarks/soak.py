@@ -27,7 +27,7 @@ from benchmarks.soak_audit import Imbalance, audit, instances, settled, tables, 
 from benchmarks.soak_ledger import CANARY, REPLICA, Ledger
 from benchmarks.soak_memory import MemorySample, grown, memory_figures
 from benchmarks.soak_traffic import SECRET, Traffic
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.build import build_engine

@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from router.block_hash import split_chain
 from router.directory import Directory
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.block_hash import split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.engine.protocol import EngineOutput
 
 REPLICA = "soaked"

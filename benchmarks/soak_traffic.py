@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 
-from router.block_hash import PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 

@@ -24,7 +24,7 @@ from rich.progress import track
 from benchmarks.draft_pairs import build_pairs
 from benchmarks.eagle_head import eagle_pairs
 from benchmarks.metrics import write
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.build import build_engine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams

@@ -11,7 +11,7 @@ from random import Random
 
 from benchmarks.metrics import percentile
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
+from router.protocol.events import BlocksStored, LoadReport
 from router.settings import RouterSettings
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import load_checkpoint_info, resolve_model

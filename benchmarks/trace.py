@@ -16,7 +16,7 @@ from random import Random
 
 import numpy as np
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 
 DEFAULT_TRACE = Path("../shared/traces/mooncake_conversation.jsonl")
 TRACE_BLOCK_TOKENS = 512

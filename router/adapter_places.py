@@ -6,25 +6,15 @@ lacks an adapter loads it, whatever is believed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import repeat
 from math import isfinite
 
 import numpy as np
-import xxhash
 
-from router.events import LoadReport
 from router.load import Floats, LoadTable
+from router.protocol.events import LoadReport, adapter_hash, unpack_adapters
 
-KEY_BYTES = 8
-MAX_ADAPTERS = 1024
-"""Of one replica; what it reports beyond them is not believed."""
 _MAX_LOAD_S = 600.0
-
-
-def pack_adapters(keys: Iterable[str]) -> bytes:
-    """Return what a report says of the adapters in memory: 8 bytes a key, the same in whatever order they come."""
-    return b"".join(sorted(map(_hash, keys)))
 
 
 class AdapterPlaces:
@@ -42,7 +32,7 @@ class AdapterPlaces:
             return
         self.forget(replica_id)
         self._reported[replica_id] = said
-        for key in _unpack(report.adapters):
+        for key in unpack_adapters(report.adapters):
             self._holders.setdefault(key, set()).add(replica_id)
         if isfinite(report.adapter_load_s) and report.adapter_load_s > 0.0:
             self._load_s[replica_id] = min(report.adapter_load_s, _MAX_LOAD_S)
@@ -51,7 +41,7 @@ class AdapterPlaces:
         """Forget a replica; unknown ids are ignored."""
         self._load_s.pop(replica_id, None)
         packed, _ = self._reported.pop(replica_id, (b"", 0.0))
-        for key in set(_unpack(packed)):
+        for key in set(unpack_adapters(packed)):
             self._holders[key].discard(replica_id)
             if not self._holders[key]:
                 del self._holders[key]
@@ -61,7 +51,7 @@ class AdapterPlaces:
 
         ``adapter``: its key, "" for the base model, for which nobody waits.
         """
-        holders = self._holders.get(_hash(adapter)) if adapter else None
+        holders = self._holders.get(adapter_hash(adapter)) if adapter else None
         if not holders or not self._load_s:
             return None
         usual_s = sorted(self._load_s.values())[len(self._load_s) // 2]
@@ -69,12 +59,3 @@ class AdapterPlaces:
         waits = np.fromiter(map(self._load_s.get, names, repeat(usual_s)), np.float64, len(names))
         waits[[row for name in holders if (row := loads.row_of(name)) is not None]] = 0.0
         return waits
-
-
-def _hash(key: str) -> bytes:
-    return xxhash.xxh3_64_digest(key.encode())
-
-
-def _unpack(packed: bytes) -> list[bytes]:
-    end = min(len(packed) // KEY_BYTES, MAX_ADAPTERS) * KEY_BYTES
-    return [packed[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]

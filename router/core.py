@@ -15,19 +15,19 @@ from threading import Lock
 from typing import Any
 
 from router.adapter_places import AdapterPlaces
-from router.block_hash import HASH_BYTES
 from router.counters import RouterCounters
 from router.decisions import RecentDecisions
 from router.directory import Directory
-from router.events import Event, LoadReport, StatsReport
 from router.explain import explain
 from router.hot_prefixes import HotPrefixes
 from router.in_flight import InFlightPrefixes
 from router.load import LoadTable
 from router.plan import plan
 from router.policies import DEFAULT_POLICY, POLICIES, least_loaded
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.events import Event, LoadReport, StatsReport
+from router.protocol.request import Decision, RoutedRequest
 from router.ranking import Candidate, Match, PolicyContext
-from router.request import Decision, RoutedRequest
 from router.settings import RouterSettings
 from router.shadow import ShadowCounters, ShadowPolicy
 from router.state import regret_state, router_state, sane_stats, shadow_state

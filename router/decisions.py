@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from router.request import Decision
+from router.protocol.request import Decision
 
 
 class RecentDecisions:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from router.block_hash import HASH_BYTES
 from router.block_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, BlockTable, block_keys
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.holder_sets import HolderSets
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from router.tier_slots import ReplicaSlots, bits
 
 _MEMO_ENTRIES = 4096

@@ -13,8 +13,8 @@ from router.hot_prefixes import HotPrefixes
 from router.load import LoadTable
 from router.plan import Plan, plan
 from router.policies import DEFAULT_POLICY, POLICIES
+from router.protocol.request import RoutedRequest
 from router.ranking import Candidate, Match, PolicyContext
-from router.request import RoutedRequest
 from router.state import load_state
 
 _BECAUSE = {

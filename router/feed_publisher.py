@@ -16,9 +16,9 @@ from uuid import uuid4
 
 import zmq
 
-from router.events import Event
 from router.feed_source import FeedSource
 from router.feed_wire import MAX_MESSAGE_BYTES, NONCE_BYTES, FeedEndpoint
+from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
 

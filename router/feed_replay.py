@@ -15,8 +15,8 @@ from random import Random
 import msgspec
 
 from router.counters import RouterCounters
-from router.events import CacheCleared, Event, LoadReport, StatsReport
 from router.feed_wire import NONCE_BYTES, FeedMessage, decode_chunk, decode_message
+from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
 
 Deliver = Callable[[str, tuple[Event, ...]], None]
 """(epoch, events) of one replica, in order."""

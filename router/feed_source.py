@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from router.block_hash import HASH_BYTES, split_chain
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
 from router.feed_wire import FeedMessage, SnapshotChunk, encode
+from router.protocol.block_hash import HASH_BYTES, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
 
 
 class BlockMirror:

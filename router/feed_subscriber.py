@@ -18,9 +18,9 @@ import zmq
 import zmq.asyncio
 
 from router.counters import RouterCounters
-from router.events import Event
 from router.feed_replay import FeedReplay, ReplaySettings
 from router.feed_wire import MAX_MESSAGE_BYTES, FeedEndpoint
+from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from router.events import Event
+from router.protocol.events import Event
 
 NONCE_BYTES = 8
 MAX_MESSAGE_BYTES = 4 << 20

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from router.block_hash import HASH_BYTES
 from router.demand import PrefixDemand
 from router.load import LoadTable
 from router.policies import ttft_scores
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.request import RoutedRequest
 from router.pull import pulls_faster
 from router.ranking import Candidate, Match, PolicyContext, rendezvous, scored
-from router.request import RoutedRequest
 from router.rule_settings import PolicySettings
 
 _MOST_WORK_S = 0.5

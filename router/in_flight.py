@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from router.block_hash import common_blocks
+from router.protocol.block_hash import common_blocks
 
 _CHAINS_A_KEY = 4
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.events import LoadReport
+from router.protocol.events import LoadReport
 from router.replica_load import ReplicaLoad, clamped, without_shares
 from router.routers_beside import RoutersBeside
 from router.rule_settings import LoadSettings

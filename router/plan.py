@@ -10,10 +10,10 @@ from math import exp
 from typing import NamedTuple
 
 from router.load import Floats, LoadTable
+from router.protocol.request import RoutedRequest
 from router.pull import plan_pull
 from router.ranking import Match
 from router.replica_load import ReplicaLoad
-from router.request import RoutedRequest
 from router.rule_settings import PolicySettings
 
 

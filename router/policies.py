@@ -13,6 +13,7 @@ from math import ceil
 import numpy as np
 
 from router.load import Floats, LoadTable
+from router.protocol.request import RoutedRequest
 from router.pull import work_tokens
 from router.ranking import (
     Candidate,
@@ -24,7 +25,6 @@ from router.ranking import (
     scored,
     uncached_tokens,
 )
-from router.request import RoutedRequest
 
 Policy = Callable[[RoutedRequest, Match, LoadTable, PolicyContext, int | None], list[Candidate]]
 

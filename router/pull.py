@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from router.load import Floats, LoadTable
+from router.protocol.request import RoutedRequest
 from router.ranking import Match, longest
-from router.request import RoutedRequest
 from router.rule_settings import PolicySettings
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from router.load import Floats, LoadTable
-from router.request import RoutedRequest
+from router.protocol.request import RoutedRequest
 from router.rule_settings import PolicySettings
 
 Match = Mapping[str, int]

@@ -11,7 +11,7 @@ from math import inf, isfinite
 
 import msgspec
 
-from router.events import LoadReport
+from router.protocol.events import LoadReport
 from router.rule_settings import LoadSettings
 
 MAX_TOKENS = 1 << 40

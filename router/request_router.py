@@ -20,9 +20,9 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from router.cores import core_for
 from router.feed_subscriber import FeedSubscriber
 from router.feed_wire import FeedEndpoint
-from router.request import Decision, RoutedRequest
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.settings import RouterSettings
-from router.waiting_line import NoReplicaLeft, WaitingLine
+from router.waiting_line import WaitingLine
 
 logger = logging.getLogger("ray.serve")
 

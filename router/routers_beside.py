@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from router.events import RouterShare
+from router.protocol.events import RouterShare
 
 ACTIVE_S = 30.0
 _WEIGHT = 0.05

@@ -18,8 +18,8 @@ from router.hot_prefixes import HotPrefixes
 from router.load import LoadTable
 from router.plan import Plan, plan
 from router.policies import DEFAULT_POLICY, POLICIES
+from router.protocol.request import RoutedRequest
 from router.ranking import Candidate, Match, PolicyContext
-from router.request import RoutedRequest
 
 logger = logging.getLogger(__name__)
 

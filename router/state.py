@@ -11,8 +11,8 @@ from typing import Any
 
 from router.counters import RouterCounters, TokensByReason
 from router.directory import Directory
-from router.events import StatsReport
 from router.load import LoadTable
+from router.protocol.events import StatsReport
 from router.shadow import ShadowCounters
 
 MAX_SAMPLES = 10_000

@@ -13,10 +13,6 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class NoReplicaLeft(Exception):
-    """There has been no replica for longer than a request waits for one."""
-
-
 class WaitingLine:
     """``pause``: called with the number of attempts so far, returns when it is time for the next."""
 

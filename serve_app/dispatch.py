@@ -18,10 +18,9 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from router.block_hash import PrefixScope, TokenArray, extend_chain
 from router.core import RoutingCore
-from router.request import Decision, RoutedRequest
-from router.waiting_line import NoReplicaLeft
+from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from serve_app import wire
 from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
 from serve_app.errors import (

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from router.waiting_line import NoReplicaLeft
+from router.protocol.request import NoReplicaLeft
 from serve_app.adapters import AdapterRegistry
 
 logger = logging.getLogger(__name__)

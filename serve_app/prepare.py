@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 import xxhash
 
-from router.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
 from serve_app.adapters import AdapterRegistry
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import CheckpointInfo

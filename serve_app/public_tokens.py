@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 
 
 class PublicTokens:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from router.block_hash import PrefixScope, common_blocks
+from router.protocol.block_hash import PrefixScope, common_blocks
 from serve_app.cache.transfer import KvChain, TransferError
 from serve_app.engine.protocol import Arrival, Engine, EngineError, EngineRequest
 from serve_app.pull_meters import Outcome, PullMeters, Refusal

@@ -20,11 +20,10 @@ import ray
 from msgspec import structs
 from ray import serve
 
-from router.adapter_places import pack_adapters
-from router.block_hash import PrefixScope
-from router.events import Event, LoadReport, StatsReport
 from router.feed import FeedPublisher, FeedPublisherThread
-from router.request import Decision, RoutedRequest
+from router.protocol.block_hash import PrefixScope
+from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
+from router.protocol.request import Decision, RoutedRequest
 from serve_app import wire
 from serve_app.adapters import AdapterEntry
 from serve_app.checkpoint import load_checkpoint_info, resolve_model

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ray import serve
 
-from router.request import Decision
+from router.protocol.request import Decision
 from serve_app.config import AppConfig
 from serve_app.engine.meters import Sample
 from serve_app.engine.protocol import Engine, EngineRequest

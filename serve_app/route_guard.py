@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from router.waiting_line import NoReplicaLeft
+from router.protocol.request import NoReplicaLeft
 from serve_app.api.openai_response import error_body
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.http import error_headers, json_response, request_id_of

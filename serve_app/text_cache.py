@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 
 IDS_ENTRY_BYTES = 300
 """Charged for an entry of token ids besides the ids: key, array object, entry object, table slot (CPython 3.11)."""

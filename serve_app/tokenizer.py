@@ -23,7 +23,7 @@ import xxhash
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from router.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
+from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from serve_app.errors import InvalidRequest
 from serve_app.public_tokens import PublicTokens
 from serve_app.segments import Segmenter

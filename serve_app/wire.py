@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveOutcome
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, DECODE_ROWS, Prompt, serve
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.build import load_runner
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.model_runner import ModelRunner

@@ -16,8 +16,8 @@ from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
-from router.events import Event
-from router.request import Decision
+from router.protocol.events import Event
+from router.protocol.request import Decision
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore
-from router.events import Event
-from router.request import Decision, RoutedRequest
+from router.protocol.events import Event
+from router.protocol.request import Decision, RoutedRequest
 from router.rule_settings import LoadSettings, PolicySettings
 from router.settings import RouterSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
-from router.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
+from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
 
 SCOPE = PrefixScope("simulated")
 _ROOT = SCOPE.root(b"simulation")

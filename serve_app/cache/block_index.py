@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.transfer import (
     PREFIX_BYTES,

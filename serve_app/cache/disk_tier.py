@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from router.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.disk_files import BlockFiles, FoundFile
 from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.transfer import Row, TransferError, WrongChain

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import blake2b
 
-from router.block_hash import PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray
 
 LINEAGE_BYTES = 32
 

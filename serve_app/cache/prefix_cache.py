@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
-from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.block_index import BlockIndex, CachedBlock
 from serve_app.cache.block_pool import BlockPool
 from serve_app.cache.pins import PinOutcome, Pins

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from router.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.disk_files import BlockFiles
 from serve_app.cache.disk_queue import DiskLoad, DiskQueue, Wake
 from serve_app.cache.disk_slot import DiskSlot

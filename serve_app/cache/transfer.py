@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
 from serve_app.cache.lineage import LINEAGE_BYTES, extend_lineage, scope_digest
 
 MAGIC = b"WPKV"

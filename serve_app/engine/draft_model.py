@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 from serve_app.engine.model_runner import ModelRunner
 from serve_app.engine.paging import KvPool
 from serve_app.engine.step import Segment, SegmentResult

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
-from router.events import CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
+from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.block_index import count_leading
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.transfer import KvChain

@@ -6,7 +6,7 @@ sequence's start, progress and end; out: whether another has to wait.
 
 from __future__ import annotations
 
-from router.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES
 from serve_app.engine.sequence import Sequence
 
 

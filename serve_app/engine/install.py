@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from router.block_hash import PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.transfer import Row
 from serve_app.engine.step import Runner

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
-from router.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport, RouterShare
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.protocol import EngineSettings
 from serve_app.engine.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler

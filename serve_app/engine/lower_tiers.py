@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from time import monotonic, perf_counter
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.block_index import CachedBlock
 from serve_app.cache.disk_queue import DiskLoad
 from serve_app.cache.lineage import extend_lineage, next_lineage, scope_digest

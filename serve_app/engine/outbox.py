@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence as Events
 from dataclasses import replace
 
-from router.events import Event
+from router.protocol.events import Event
 from serve_app.engine.meters import EngineMeters
 from serve_app.engine.protocol import EngineOutput, EventSink, FinishReason, OutputSink
 from serve_app.engine.sequence import Sequence

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.transfer import KvChain, Row, make_header, verify_chain, verify_part
 from serve_app.engine.install import install_blocks

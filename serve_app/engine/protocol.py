@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from router.block_hash import PrefixScope, TokenArray
-from router.events import Event, LoadReport, StatsReport
+from router.protocol.block_hash import PrefixScope, TokenArray
+from router.protocol.events import Event, LoadReport, StatsReport
 from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.adapter import AdapterSpec

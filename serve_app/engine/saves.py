@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from router.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.block_index import CachedBlock
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.meters import EngineMeters

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from router.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.admission import Verdict

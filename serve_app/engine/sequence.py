@@ -9,7 +9,7 @@ from collections.abc import Sequence as Blocks
 
 import numpy as np
 
-from router.block_hash import HASH_BYTES, TokenArray
+from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
 from serve_app.engine.step import BlockRun, Segment, block_runs

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 from serve_app.cache.transfer import KvFormat, Row
 from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.meters import Labels, Sample

@@ -22,9 +22,9 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from router.cores import core_for
-from router.events import BlocksStored, LoadReport
 from router.feed import FeedPublisher, FeedPublisherThread
-from router.request import Decision, RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import Decision, RoutedRequest
 from router.request_router import deployment_key
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.adapter_places import KEY_BYTES, MAX_ADAPTERS, AdapterPlaces, pack_adapters
+from router.adapter_places import AdapterPlaces
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
 from router.load import LoadTable
-from router.request import RoutedRequest
+from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, BlocksStored, LoadReport, pack_adapters
+from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 
 STYLE = "style@1"

@@ -10,8 +10,8 @@ import pytest
 
 from router.core import RoutingCore
 from router.cores import core_for
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
-from router.request import Decision, RoutedRequest
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
+from router.protocol.request import Decision, RoutedRequest
 from router.rule_settings import LoadSettings
 from router.settings import RouterSettings
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.directory import Directory
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
 
 BLOCK = 16
 REPLICAS = [f"replica-{number}" for number in range(5)]

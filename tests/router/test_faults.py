@@ -19,9 +19,17 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.directory import Directory
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, RouterShare, StatsReport
 from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ReplaySettings
-from router.request import RoutedRequest
+from router.protocol.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    Event,
+    LoadReport,
+    RouterShare,
+    StatsReport,
+)
+from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 40)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from router.counters import RouterCounters
 from router.directory import Directory
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport
 from router.feed import FeedReplay, FeedSource, ReplaySettings
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport
 
 LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
 

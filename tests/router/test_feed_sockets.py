@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from router.core import RoutingCore
-from router.events import BlocksRemoved, BlocksStored, Event, LoadReport
 from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ReplaySettings
+from router.protocol.events import BlocksRemoved, BlocksStored, Event, LoadReport
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
 CHAIN = Random(0).randbytes(16 * 50)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.demand import PrefixDemand
-from router.events import BlocksStored, LoadReport
-from router.request import Decision, RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import Decision, RoutedRequest
 from router.rule_settings import PolicySettings
 from router.settings import RouterSettings
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.events import LoadReport, RouterShare
 from router.load import LoadTable
+from router.protocol.events import LoadReport, RouterShare
 from router.rule_settings import LoadSettings
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.events import LoadReport
 from router.load import LoadTable
 from router.plan import plan
 from router.policies import POLICIES
+from router.protocol.events import LoadReport
+from router.protocol.request import RoutedRequest
 from router.ranking import REASONS, Candidate, PolicyContext, rendezvous
-from router.request import RoutedRequest
 from router.rule_settings import PolicySettings
 
 NAMES = [f"replica-{number}" for number in range(6)]

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
 from router.load import LoadTable
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
 from router.pull import plan_pull, work_tokens
-from router.request import RoutedRequest
 from router.rule_settings import LoadSettings, PolicySettings
 from router.settings import RouterSettings
 

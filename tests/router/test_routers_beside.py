@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport, RouterShare
 from router.load import LoadTable
-from router.request import RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport, RouterShare
+from router.protocol.request import RoutedRequest
 
 NAMES = [f"r{n}" for n in range(8)]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
 from router.policies import POLICIES
-from router.request import Decision, RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import Decision, RoutedRequest
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 20)

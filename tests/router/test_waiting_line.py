@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.waiting_line import NoReplicaLeft, WaitingLine
+from router.protocol.request import NoReplicaLeft
+from router.waiting_line import WaitingLine
 
 
 class Room:

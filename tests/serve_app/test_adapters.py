@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import HASH_BYTES, PrefixScope
-from router.events import BlocksStored
+from router.protocol.block_hash import HASH_BYTES, PrefixScope
+from router.protocol.events import BlocksStored
 from serve_app.adapter_admin import AdapterAdmin
 from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.api.generate import GenerateRequest

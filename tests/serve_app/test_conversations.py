@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from router.core import RoutingCore
-from router.events import BlocksStored, LoadReport
-from router.request import RoutedRequest
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import load_checkpoint_info, resolve_model

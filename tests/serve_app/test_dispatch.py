@@ -12,11 +12,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from router.block_hash import PrefixScope, extend_chain, hash_blocks
 from router.core import RoutingCore
-from router.request import RoutedRequest
+from router.protocol.block_hash import PrefixScope, extend_chain, hash_blocks
+from router.protocol.request import NoReplicaLeft, RoutedRequest
 from router.settings import RouterSettings
-from router.waiting_line import NoReplicaLeft
 from serve_app import wire
 from serve_app.dispatch import MAX_ATTEMPTS, Dispatcher, Generation, Tokens
 from serve_app.engine.protocol import SamplingParams

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app import wire
 from serve_app.api.openai_request import parse_chat, parse_completion
 from serve_app.checkpoint import CheckpointError, load_checkpoint_info

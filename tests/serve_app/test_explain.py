@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from router.core import RoutingCore
-from router.events import BlocksStored
 from router.policies import POLICIES
+from router.protocol.events import BlocksStored
 from router.settings import RouterSettings
 from serve_app.api.openai_request import parse_chat
 from serve_app.checkpoint import load_checkpoint_info

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.core import RoutingCore
-from router.request import RoutedRequest
+from router.protocol.request import RoutedRequest
 from serve_app.metrics import IngressMetrics, render, with_label
 from serve_app.router_metrics import router_samples
 

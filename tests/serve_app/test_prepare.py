@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.block_hash import extend_chain, split_chain, system_prompt_key
+from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
 from serve_app.api.generate import GenerateRequest
 from serve_app.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.dispatch import Generation

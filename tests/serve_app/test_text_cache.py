@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import TokenArray
+from router.protocol.block_hash import TokenArray
 from serve_app.text_cache import CHAIN_ENTRY_BYTES, IDS_ENTRY_BYTES, ChainLink, TextCache
 
 KEYS = st.sampled_from([bytes([i]) for i in range(8)])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from router.block_hash import extend_chain, hash_blocks
+from router.protocol.block_hash import extend_chain, hash_blocks
 from serve_app.errors import InvalidRequest
 from serve_app.public_tokens import PublicTokens
 from serve_app.segments import MIN_SEGMENT_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 
 Key = tuple[PrefixScope, tuple[int, ...]]
 

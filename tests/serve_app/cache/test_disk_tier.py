@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.block_hash import split_chain
-from router.events import BlocksRemoved, BlocksStored
+from router.protocol.block_hash import split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.disk_files import BlockFiles
 from serve_app.cache.disk_queue import DiskQueue
 from serve_app.cache.disk_slot import DiskSlot, DiskTierError

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
-from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.block_pool import PoolExhausted
 from serve_app.cache.prefix_cache import PrefixCache
 

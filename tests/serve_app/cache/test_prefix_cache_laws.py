@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from router.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
-from router.events import BlocksRemoved, BlocksStored, CacheCleared
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.quota import ACTIVE_S, PUBLIC
 from tests.serve_app.cache.naive_cache import NaiveCache, NaivePins

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.cache.block_pool import PoolExhausted
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.cache.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.block_hash import split_chain
-from router.events import BlocksRemoved, BlocksStored
+from router.protocol.block_hash import split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.tiers import Tiers, TierSettings
 from tests.serve_app.cache.test_disk_tier import FILE

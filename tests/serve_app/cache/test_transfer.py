@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.transfer import (
     BadChecksum,
     FormatMismatch,

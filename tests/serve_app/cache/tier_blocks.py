@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from router.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.lineage import extend_lineage, scope_digest
 from serve_app.cache.tier_block import TierBlock
 from serve_app.cache.transfer import KvFormat, KvPart, Row

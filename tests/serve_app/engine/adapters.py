@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.adapter import AdapterSpec, describe_adapter
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

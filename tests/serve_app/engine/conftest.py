@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from router.events import Event
+from router.protocol.events import Event
 from serve_app.engine.build import build_engine
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineSettings

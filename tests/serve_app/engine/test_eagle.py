@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import FormatMismatch
 from serve_app.engine.build import build_engine

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from router.block_hash import split_chain
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event, RouterShare
+from router.protocol.block_hash import split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, RouterShare
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import (
     EngineError,

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine import model_runner
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.lora import _cuts, _spans

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from router.block_hash import hash_blocks
 from router.core import RoutingCore
-from router.events import BlocksStored, Event, LoadReport
-from router.request import RoutedRequest
+from router.protocol.block_hash import hash_blocks
+from router.protocol.events import BlocksStored, Event, LoadReport
+from router.protocol.request import RoutedRequest
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 

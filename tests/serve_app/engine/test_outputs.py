@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.preemption import PROMISED_TOKENS, who_gives_way

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope, split_chain
-from router.events import BlocksStored, Event
+from router.protocol.block_hash import PrefixScope, split_chain
+from router.protocol.events import BlocksStored, Event
 from serve_app.cache.transfer import FormatMismatch, KvChain, WrongChain, WrongScope
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineSettings, ImportedPrefix

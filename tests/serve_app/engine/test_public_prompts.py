@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope, extend_chain
-from router.events import BlocksStored, Event
+from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.events import BlocksStored, Event
 from serve_app.cache.quota import PUBLIC
 from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain, TransferError, WrongScope

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app import pull as pull_module
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.engine import TorchEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.adapter import describe_adapter
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, RequestTooLong, Save

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.block_hash import PrefixScope, TokenArray, split_chain
-from router.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.block_hash import PrefixScope, TokenArray, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache import disk_tier
 from serve_app.cache.tiers import TierSettings
 from serve_app.engine.engine import TorchEngine

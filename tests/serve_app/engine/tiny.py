@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from router.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
 

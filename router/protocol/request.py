@@ -44,3 +44,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     estimated_ttft_s: float = 0.0
     pull_from: str = ""
     pull_tokens: int = 0
+
+
+class NoReplicaLeft(Exception):
+    """There has been no replica for longer than a request waits for one."""

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.block_hash import HASH_BYTES, PrefixScope, extend_chain, hash_blocks, private_parent, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, hash_blocks, private_parent, split_chain
 
 SECRET = b"k" * 32
 IDS = st.lists(st.integers(0, 2), max_size=24)

@@ -6,7 +6,10 @@ either side keeps its state. Hashes travel packed (see ``block_hash``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+import xxhash
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
@@ -74,3 +77,24 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
 
 
 Event = BlocksStored | BlocksRemoved | CacheCleared | LoadReport | StatsReport
+
+
+KEY_BYTES = 8
+MAX_ADAPTERS = 1024
+"""Of one replica; what it reports beyond them is not believed."""
+
+
+def pack_adapters(keys: Iterable[str]) -> bytes:
+    """Return what a report says of the adapters in memory: 8 bytes a key, the same in whatever order they come."""
+    return b"".join(sorted(map(adapter_hash, keys)))
+
+
+def adapter_hash(key: str) -> bytes:
+    """Return the 8 bytes that stand for an adapter's key in a report."""
+    return xxhash.xxh3_64_digest(key.encode())
+
+
+def unpack_adapters(packed: bytes) -> list[bytes]:
+    """Return the hashes that a report holds, ``MAX_ADAPTERS`` at most."""
+    end = min(len(packed) // KEY_BYTES, MAX_ADAPTERS) * KEY_BYTES
+    return [packed[start : start + KEY_BYTES] for start in range(0, end, KEY_BYTES)]
