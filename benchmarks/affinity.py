@@ -20,7 +20,7 @@ from benchmarks.flags import names_of
 from benchmarks.metrics import spread, write
 from benchmarks.server import instance
 from benchmarks.workloads import text_of
-from router.policies import POLICIES
+from router.policy.policies import POLICIES
 from serve_app.checkpoint import resolve_model
 
 

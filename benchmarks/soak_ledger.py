@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from router.directory import Directory
+from router.directory.directory import Directory
 from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.engine.protocol import EngineOutput

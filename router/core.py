@@ -14,23 +14,22 @@ from random import Random
 from threading import Lock
 from typing import Any
 
-from router.adapter_places import AdapterPlaces
-from router.counters import RouterCounters
-from router.decisions import RecentDecisions
-from router.directory import Directory
-from router.explain import explain
-from router.hot_prefixes import HotPrefixes
-from router.in_flight import InFlightPrefixes
-from router.load import LoadTable
-from router.plan import plan
-from router.policies import DEFAULT_POLICY, POLICIES, least_loaded
+from router.directory.directory import Directory
+from router.directory.pending_prefixes import InFlightPrefixes
+from router.load.load_table import LoadTable
+from router.load.lora_residency import AdapterPlaces
+from router.observe.counters import RouterCounters
+from router.observe.explain import explain
+from router.observe.shadow import ShadowCounters, ShadowPolicy
+from router.observe.state import regret_state, router_state, sane_stats, shadow_state
+from router.policy.candidates import Candidate, Match, PolicyContext
+from router.policy.estimate import plan
+from router.policy.policies import DEFAULT_POLICY, POLICIES, least_loaded
+from router.policy.replication import HotPrefixes
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
-from router.ranking import Candidate, Match, PolicyContext
 from router.settings import RouterSettings
-from router.shadow import ShadowCounters, ShadowPolicy
-from router.state import regret_state, router_state, sane_stats, shadow_state
 
 
 class RoutingCore:
@@ -57,7 +56,6 @@ class RoutingCore:
         self._counted = self.counters.of_policy(self.settings.policy)
         self._shadow = self._new_shadow()
         self._shadow_s = 0.0
-        self._decisions = RecentDecisions()
         self._loads = LoadTable(router_id, self.settings.load)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._in_flight = InFlightPrefixes(self.settings.block_size)
@@ -152,7 +150,7 @@ class RoutingCore:
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
         """Choose a replica and reserve its work in one step; None while every replica is full.
 
-        ``blocked``: replicas that Serve says are full. ``take_decision(request.request_id)`` finds the decision again.
+        ``blocked``: replicas that Serve says are full.
         """
         started_s = self._clock()
         with self._lock:
@@ -211,11 +209,6 @@ class RoutingCore:
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
 
-    def take_decision(self, request_id: str) -> Decision | None:
-        """Return the last decision made for a request, once; only the newest few thousand are remembered."""
-        with self._lock:
-            return self._decisions.take(request_id)
-
     def expire(self) -> int:
         """End reservations past their TTL and return how many; every decision does this too."""
         with self._lock:
@@ -268,7 +261,6 @@ class RoutingCore:
         self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
-        self._decisions.add(request.request_id, decision)
         return decision
 
     def _seen(self, request: RoutedRequest, blocked: Collection[str]) -> tuple[Match, PolicyContext]:

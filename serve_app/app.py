@@ -32,7 +32,7 @@ def build_app(args: AppConfig) -> Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=20,
         request_router_config=RequestRouterConfig(
-            request_router_class="router.request_router.CacheAwareRouter",
+            request_router_class="router.serve.request_router.CacheAwareRouter",
             request_router_kwargs=args.routing(),
         ),
     ).bind({**config, "public_prompts": []})

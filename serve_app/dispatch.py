@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
 from serve_app import wire
 from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
 from serve_app.errors import (
@@ -75,10 +76,16 @@ class Dispatcher:
     """Streams generations from the replicas behind one Serve handle."""
 
     def __init__(
-        self, handle: DeploymentHandle, core: RoutingCore, block_size: int, observer: DispatchObserver
+        self,
+        handle: DeploymentHandle,
+        core: RoutingCore,
+        decisions: RecentDecisions,
+        block_size: int,
+        observer: DispatchObserver,
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
+        self._decisions = decisions
         self._block_size = block_size
         self._observer = observer
 
@@ -95,7 +102,7 @@ class Dispatcher:
         for attempt in range(MAX_ATTEMPTS):
             current = _resumed(generation, received, self._block_size) if received else generation
             route = route_of(current, attempt, avoid)
-            reservation = _Reservation(self._core, route)
+            reservation = _Reservation(self._core, self._decisions, route)
             try:
                 async with aclosing(self._attempt(current, route, reservation)) as chunks:
                     async for chunk in chunks:
@@ -174,8 +181,9 @@ class Dispatcher:
 class _Reservation:
     """What the router decided and reserved for one call; ending it again is harmless."""
 
-    def __init__(self, core: RoutingCore, route: RoutedRequest) -> None:
+    def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
         self._core = core
+        self._decisions = decisions
         self._route = route
         self._ended = False
         self._decision: Decision | None = None
@@ -196,7 +204,7 @@ class _Reservation:
         """Free what was reserved."""
         if not self._ended:
             self._ended = True
-            self._decision = self._core.take_decision(self._route.request_id)
+            self._decision = self._decisions.take(self._route.request_id)
             if self._decision is not None:
                 self._core.release(self._decision)
 

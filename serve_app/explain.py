@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from router.core import RoutingCore
-from router.policies import POLICIES
+from router.policy.policies import POLICIES
 from serve_app.api.body import Body
 from serve_app.api.openai_request import parse_chat, parse_completion
 from serve_app.dispatch import route_of

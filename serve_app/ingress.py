@@ -20,8 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.cores import core_for
-from router.request_router import deployment_key
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.adapter_admin import AdapterAdmin
 from serve_app.adapters import AdapterEntry, AdapterRegistry, configured_adapters
@@ -111,9 +111,8 @@ class Ingress:
         self._adapter_admin = AdapterAdmin(
             self._config, self._adapters, self._neighbours.replicas, self._neighbours.ingresses
         )
-        self._core = core_for(
-            deployment_key(context.app_name, replica.deployment_name), RouterSettings.from_json(self._config.routing())
-        )
+        deployment = deployment_key(context.app_name, replica.deployment_name)
+        self._core = core_for(deployment, RouterSettings.from_json(self._config.routing()))
         preparer = Preparer(
             info,
             self._tokenizer,
@@ -130,7 +129,7 @@ class Ingress:
         self._completions = Completions(
             self._config,
             preparer,
-            Dispatcher(replica, self._core, self._config.block_size, self._metrics),
+            Dispatcher(replica, self._core, decisions_for(deployment), self._config.block_size, self._metrics),
             self._tokenizer,
             self._metrics,
             self._traffic,

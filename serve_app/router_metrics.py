@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.core import RoutingCore
-from router.counters import Histogram, PolicyCounters
-from router.shadow import ShadowCounters
+from router.observe.counters import Histogram, PolicyCounters
+from router.observe.shadow import ShadowCounters
 from serve_app.metrics import Sample
 
 
@@ -31,10 +31,10 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         ("warmpath_router_all_full_total", (), float(counters.all_full)),
         ("warmpath_router_faults_total", (), float(counters.faults)),
         ("warmpath_router_rejected_total", (), float(counters.rejected)),
-        ("warmpath_feed_messages_total", (), float(counters.feed_messages)),
-        ("warmpath_feed_gaps_total", (), float(counters.feed_gaps)),
-        ("warmpath_feed_snapshots_total", (), float(counters.feed_snapshots)),
-        ("warmpath_feed_malformed_total", (), float(counters.feed_malformed)),
+        ("warmpath_feed_messages_total", (), float(counters.feed.messages)),
+        ("warmpath_feed_gaps_total", (), float(counters.feed.gaps)),
+        ("warmpath_feed_snapshots_total", (), float(counters.feed.snapshots)),
+        ("warmpath_feed_malformed_total", (), float(counters.feed.malformed)),
     ]
     state: dict[str, Any] = core.state()
     directory = state["directory"]

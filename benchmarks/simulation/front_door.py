@@ -13,8 +13,7 @@ from benchmarks.simulation.settings import ClusterSettings, Contender, Simulated
 from router.core import RoutingCore
 from router.protocol.events import Event
 from router.protocol.request import Decision, RoutedRequest
-from router.rule_settings import LoadSettings, PolicySettings
-from router.settings import RouterSettings
+from router.settings import LoadSettings, PolicySettings, RouterSettings
 
 RAY_PREFIX = "ray_prefix"
 EPOCH = "simulated"

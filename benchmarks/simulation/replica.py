@@ -14,7 +14,7 @@ from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequ
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport, RouterShare
 from router.protocol.request import Decision
-from router.rule_settings import PolicySettings
+from router.settings import PolicySettings
 from serve_app.cache.prefix_cache import PrefixCache
 from serve_app.engine.scheduler import AGING_TOKENS_PER_S
 

@@ -21,11 +21,11 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from router.cores import core_for
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
-from router.request_router import deployment_key
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.request_router import deployment_key
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
 
@@ -41,7 +41,7 @@ def chain_of(family: int) -> bytes:
     health_check_period_s=0.5,
     ray_actor_options={"num_cpus": 0},
     request_router_config=RequestRouterConfig(
-        request_router_class="router.request_router.CacheAwareRouter",
+        request_router_class="router.serve.request_router.CacheAwareRouter",
         request_router_kwargs={
             "policy": "estimated_ttft",
             "block_size": 16,
@@ -96,6 +96,7 @@ class Ingress:
         app = serve.get_replica_context().app_name
         unkeyed = await asyncio.gather(*(self.holders.hold.remote({}) for _ in range(8)))
         core = core_for(deployment_key(app, "Holder"))
+        self.decisions = decisions_for(deployment_key(app, "Holder"))
         names = sorted(core.replica_ids)
         owners = {name: list(range(FAMILIES))[index::REPLICAS] for index, name in enumerate(names)}
         while any(sum(core.directory.blocks_held(name).values()) == 0 for name in names):
@@ -139,7 +140,7 @@ class Ingress:
         chain = chain_of(family) + Random(request_id).randbytes(16)
         route = RoutedRequest(request_id, chain, 16 * (BLOCKS + 1) + 5, chain[:16])
         served, reservation = await self.holders.generate.remote(route=route, decision=None)
-        decision = core.take_decision(request_id)
+        decision = self.decisions.take(request_id)
         if decision is not None:
             core.release(decision)
         return served, decision is not None and decision.reservation == reservation

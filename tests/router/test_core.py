@@ -9,11 +9,10 @@ from threading import Thread
 import pytest
 
 from router.core import RoutingCore
-from router.cores import core_for
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
-from router.rule_settings import LoadSettings
-from router.settings import RouterSettings
+from router.serve.core_registry import core_for
+from router.settings import LoadSettings, RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 10)
 IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
@@ -133,18 +132,6 @@ def test_update_replicas_reports_differences() -> None:
     assert decided(core, ask()).best_cached_tokens == 0
     core.drop_replica("b")
     assert core.replica_ids == ("c",)
-
-
-def test_take_decision_once_and_bounded() -> None:
-    """The ingress learns a decision once; forgotten ones do not pile up."""
-    core = core_of("a", "b", follow_in_flight=False)
-    decision = decided(core, ask(5))
-    assert core.take_decision("q5") == decision
-    assert core.take_decision("q5") is None
-    for number in range(9000):
-        core.release(decided(core, ask(number, b"", 10)))
-    assert len(core._decisions) <= 8192
-    assert core.take_decision("q8999") is not None
 
 
 def test_avoided_replicas_are_a_last_resort() -> None:

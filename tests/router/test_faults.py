@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.directory import Directory
+from router.directory.directory import Directory
 from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ReplaySettings
 from router.protocol.events import (
     BlocksRemoved,
@@ -192,7 +192,7 @@ def test_a_flooding_feed_starves_no_other() -> None:
     async def main() -> None:
         core = RoutingCore("me", RouterSettings(max_blocks=20_000))
         core.update_replicas(["flood", "a"])
-        subscriber = FeedSubscriber(core.apply, core.counters, settings=FAST, max_queued_messages=50)
+        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST, max_queued_messages=50)
         flood, quiet = (FeedPublisherThread(FeedPublisher(name)) for name in ("flood", "a"))
         for feed in (flood, quiet):
             feed.start()
@@ -233,7 +233,7 @@ def test_an_endpoint_that_never_answers_delays_nobody() -> None:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         core = RoutingCore("me")
         core.update_replicas(["silent", "a"])
-        subscriber = FeedSubscriber(core.apply, core.counters, settings=FAST)
+        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
         core.follow(subscriber.is_live)
         subscriber.connect("silent", FeedEndpoint(address, address, zmq.curve_keypair()[0].decode(), "e"))
         feed = FeedPublisherThread(FeedPublisher("a"))
@@ -281,7 +281,7 @@ def test_a_router_that_restarts_in_the_middle_of_traffic() -> None:
             assert decision is not None
             assert decision.replica_id == placed[key]
             new.release(decision)
-        subscriber = FeedSubscriber(new.apply, new.counters, settings=FAST)
+        subscriber = FeedSubscriber(new.apply, new.counters.feed, settings=FAST)
         new.follow(subscriber.is_live)
         for name, feed in feeds.items():
             subscriber.connect(name, feed.endpoint)

@@ -15,6 +15,7 @@ from ray.serve.exceptions import BackPressureError
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain, hash_blocks
 from router.protocol.request import NoReplicaLeft, RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 from serve_app import wire
 from serve_app.dispatch import MAX_ATTEMPTS, Dispatcher, Generation, Tokens
@@ -50,6 +51,7 @@ class FakeHandle:
     def __init__(self, core: RoutingCore, chunks: Chunks) -> None:
         self.core = core
         self.chunks = chunks
+        self.decisions = RecentDecisions()
         self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
         self.streams: list[FakeStream] = []
 
@@ -61,6 +63,7 @@ class FakeHandle:
         self.calls.append((call, route))
         chosen = self.core.decide(route)
         assert chosen is not None
+        self.decisions.add(route.request_id, chosen)
         self.streams.append(FakeStream(self.chunks(call, route, chosen.replica_id)))
         return self.streams[-1]
 
@@ -95,7 +98,7 @@ def run(chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0) -> tuple[li
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
     handle, retries = FakeHandle(core, chunks), Retries()
-    dispatcher = Dispatcher(handle, core, BLOCK, retries)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
 
     async def collect() -> list[Tokens]:
         return [tokens async for tokens in dispatcher.generate(generation(max_tokens, public_blocks))]
@@ -220,7 +223,7 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     handle, retries = FakeHandle(core, chunks), Retries()
 
     async def collect() -> None:
-        dispatcher = Dispatcher(handle, core, BLOCK, retries)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
         async for _ in dispatcher.generate(generation()):
             pass
 
@@ -287,7 +290,7 @@ def test_closing_early_cancels_the_call() -> None:
     handle = FakeHandle(core, chunks)
 
     async def leave() -> None:
-        dispatcher = Dispatcher(handle, core, BLOCK, Retries())  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries())  # type: ignore[arg-type]
         stream = dispatcher.generate(generation())
         await anext(stream)
         await stream.aclose()

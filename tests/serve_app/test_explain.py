@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from router.core import RoutingCore
-from router.policies import POLICIES
+from router.policy.policies import POLICIES
 from router.protocol.events import BlocksStored
 from router.settings import RouterSettings
 from serve_app.api.openai_request import parse_chat

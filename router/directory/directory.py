@@ -1,0 +1,294 @@
+"""Which replica holds which block: hints from the feeds, asked on every routing decision.
+
+Owns the map block -> holders over all replicas, tiers and epochs. Knows nothing of sockets, load or policy; only
+the replica's own cache decides. In: ``apply(replica_id, epoch, events)``; out: ``match(chain)`` -> cached tokens
+per replica, found by bisection because what a replica holds is closed under taking prefixes. A hole (a lost or
+refused hint) can only make a prediction wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
+from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, BlockTable, block_keys
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+
+_MEMO_ENTRIES = 4096
+_MAX_TIERS = 8
+
+
+class Directory:
+    """Block holders by replica. Not thread-safe; every call does bounded work besides the blocks it was given."""
+
+    def __init__(self, block_size: int, max_blocks: int = 4_000_000) -> None:
+        if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
+            raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
+        self.block_size = block_size
+        self.ignored_events = 0
+        self._table = BlockTable(max_blocks)
+        self._sets = HolderSets()
+        self._replicas: dict[str, ReplicaSlots] = {}
+        self._owner: list[str] = []
+        self._free_slots: list[int] = []
+        self._dead: int = 0
+        self._live: int = 0
+        self._extra: int = 0
+        self._sweep_at = -1
+        self._sweep_dead = 0
+        self._folded: dict[int, int] = {}
+        self._members: dict[int, tuple[str, ...]] = {}
+
+    @property
+    def replica_ids(self) -> frozenset[str]:
+        """The replicas whose hints are taken."""
+        return frozenset(self._replicas)
+
+    @property
+    def num_blocks(self) -> int:
+        """Distinct blocks remembered, those of gone epochs included until they are swept."""
+        return self._table.num_entries
+
+    @property
+    def max_blocks(self) -> int:
+        """The bound on ``num_blocks``; hints beyond it are refused, a little earlier to those with most blocks."""
+        return self._table.max_entries
+
+    @property
+    def refused_blocks(self) -> int:
+        """Hints refused at the bound since the start."""
+        return self._table.num_refused
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held, from the sizes of the arrays and tables."""
+        return self._table.size_bytes + self._sets.size_bytes
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether entries of gone epochs are left to be swept."""
+        return bool(self._dead) or self._sweep_at >= 0
+
+    def blocks_held(self, replica_id: str) -> Mapping[str, int]:
+        """Return the number of blocks a replica holds by tier; empty for an unknown replica."""
+        replica = self._replicas.get(replica_id)
+        return dict(replica.blocks_of_tier) if replica else {}
+
+    def add_replica(self, replica_id: str) -> None:
+        """Start taking hints of a replica; adding it again changes nothing."""
+        self._replicas.setdefault(replica_id, ReplicaSlots())
+
+    def remove_replica(self, replica_id: str) -> None:
+        """Forget a replica at once; unknown ids are ignored."""
+        replica = self._replicas.pop(replica_id, None)
+        if replica is not None:
+            self._retire_slots(replica)
+
+    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
+        """Take one replica's events in order. Another epoch than the last one forgets what was known before.
+
+        Events of a replica that was not added are counted and ignored; load and stats events are not for here.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            self.ignored_events += 1
+            return
+        if epoch != replica.epoch:
+            self._retire_slots(replica)
+            replica.epoch = epoch
+        for event in events:
+            if isinstance(event, BlocksStored):
+                self._store(replica_id, replica, event)
+            elif isinstance(event, BlocksRemoved):
+                self._remove(replica, event)
+            elif isinstance(event, CacheCleared):
+                self._retire_slots(replica)
+        if self._dead or self._sweep_at >= 0:
+            self.sweep(1 + self._dead.bit_count() // 64)
+
+    def sweep(self, shards: int = 1) -> None:
+        """Drop entries of gone epochs from the next ``shards`` shards; ``apply`` does this as it goes."""
+        for _ in range(shards):
+            if self._sweep_at < 0:
+                if not self._dead:
+                    return
+                self._sweep_dead, self._sweep_at = self._dead, 0
+            keep = ~self._dead
+            asked: list[int] = []
+
+            def clean(set_id: int, keep: int = keep, asked: list[int] = asked) -> int:
+                mask = self._sets.masks[set_id]
+                kept = mask & keep
+                if kept == mask:
+                    return set_id
+                asked.append(self._sets.id_of(kept))
+                return asked[-1]
+
+            self._sets.count(self._table.rebuild(self._sweep_at, clean), asked)
+            self._sweep_at += 1
+            if self._sweep_at == self._table.num_shards:
+                self._free_slots.extend(bits(self._sweep_dead))
+                self._dead &= ~self._sweep_dead
+                self._sweep_at, self._sweep_dead = -1, 0
+
+    def match(self, chain: bytes) -> dict[str, int]:
+        """Return the tokens of ``chain``'s longest held prefix by replica; replicas that hold nothing are absent.
+
+        ``chain``: packed hashes of the prompt's full blocks. About log2(blocks) look-ups for each distinct depth.
+        """
+        blocks = len(chain) // HASH_BYTES
+        if not blocks or not self._live:
+            return {}
+        words = memoryview(chain if len(chain) == blocks * HASH_BYTES else chain[: blocks * HASH_BYTES]).cast("Q")[::2]
+        table, shard_mask, bits_of_value, value_mask = self._table, self._table.shard_mask, VALUE_BITS, VALUE_MASK
+        words_of, mask_of = table.words, table.masks
+        masks, live, extra, members = self._sets.masks, self._live, self._extra, self._members
+        first = masks[table.get(words[0])] & live
+        if first & extra:
+            first = self._fold(first)
+        tokens: dict[str, int] = {}
+        # (low, who holds it, high, who holds that): the depths between are still to be told apart.
+        pending = [(0, first, blocks, 0)] if first else []
+        while pending:
+            low, at_low, high, at_high = pending.pop()
+            while high - low > 1:
+                middle = (low + high) >> 1
+                key = words[middle]  # the look-up is BlockTable.get, in line: it is most of a decision
+                shard = key & shard_mask
+                slots, mask = words_of[shard], mask_of[shard]
+                tag = key >> bits_of_value
+                slot = tag & mask
+                while (word := slots[slot]) and word >> bits_of_value != tag:
+                    slot = (slot + 1) & mask
+                held = masks[word & value_mask]
+                if extra and held & extra:
+                    held = self._fold(held & live)
+                held = held & at_low | at_high
+                if held == at_high:
+                    high = middle
+                elif held == at_low:
+                    low = middle
+                else:
+                    pending.append((middle, held, high, at_high))
+                    high, at_high = middle, held
+            depth = (low + 1) * self.block_size
+            holders = at_low & ~at_high
+            for replica_id in members.get(holders) or self._names(holders):
+                tokens[replica_id] = depth
+        return tokens
+
+    def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """Return by replica and tier how many tokens of its matched prefix lie there; one may lie in several.
+
+        ``match``: as ``match(chain)`` returned it. Looks at every matched block: for explanations, not decisions.
+        """
+        slots = {name: self._replicas[name].slot_of_tier for name in match}
+        found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
+        depth = max(match.values(), default=0) // self.block_size
+        words = memoryview(chain)[: depth * HASH_BYTES].cast("Q")[::2]
+        for index in range(depth):
+            held = self._sets.masks[self._table.get(words[index])]
+            for name, tiers in slots.items():
+                if match[name] > index * self.block_size:
+                    for tier, slot in tiers.items():
+                        found[name][tier] += self.block_size * (held >> slot & 1)
+        return found
+
+    def _fold(self, held: int) -> int:
+        """Turn bits of further tiers into the bit that stands for their replica."""
+        folded = self._folded.get(held)
+        if folded is None:
+            folded = held & ~self._extra
+            for slot in bits(held & self._extra):
+                folded |= 1 << self._replicas[self._owner[slot]].home
+            if len(self._folded) >= _MEMO_ENTRIES:
+                self._folded.clear()
+            self._folded[held] = folded
+        return folded
+
+    def _names(self, folded: int) -> tuple[str, ...]:
+        names = tuple(self._owner[slot] for slot in bits(folded))
+        if len(self._members) >= _MEMO_ENTRIES:
+            self._members.clear()
+        self._members[folded] = names
+        return names
+
+    def _store(self, replica_id: str, replica: ReplicaSlots, event: BlocksStored) -> None:
+        slot = replica.slot_of_tier.get(event.tier)
+        if slot is None:
+            if len(replica.slot_of_tier) >= _MAX_TIERS:
+                self.ignored_events += 1
+                return
+            slot = self._new_slot(replica_id, replica, event.tier)
+        bit = 1 << slot
+        sets = self._sets
+        asked: list[int] = []
+
+        def add(set_id: int) -> int:
+            mask = sets.masks[set_id]
+            if mask & bit:
+                return set_id
+            asked.append(sets.id_of(mask | bit))
+            return asked[-1]
+
+        # The last eighth is for replicas below an equal share: one that floods leaves the others room.
+        limit = self.max_blocks
+        if sum(replica.blocks_of_tier.values()) * len(self._replicas) >= limit:
+            limit -= limit // 8
+        changes = self._table.update(block_keys(event.hashes), add, limit)
+        sets.count(changes, asked)
+        replica.blocks_of_tier[event.tier] += sum(count for _, _, count in changes)
+
+    def _remove(self, replica: ReplicaSlots, event: BlocksRemoved) -> None:
+        slot = replica.slot_of_tier.get(event.tier)
+        if slot is None:
+            return
+        bit = 1 << slot
+        sets = self._sets
+        asked: list[int] = []
+
+        def discard(set_id: int) -> int:
+            mask = sets.masks[set_id]
+            if not mask & bit:
+                return set_id
+            asked.append(sets.id_of(mask & ~bit))
+            return asked[-1]
+
+        changes = self._table.update(block_keys(event.hashes), discard)
+        sets.count(changes, asked)
+        replica.blocks_of_tier[event.tier] -= sum(count for _, _, count in changes)
+
+    def _new_slot(self, replica_id: str, replica: ReplicaSlots, tier: str) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._owner[slot] = replica_id
+        else:
+            slot = len(self._owner)
+            self._owner.append(replica_id)
+        if replica.slot_of_tier:
+            self._extra |= 1 << slot
+        replica.slot_of_tier[tier] = slot
+        replica.blocks_of_tier[tier] = 0
+        self._live |= 1 << slot
+        self._forget_memos()
+        return slot
+
+    def _retire_slots(self, replica: ReplicaSlots) -> None:
+        """Make everything a replica held vanish now; its entries are swept later."""
+        for tier, slot in replica.slot_of_tier.items():
+            bit = 1 << slot
+            self._live &= ~bit
+            self._extra &= ~bit
+            if replica.blocks_of_tier[tier]:
+                self._dead |= bit
+            else:
+                self._free_slots.append(slot)
+        if replica.slot_of_tier:
+            self._forget_memos()
+        replica.slot_of_tier.clear()
+        replica.blocks_of_tier.clear()
+
+    def _forget_memos(self) -> None:
+        self._folded.clear()
+        self._members.clear()

@@ -1,0 +1,88 @@
+"""Interned sets of holders: a set of slots is one bit mask, stored once and named by a small id.
+
+Owns the reference counts. Blocks of one prefix mostly share their holders, so a million blocks need few sets.
+Knows nothing of replicas or blocks; a slot is a bit position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from sys import getsizeof
+
+from router.directory.key_table import Change
+
+
+class HolderSets:
+    """Mask <-> id, with the number of blocks that refer to each id. Id 0 is the empty set and never freed."""
+
+    def __init__(self) -> None:
+        self.masks: list[int] = [0]
+        self._refs: list[int] = [0]
+        self._ids: dict[int, int] = {0: 0}
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of masks, ids and counts (masks taken at the size of the largest)."""
+        largest = max(map(getsizeof, self.masks[-64:]))
+        return getsizeof(self.masks) + getsizeof(self._refs) + getsizeof(self._ids) + len(self._ids) * (largest + 32)
+
+    def id_of(self, mask: int) -> int:
+        """Return the id of a mask, making one if need be; it lives on once ``count`` refers to it."""
+        found = self._ids.get(mask)
+        if found is not None:
+            return found
+        if self._free:
+            fresh = self._free.pop()
+            self.masks[fresh] = mask
+        else:
+            fresh = len(self.masks)
+            self.masks.append(mask)
+            self._refs.append(0)
+        self._ids[mask] = fresh
+        return fresh
+
+    def count(self, changes: Iterable[Change], asked: Iterable[int]) -> None:
+        """Book entries that moved from one id to another, then free ids (those moved from or ``asked``) unused."""
+        refs = self._refs
+        touched = set(asked)
+        for old, new, entries in changes:
+            refs[old] -= entries
+            refs[new] += entries
+            touched.add(old)
+        touched.discard(0)
+        for candidate in touched:
+            if refs[candidate] == 0:
+                mask = self.masks[candidate]
+                if self._ids.get(mask) == candidate:
+                    del self._ids[mask]
+                    self.masks[candidate] = 0
+                    self._free.append(candidate)
+
+
+@dataclass(slots=True)
+class ReplicaSlots:
+    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
+
+    epoch: str = ""
+    slot_of_tier: dict[str, int] = field(default_factory=dict)
+    blocks_of_tier: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def home(self) -> int:
+        """The first tier's slot."""
+        return next(iter(self.slot_of_tier.values()))
+
+
+def bits(mask: int) -> list[int]:
+    """Return the positions of the set bits, lowest first."""
+    positions = []
+    while mask:
+        low = mask & -mask
+        positions.append(low.bit_length() - 1)
+        mask ^= low
+    return positions

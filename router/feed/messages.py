@@ -1,0 +1,94 @@
+"""What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
+
+Owns their encoding. Knows no sockets and no state. A request is its nonce alone, which every chunk of the answer
+repeats; chunk 0 opens a snapshot that is consistent with sequence number ``seq``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.protocol.events import Event
+
+NONCE_BYTES = 8
+MAX_MESSAGE_BYTES = 4 << 20
+"""A peer that sends more in one message is cut off."""
+
+
+class FeedEndpoint(msgspec.Struct, frozen=True):
+    """Where one replica's feed is; travels as a plain dict in the replica's metadata.
+
+    ``public_key``: the publisher's CURVE key (Z85 text). It authenticates the publisher, and only who was told it
+    can connect.
+    """
+
+    pub_address: str
+    snapshot_address: str
+    public_key: str
+    epoch: str
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the JSON-able form."""
+        return {str(name): str(value) for name, value in msgspec.structs.asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> FeedEndpoint:
+        """Parse the JSON-able form. Raises ``msgspec.ValidationError``."""
+        return msgspec.convert(values, cls)
+
+
+class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
+    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
+
+    replica_id: str
+    epoch: str
+    seq: int
+    events: tuple[Event, ...]
+
+
+class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
+    """One piece of a snapshot, a bounded number of blocks."""
+
+    replica_id: str
+    epoch: str
+    seq: int
+    nonce: bytes
+    index: int
+    last: bool
+    events: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class FeedCounters:
+    """What the reading end of all feeds counts; every number only rises.
+
+    ``gaps``: messages missed and asked for again as a snapshot; ``malformed``: messages that were not believed.
+    """
+
+    messages: int = 0
+    gaps: int = 0
+    snapshots: int = 0
+    malformed: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_message_decoder = msgspec.msgpack.Decoder(FeedMessage)
+_chunk_decoder = msgspec.msgpack.Decoder(SnapshotChunk)
+
+
+def encode(message: FeedMessage | SnapshotChunk) -> bytes:
+    """Serialize a message or a chunk."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> FeedMessage:
+    """Parse a message. Raises ``msgspec.MsgspecError`` on anything malformed."""
+    return _message_decoder.decode(data)
+
+
+def decode_chunk(data: bytes) -> SnapshotChunk:
+    """Parse a chunk. Raises ``msgspec.MsgspecError`` on anything malformed."""
+    return _chunk_decoder.decode(data)

@@ -1,0 +1,111 @@
+"""The sending half of a feed without its sockets: events in, numbered messages and snapshots out, as bytes.
+
+Owns the sequence numbers and a mirror of the held hashes by tier, which is what makes a snapshot agree with its
+sequence number. Knows nothing of who listens. Not thread-safe: one thread owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from router.feed.messages import FeedMessage, SnapshotChunk, encode
+from router.protocol.block_hash import HASH_BYTES, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+
+
+class BlockMirror:
+    """The hashes a replica holds, by tier, in the order in which they were stored (parents first)."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, dict[bytes, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tiers.values()))
+
+    def apply(self, event: Event) -> None:
+        """Take one cache event; others change nothing."""
+        if isinstance(event, BlocksStored):
+            self._tiers.setdefault(event.tier, {}).update(dict.fromkeys(split_chain(event.hashes)))
+        elif isinstance(event, BlocksRemoved):
+            held = self._tiers.get(event.tier, {})
+            for block_hash in split_chain(event.hashes):
+                held.pop(block_hash, None)
+        elif isinstance(event, CacheCleared):
+            self._tiers.clear()
+
+    def tiers(self) -> dict[str, bytes]:
+        """Return the packed hashes of each tier that holds any."""
+        return {tier: b"".join(held) for tier, held in self._tiers.items() if held}
+
+
+class FeedSource:
+    """Numbers and encodes one replica's events for one process life (``epoch``)."""
+
+    def __init__(self, replica_id: str, epoch: str, max_blocks_per_message: int = 2048) -> None:
+        if max_blocks_per_message < 1:
+            raise ValueError("max_blocks_per_message must be at least 1")
+        self.replica_id = replica_id
+        self.epoch = epoch
+        self.seq = 0
+        self.mirror = BlockMirror()
+        self._max_bytes = max_blocks_per_message * HASH_BYTES
+        self._latest: dict[type[Event], Event] = {}
+        self._packed: tuple[int, dict[str, bytes]] = (0, {})
+
+    def publish(self, events: Iterable[Event]) -> list[bytes]:
+        """Apply events to the mirror and return the messages that carry them, usually one.
+
+        A message holds at most ``max_blocks_per_message`` blocks, so that no listener's loop stalls on one.
+        """
+        messages: list[bytes] = []
+        batch: list[Event] = []
+        room = self._max_bytes
+        for event in events:
+            self.mirror.apply(event)
+            if isinstance(event, LoadReport | StatsReport):
+                self._latest[type(event)] = event
+            for piece in self._pieces(event):
+                size = len(piece.hashes) if isinstance(piece, BlocksStored | BlocksRemoved) else 0
+                if size > room:
+                    messages.append(self._message(batch))
+                    batch, room = [], self._max_bytes
+                batch.append(piece)
+                room -= size
+        if batch:
+            messages.append(self._message(batch))
+        return messages
+
+    def snapshot(self, nonce: bytes) -> Iterator[bytes]:
+        """Return the chunks of a snapshot of this moment; later events do not change them.
+
+        Snapshots of one moment share their memory.
+        """
+        if self._packed[0] != self.seq or not self.seq:
+            self._packed = (self.seq, self.mirror.tiers())
+        return self._chunks(nonce, self.seq, self._packed[1], tuple(self._latest.values()))
+
+    def _chunks(self, nonce: bytes, seq: int, tiers: dict[str, bytes], reports: tuple[Event, ...]) -> Iterator[bytes]:
+        pieces = (piece for tier, hashes in tiers.items() for piece in self._pieces(BlocksStored(hashes, tier)))
+        index, events = 0, tuple(islice(pieces, 1))
+        while True:
+            following = tuple(islice(pieces, 1))
+            last = not following
+            chunk = SnapshotChunk(
+                self.replica_id, self.epoch, seq, nonce, index, last, events + reports if last else events
+            )
+            yield encode(chunk)
+            if last:
+                return
+            index, events = index + 1, following
+
+    def _pieces(self, event: Event) -> Iterator[Event]:
+        if not isinstance(event, BlocksStored | BlocksRemoved) or len(event.hashes) <= self._max_bytes:
+            yield event
+            return
+        for start in range(0, len(event.hashes), self._max_bytes):
+            yield type(event)(event.hashes[start : start + self._max_bytes], event.tier)
+
+    def _message(self, events: list[Event]) -> bytes:
+        self.seq += 1
+        return encode(FeedMessage(self.replica_id, self.epoch, self.seq, tuple(events)))

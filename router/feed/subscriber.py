@@ -1,0 +1,184 @@
+"""The router's end of the feeds: follows any number of replicas from one asyncio loop.
+
+Owns a SUB and a DEALER socket for each replica, in the loop that called ``connect``. Knows nothing of what events
+mean: they go to ``deliver`` in order. One feed that is slow, dead or hostile delays no other: nothing here
+blocks, queues and messages are bounded, and after every large message the loop gets its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+import zmq
+import zmq.asyncio
+
+from router.feed.messages import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint
+from router.feed.resequencer import FeedReplay, ReplaySettings
+from router.protocol.events import Event
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.02
+_LARGE_BYTES = 4096
+_SMALL_MESSAGES_A_TURN = 16
+
+DeliverFrom = Callable[[str, str, tuple[Event, ...]], None]
+"""(replica_id, epoch, events)."""
+
+
+@dataclass(slots=True)
+class _Feed:
+    endpoint: FeedEndpoint
+    replay: FeedReplay
+    sub: zmq.asyncio.Socket
+    dealer: zmq.asyncio.Socket
+    tasks: tuple[asyncio.Task[None], ...] = ()
+
+
+class FeedSubscriber:
+    """Follows feeds. Every method is for the loop it runs in."""
+
+    def __init__(
+        self,
+        deliver: DeliverFrom,
+        counters: FeedCounters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Random | None = None,
+        settings: ReplaySettings | None = None,
+        max_queued_messages: int = 2000,
+    ) -> None:
+        self._deliver = deliver
+        self._counters = counters
+        self._clock = clock
+        self._rng = rng or Random()  # noqa: S311 (nonces only tell answers apart)
+        self._settings = settings
+        self._max_queued_messages = max_queued_messages
+        self._context = zmq.asyncio.Context()
+        self._public_key, self._secret_key = zmq.curve_keypair()
+        self._feeds: dict[str, _Feed] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def replica_ids(self) -> frozenset[str]:
+        """The replicas being followed."""
+        return frozenset(self._feeds)
+
+    def is_live(self, replica_id: str) -> bool:
+        """Whether a followed feed has delivered its snapshot and everything since that has arrived."""
+        feed = self._feeds.get(replica_id)
+        return feed is not None and feed.replay.live
+
+    def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
+        """Follow a replica; the same endpoint again changes nothing, another one replaces it.
+
+        Raises ``zmq.ZMQError`` or ``ValueError`` when the endpoint's addresses or key are unusable.
+        """
+        known = self._feeds.get(replica_id)
+        if known is not None:
+            if known.endpoint == endpoint:
+                return
+            self.disconnect(replica_id)
+        sub = self._socket(zmq.SUB, endpoint)
+        dealer = self._socket(zmq.DEALER, endpoint)
+        try:
+            sub.setsockopt(zmq.SUBSCRIBE, b"")
+            sub.connect(endpoint.pub_address)
+            dealer.setsockopt(zmq.IMMEDIATE, 1)
+            dealer.connect(endpoint.snapshot_address)
+        except zmq.ZMQError:
+            sub.close(0)
+            dealer.close(0)
+            raise
+
+        def deliver(epoch: str, events: tuple[Event, ...]) -> None:
+            self._deliver(replica_id, epoch, events)
+
+        replay = FeedReplay(
+            replica_id, endpoint.epoch, deliver, self._counters, self._rng, self._clock(), self._settings
+        )
+        feed = self._feeds[replica_id] = _Feed(endpoint, replay, sub, dealer)
+        loop = asyncio.get_running_loop()
+        feed.tasks = (
+            loop.create_task(self._read(feed, sub, replay.on_delta)),
+            loop.create_task(self._read(feed, dealer, replay.on_chunk)),
+        )
+        if self._ticker is None or self._ticker.done():
+            self._ticker = loop.create_task(self._tick())
+
+    def disconnect(self, replica_id: str) -> None:
+        """Stop following a replica; unknown ids are ignored."""
+        feed = self._feeds.pop(replica_id, None)
+        if feed is None:
+            return
+        for task in feed.tasks:
+            task.cancel()
+        feed.sub.close(0)
+        feed.dealer.close(0)
+
+    async def close(self) -> None:
+        """Stop following all replicas and free the sockets."""
+        tasks = [task for feed in self._feeds.values() for task in feed.tasks]
+        for replica_id in list(self._feeds):
+            self.disconnect(replica_id)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            tasks.append(self._ticker)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int, endpoint: FeedEndpoint) -> zmq.asyncio.Socket:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVHWM, self._max_queued_messages)
+        made.setsockopt(zmq.SNDHWM, 8)
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        made.setsockopt(zmq.RECONNECT_IVL, 100)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
+        made.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
+        try:
+            made.setsockopt(zmq.CURVE_SERVERKEY, endpoint.public_key.encode())
+        except zmq.ZMQError:
+            made.close(0)
+            raise
+        return made
+
+    async def _read(self, feed: _Feed, source: zmq.asyncio.Socket, take: Callable[[bytes, float], None]) -> None:
+        small = 0
+        while True:
+            data = await source.recv()
+            assert isinstance(data, bytes)
+            try:
+                take(data, self._clock())
+            except Exception:
+                self._counters.malformed += 1
+                logger.exception("a message of the feed of %s could not be applied", feed.replay.replica_id)
+            small += 1
+            if len(data) > _LARGE_BYTES or small >= _SMALL_MESSAGES_A_TURN:
+                small = 0
+                await asyncio.sleep(0)  # recv returns at once while messages wait: give others their turn
+
+    async def _tick(self) -> None:
+        """Ask for the snapshots that are due, all feeds in turn."""
+        while True:
+            now_s = self._clock()
+            for feed in list(self._feeds.values()):
+                nonce = feed.replay.poll(now_s)
+                if nonce is not None:
+                    await self._ask(feed, nonce)
+            await asyncio.sleep(_TICK_S)
+
+    async def _ask(self, feed: _Feed, nonce: bytes) -> None:
+        try:
+            await feed.dealer.send(nonce, zmq.NOBLOCK)
+        except zmq.Again:
+            feed.replay.request_unsent()  # not connected (yet): it asks again after its backoff
+        except zmq.ZMQError:
+            feed.replay.request_unsent()
+            logger.warning("cannot ask %s for a snapshot", feed.replay.replica_id, exc_info=True)

@@ -1,0 +1,1 @@
+"""How busy each replica is, seen from this router. Knows no caches and no scores."""

@@ -1,0 +1,272 @@
+"""How busy each replica is: its latest report plus what this router sent there since.
+
+Owns reservations and the numbers policies read, as flat arrays with one row a replica. Knows nothing of caches or
+of how reports arrive. Nothing is counted twice: a report contains this router's requests up to
+``RouterShare.last_reservation``; only unreleased reservations with higher numbers are added. Time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from router.load.peer_routers import RoutersBeside
+from router.load.replica_load import ReplicaLoad, clamped, without_shares
+from router.protocol.events import LoadReport
+from router.settings import LoadSettings
+
+_EXPIRED_A_CALL = 64
+
+Floats = npt.NDArray[np.float64]
+T = TypeVar("T", bound=np.generic)
+
+
+class LoadTable:
+    """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
+
+    ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those of them that
+    nobody overtakes, ``overtakable_tokens``: the others; ``jobs``: the sequences that the others belong to, at least
+    one where there are any; ``falloff``: jobs / overtakable tokens, negated, 0 where there are none; ``waiting``:
+    sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
+    ``pull_pace``: prefill tokens in the time of one pulled token, infinite where nothing is pulled;
+    ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas``: the same
+    figures by replica, as plain numbers.
+    """
+
+    def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
+        self.router_id = router_id
+        self._settings = settings or LoadSettings()
+        self.clamped_reports = 0
+        self.expired_reservations = 0
+        self.num_full = 0
+        self.num_pulling = 0
+        self._num_unreported = 0
+        self.replica_ids: list[str] = []
+        self.replicas: dict[str, ReplicaLoad] = {}
+        self._reservations: dict[int, tuple[str, float]] = {}
+        self._priced: tuple[float, Floats] | None = None
+        self._routers = RoutersBeside(router_id)
+        self._deadlines: deque[int] = deque()
+        self._last_number = 0
+        self._grow(8)
+
+    def configure(self, settings: LoadSettings) -> None:
+        """Use other settings from now on; reservations keep their time to live."""
+        self._settings = settings
+        for replica in self.replicas.values():
+            self._write(replica)
+
+    def add_replica(self, replica_id: str) -> None:
+        """Start tracking a replica as idle; adding it again changes nothing."""
+        if replica_id in self.replicas:
+            return
+        row = len(self.replica_ids)
+        if row == len(self._queued):
+            self._grow(2 * row)
+        self.replica_ids.append(replica_id)
+        replica = self.replicas[replica_id] = ReplicaLoad(row)
+        self._seeds[row] = xxhash.xxh3_64_intdigest(replica_id.encode())
+        self._cut_views()
+        self._write(replica)
+
+    def remove_replica(self, replica_id: str) -> list[int]:
+        """Forget a replica and its reservations, and return their numbers; unknown ids are ignored."""
+        replica = self.replicas.pop(replica_id, None)
+        if replica is None:
+            return []
+        self.num_full -= replica.full
+        self.num_pulling -= replica.pulls
+        self._num_unreported -= len(replica.unreported)
+        self._routers.forget(replica_id)
+        last_id = self.replica_ids.pop()
+        if last_id != replica_id:  # the last row moves into the hole
+            moved = self.replicas[last_id]
+            moved.row = replica.row
+            self.replica_ids[moved.row] = last_id
+            self._seeds[moved.row] = xxhash.xxh3_64_intdigest(last_id.encode())
+            self._write(moved)
+        self._cut_views()
+        ended = [number for number, (name, _) in self._reservations.items() if name == replica_id]
+        for number in ended:
+            del self._reservations[number]
+        return ended
+
+    def row_of(self, replica_id: str) -> int | None:
+        """Return a replica's row, None when unknown. Rows move when a replica is removed."""
+        replica = self.replicas.get(replica_id)
+        return None if replica is None else replica.row
+
+    def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
+        """Take a replica's report; unknown ids are ignored.
+
+        Nonsense (negative, not finite, huge) is clamped and counted in ``clamped_reports``.
+        """
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            return
+        clean = clamped(report)
+        if clean != report:
+            self.clamped_reports += 1
+        replica.report = without_shares(clean)
+        replica.reported_at_s = now_s
+        self._routers.report(replica_id, clean.shares, now_s)
+        share = next((share for share in clean.shares if share.router_id == self.router_id), None)
+        if share is not None and share.last_reservation > replica.last_admitted:
+            # Never beyond what was handed out: a nonsense number would hide every later reservation.
+            replica.last_admitted = min(share.last_reservation, self._last_number)
+            for number in [n for n in replica.unreported if n <= replica.last_admitted]:
+                replica.unreported_tokens -= replica.unreported.pop(number)
+                self._num_unreported -= 1
+        self._write(replica)
+
+    def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
+        """Count work as queued at a replica from now on and return the reservation's number, which only rises.
+
+        Raises KeyError for an unknown replica.
+        """
+        replica = self.replicas[replica_id]
+        self._routers.decided(self._num_unreported)
+        self._num_unreported += 1
+        self._last_number += 1
+        number = self._last_number
+        self._reservations[number] = replica_id, now_s + self._settings.reservation_ttl_s
+        self._deadlines.append(number)
+        replica.unreported[number] = uncached_tokens
+        replica.unreported_tokens += uncached_tokens
+        self._write_queue(replica)
+        return number
+
+    def release(self, number: int) -> bool:
+        """End a reservation (first token, error or time-out); False when it had ended already."""
+        reservation = self._reservations.pop(number, None)
+        if reservation is None:
+            return False
+        replica = self.replicas[reservation[0]]
+        tokens = replica.unreported.pop(number, None)
+        if tokens is not None:
+            self._num_unreported -= 1
+            replica.unreported_tokens -= tokens
+            self._write_queue(replica)
+        return True
+
+    def expire(self, now_s: float) -> list[int]:
+        """End reservations older than the TTL, count them and return their numbers; the backstop for lost releases.
+
+        Looks at a bounded number of reservations a call, oldest first.
+        """
+        ended: list[int] = []
+        deadlines, looked_at = self._deadlines, 0
+        while deadlines and looked_at < _EXPIRED_A_CALL:
+            number = deadlines[0]
+            reservation = self._reservations.get(number)
+            if reservation is not None:
+                if reservation[1] > now_s:
+                    break
+                self.release(number)
+                ended.append(number)
+                self.expired_reservations += 1
+            deadlines.popleft()
+            looked_at += 1
+        return ended
+
+    @property
+    def active_routers(self) -> int:
+        """Routers that sent a replica something in the last half minute, this one among them."""
+        return self._routers.active
+
+    @property
+    def apart(self) -> Floats | None:
+        """By row, how much this router leaves a replica to others that decide at the same moment: 0 to 1; None: all 0.
+
+        See ``RoutersBeside``.
+        """
+        return self._routers.apart(self.replica_ids)
+
+    @property
+    def open_reservations(self) -> int:
+        """Reservations neither released nor expired."""
+        return len(self._reservations)
+
+    def pull_shares(self, price: float) -> Floats:
+        """By row, what a pulled token weighs as a part of a computed one; 1 where computing it is no dearer."""
+        if self._priced is None or self._priced[0] != price:
+            self._priced = price, np.minimum(self.pull_pace * price, 1.0)
+        return self._priced[1]
+
+    def is_full(self, replica_id: str) -> bool:
+        """Whether a replica's waiting queue is at its bound (unknown replicas are full)."""
+        replica = self.replicas.get(replica_id)
+        return replica is None or replica.full
+
+    def queue_ahead(self, replica_id: str) -> int:
+        """Return the uncached prompt tokens queued at a replica, each counted once (0 when unknown)."""
+        replica = self.replicas.get(replica_id)
+        return 0 if replica is None else replica.queued_tokens
+
+    def _write(self, replica: ReplicaLoad) -> None:
+        """Write a row after a report."""
+        row, pulled = replica.row, replica.pulls
+        replica.take(self._settings)
+        self._running[row] = replica.running
+        self._pace[row] = replica.seconds_per_token
+        self._pull_pace[row] = replica.pull_pace
+        if self._priced is not None:
+            price, shares = self._priced
+            shares[row] = min(replica.pull_pace * price, 1.0)
+        self.num_pulling += replica.pulls - pulled
+        self._write_queue(replica)
+
+    def _write_queue(self, replica: ReplicaLoad) -> None:
+        """Write what of a row changes with a reservation."""
+        row, was_full = replica.row, replica.full
+        replica.count()
+        self._queued[row] = queued = replica.queued_tokens
+        self._committed[row] = committed = replica.committed_tokens
+        self._overtakable[row] = queued - committed
+        self._waiting[row] = replica.waiting
+        self._jobs[row] = replica.jobs
+        self._falloff[row] = replica.falloff
+        self._full[row] = replica.full
+        self.num_full += replica.full - was_full
+
+    def _grow(self, rows: int) -> None:
+        old = len(self.replica_ids)
+        self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
+        self._committed = _longer(self.committed_tokens if old else None, rows, np.float64)
+        self._overtakable = _longer(self.overtakable_tokens if old else None, rows, np.float64)
+        self._waiting = _longer(self.waiting if old else None, rows, np.float64)
+        self._jobs = _longer(self.jobs if old else None, rows, np.float64)
+        self._falloff = _longer(self.falloff if old else None, rows, np.float64)
+        self._running = _longer(self.running if old else None, rows, np.float64)
+        self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
+        self._pull_pace = _longer(self.pull_pace if old else None, rows, np.float64)
+        self._full = _longer(self.full if old else None, rows, np.bool_)
+        self._seeds = _longer(self.seeds if old else None, rows, np.uint64)
+        self._cut_views()
+
+    def _cut_views(self) -> None:
+        self._priced = None
+        rows = len(self.replica_ids)
+        self.queued_tokens: Floats = self._queued[:rows]
+        self.committed_tokens: Floats = self._committed[:rows]
+        self.overtakable_tokens: Floats = self._overtakable[:rows]
+        self.waiting: Floats = self._waiting[:rows]
+        self.jobs: Floats = self._jobs[:rows]
+        self.falloff: Floats = self._falloff[:rows]
+        self.running: Floats = self._running[:rows]
+        self.seconds_per_token: Floats = self._pace[:rows]
+        self.pull_pace: Floats = self._pull_pace[:rows]
+        self.full: npt.NDArray[np.bool_] = self._full[:rows]
+        self.seeds: npt.NDArray[np.uint64] = self._seeds[:rows]
+
+
+def _longer(column: npt.NDArray[T] | None, rows: int, dtype: type[T]) -> npt.NDArray[T]:
+    """Return a column of ``rows`` zeros that begins with ``column``."""
+    fresh = np.zeros(rows, dtype=dtype)
+    if column is not None:
+        fresh[: len(column)] = column
+    return fresh

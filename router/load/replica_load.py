@@ -1,0 +1,110 @@
+"""One replica's load: what its latest report said, within sane bounds, and what was sent there since.
+
+Owns the arithmetic of a queue seen from outside. Knows nothing of other replicas or of caches.
+Everything that only a report can change is worked out when one arrives, for there are many decisions a report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+import msgspec
+
+from router.protocol.events import LoadReport
+from router.settings import LoadSettings
+
+MAX_TOKENS = 1 << 40
+MAX_SEQUENCES = 1 << 20
+MAX_RATE = 1e9
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The clamped report, this router's unreleased reservations, and what follows from both.
+
+    The names are those of ``LoadTable``'s columns. ``take`` after a report, then ``count``, bring them up to date.
+    """
+
+    row: int
+    report: LoadReport | None = None
+    reported_at_s: float = 0.0
+    last_admitted: int = 0
+    unreported: dict[int, int] = field(default_factory=dict)
+    unreported_tokens: int = 0
+    running: int = 0
+    seconds_per_token: float = 0.0
+    pull_pace: float = inf
+    pulls: bool = False
+    queued_tokens: int = 0
+    committed_tokens: int = 0
+    waiting: int = 0
+    jobs: int = 0
+    falloff: float = 0.0
+    full: bool = False
+    _reported_tokens: int = 0
+    _reported_committed: int = 0
+    _reported_waiting: int = 0
+    _settled: int = 0
+    _full_as_reported: bool = False
+    _room: int = 0
+    """For how many sequences, running or waiting, a replica has room; 0: no bound."""
+
+    def take(self, settings: LoadSettings) -> None:
+        """Work out what only a report changes."""
+        rate, pull_rate = 0.0, settings.default_pull_tokens_per_s
+        report = self.report
+        if report is not None:
+            rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s or pull_rate
+            self.running = report.running_sequences
+            self._reported_tokens = report.queued_prefill_tokens
+            self._reported_committed = report.committed_prefill_tokens
+            self._reported_waiting = report.waiting_sequences
+            self._settled = report.committed_sequences
+            self._full_as_reported = 0 < report.max_waiting_sequences <= report.waiting_sequences
+            self._room = report.max_running_sequences + report.max_waiting_sequences
+        self.seconds_per_token = (1.0 + settings.decode_weight * self.running) / (
+            rate or settings.default_prefill_tokens_per_s
+        )
+        self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
+        self.pulls = bool(pull_rate)
+
+    def count(self) -> None:
+        """Work out the queue from the report and the unreported reservations."""
+        self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
+        self.waiting = waiting = self._reported_waiting + len(self.unreported)
+        committed = self._reported_committed if self._reported_committed < queued else queued
+        self.committed_tokens = committed
+        others = queued - committed
+        if others:
+            jobs = waiting - self._settled if committed else waiting
+            self.jobs = jobs = jobs if jobs > 1 else 1
+            self.falloff = -jobs / others
+        else:
+            self.jobs, self.falloff = 0, 0.0
+        self.full = self._full_as_reported or 0 < self._room <= self.running + waiting
+
+
+def clamped(report: LoadReport) -> LoadReport:
+    """Return a report without nonsense (negative, not finite, huge)."""
+    rate, step, pull_rate = report.prefill_tokens_per_s, report.decode_step_s, report.pull_tokens_per_s
+    return LoadReport(
+        queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
+        running_sequences=min(max(report.running_sequences, 0), MAX_SEQUENCES),
+        waiting_sequences=min(max(report.waiting_sequences, 0), MAX_SEQUENCES),
+        max_running_sequences=min(max(report.max_running_sequences, 0), MAX_SEQUENCES),
+        max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
+        prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
+        decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
+        shares=report.shares,
+        committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
+        committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
+        pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
+        adapters=report.adapters,
+        adapter_load_s=report.adapter_load_s,
+    )
+
+
+def without_shares(report: LoadReport) -> LoadReport:
+    """Return a report to keep: its shares name every router there ever was, and are read once."""
+    return msgspec.structs.replace(report, shares=())

@@ -1,0 +1,1 @@
+"""What a router can tell of itself: counters, state, explanations, a shadow policy."""

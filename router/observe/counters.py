@@ -1,0 +1,145 @@
+"""What a router counts of its decisions: a plain structure that the ingress renders to Prometheus.
+
+Owns the three counts of cached tokens (best available, selected, delivered), the causes of what was not delivered,
+estimated against actual time to first token, decisions by reason and replica. Knows no metric library; every number
+only rises.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from router.feed.messages import FeedCounters
+
+DECISION_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2)
+TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0)
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts by upper bound, the last one for everything above; ``total`` is the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self.counts)
+
+    def add(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """Return (upper bound as text, values up to it), as Prometheus wants buckets."""
+        rows, running = [], 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            running += count
+            rows.append(("+Inf" if bound == float("inf") else repr(bound), running))
+        return rows
+
+
+@dataclass(slots=True)
+class TokensByReason:
+    """Prompt and cached tokens of the decisions of one reason; ``delivered`` is what replicas really reused.
+
+    Of what was selected and not delivered, ``evicted`` was gone by then as far as the directory knows, and ``unused``
+    was not: the hint was false, or loading it from a lower tier would have taken longer than computing.
+    ``unpredicted``: delivered beyond what was selected, as by a prefill that was under way.
+    """
+
+    decisions: int = 0
+    prompt_tokens: int = 0
+    best_cached_tokens: int = 0
+    selected_cached_tokens: int = 0
+    delivered_cached_tokens: int = 0
+    delivered_requests: int = 0
+    evicted_tokens: int = 0
+    unused_tokens: int = 0
+    unpredicted_tokens: int = 0
+
+    @property
+    def not_selected_tokens(self) -> int:
+        """Regret of the choice: what the best replica held beyond the chosen one."""
+        return self.best_cached_tokens - self.selected_cached_tokens
+
+    def add_decision(self, prompt_tokens: int, best_tokens: int, selected_tokens: int) -> None:
+        """Count one decision."""
+        self.decisions += 1
+        self.prompt_tokens += prompt_tokens
+        self.best_cached_tokens += best_tokens
+        self.selected_cached_tokens += selected_tokens
+
+    def add_delivered(self, selected_tokens: int, delivered_tokens: int, held_tokens: int) -> None:
+        """Count one first token. ``held_tokens``: what the directory says by now, asked where less was delivered."""
+        self.delivered_requests += 1
+        self.delivered_cached_tokens += delivered_tokens
+        missing = max(selected_tokens - delivered_tokens, 0)
+        evicted = min(max(selected_tokens - held_tokens, 0), missing)
+        self.evicted_tokens += evicted
+        self.unused_tokens += missing - evicted
+        self.unpredicted_tokens += max(delivered_tokens - selected_tokens, 0)
+
+
+@dataclass(slots=True)
+class EstimateCounters:
+    """Estimated and actual time to first token of the same requests.
+
+    ``late_s``: what the actual times were over their estimates, in sum; ``early_s``: what the others were under them.
+    ``ratio``: actual over estimated.
+    """
+
+    estimated_s: float = 0.0
+    actual_s: float = 0.0
+    late_s: float = 0.0
+    early_s: float = 0.0
+    ratio: Histogram = field(default_factory=lambda: Histogram(TTFT_RATIO_BUCKETS))
+
+    def add(self, estimated_s: float, actual_s: float) -> None:
+        """Count one request; ``estimated_s`` is positive."""
+        self.estimated_s += estimated_s
+        self.actual_s += actual_s
+        self.late_s += max(actual_s - estimated_s, 0.0)
+        self.early_s += max(estimated_s - actual_s, 0.0)
+        self.ratio.add(actual_s / estimated_s)
+
+
+@dataclass(slots=True)
+class PolicyCounters:
+    """What one policy's decisions came to."""
+
+    by_reason: dict[str, TokensByReason] = field(default_factory=dict)
+    estimates: EstimateCounters = field(default_factory=EstimateCounters)
+
+    def of_reason(self, reason: str) -> TokensByReason:
+        """Return the counts of one reason, made on first use."""
+        tokens = self.by_reason.get(reason)
+        if tokens is None:
+            tokens = self.by_reason[reason] = TokensByReason()
+        return tokens
+
+
+@dataclass(slots=True)
+class RouterCounters:
+    """Everything one router counts. ``decision_s`` is the acting policy's time, whatever a shadow takes."""
+
+    by_policy: dict[str, PolicyCounters] = field(default_factory=dict)
+    decisions_by_replica: dict[str, int] = field(default_factory=dict)
+    decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
+    ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    all_full: int = 0
+    faults: int = 0
+    rejected: int = 0
+    feed: FeedCounters = field(default_factory=FeedCounters)
+
+    def of_policy(self, policy: str) -> PolicyCounters:
+        """Return the counts of one policy, made on first use."""
+        return self.by_policy.setdefault(policy, PolicyCounters())

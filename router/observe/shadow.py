@@ -1,0 +1,105 @@
+"""A second policy that decides about every request beside the first one, and never acts.
+
+Owns its own counters, turn, randomness and demand for prefixes, so that the acting policy is not disturbed. It sees the
+same match, loads and replicas that can take the request, before the acting policy's reservation; what its own choices
+would have done to later loads and caches it cannot see (a prefix stays hot to it while nobody becomes one more holder).
+A fault in it is counted and goes no further.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from router.load.load_table import LoadTable
+from router.observe.counters import DECISION_BUCKETS_S, Histogram
+from router.policy.candidates import Candidate, Match, PolicyContext
+from router.policy.estimate import Plan, plan
+from router.policy.policies import DEFAULT_POLICY, POLICIES
+from router.policy.replication import HotPrefixes
+from router.protocol.request import RoutedRequest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ShadowCounters:
+    """Sums over the decisions that both policies made.
+
+    ``acting_``: of the policy that acted, for comparison. ``faults`` are in no other number but ``decision_s``.
+    """
+
+    decisions: int = 0
+    agreed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    acting_cached_tokens: int = 0
+    estimated_ttft_s: float = 0.0
+    acting_estimated_ttft_s: float = 0.0
+    faults: int = 0
+    by_reason: dict[str, int] = field(default_factory=dict)
+    decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
+
+
+class ShadowPolicy:
+    """Compares one policy with the acting one. ``clock``: seconds, for its own decision time."""
+
+    def __init__(self, policy: str, block_size: int, clock: Callable[[], float], rng: Random) -> None:
+        self.policy = policy
+        self._hot = HotPrefixes(block_size)
+        self._clock = clock
+        self.counters = ShadowCounters()
+        self._rng = rng
+        self._turn = 0
+
+    def compare(
+        self,
+        request: RoutedRequest,
+        match: Match,
+        context: PolicyContext,
+        best_tokens: int,
+        loads: LoadTable,
+        acting_replica_id: str,
+        acting: Plan,
+        now_s: float,
+    ) -> float:
+        """Decide about a request that ``acting_replica_id`` is about to get, and count the difference.
+
+        ``context``: the acting policy's. ``now_s``: the decision's. Returns the seconds it took. Never raises.
+        """
+        started_s = self._clock()
+        try:
+            self._turn += 1
+            own = context._replace(turn=self._turn, rng=self._rng)
+            if match and self.policy == DEFAULT_POLICY:
+                chosen = self._hot.choice(request, match, loads, own, now_s)
+                assert chosen is not None
+            else:
+                chosen = POLICIES[self.policy](request, match, loads, own, 1)[0]
+            planned = plan(
+                request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings, own.adapter_s
+            )
+        except Exception:
+            self.counters.faults += 1
+            if self.counters.faults == 1:
+                logger.exception("the shadow policy %s failed; further faults are only counted", self.policy)
+        else:
+            self._count(request, chosen, planned, acting_replica_id, acting)
+        spent_s = self._clock() - started_s
+        self.counters.decision_s.add(spent_s)
+        return spent_s
+
+    def _count(
+        self, request: RoutedRequest, chosen: Candidate, planned: Plan, acting_replica_id: str, acting: Plan
+    ) -> None:
+        counters = self.counters
+        counters.decisions += 1
+        counters.agreed += chosen.replica_id == acting_replica_id
+        counters.prompt_tokens += request.prompt_tokens
+        counters.cached_tokens += planned.cached_tokens
+        counters.acting_cached_tokens += acting.cached_tokens
+        counters.estimated_ttft_s += planned.estimated_ttft_s
+        counters.acting_estimated_ttft_s += acting.estimated_ttft_s
+        counters.by_reason[chosen.reason] = counters.by_reason.get(chosen.reason, 0) + 1

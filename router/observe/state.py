@@ -1,0 +1,116 @@
+"""What a router knows and has counted, as documents: the directory, each replica's blocks and load, regret, shadow.
+
+Pure functions; whatever they return is JSON-able. The caller holds the lock that guards what it passes in.
+"""
+
+from __future__ import annotations
+
+import re
+from math import isfinite
+from typing import Any
+
+from router.directory.directory import Directory
+from router.load.load_table import LoadTable
+from router.observe.counters import RouterCounters, TokensByReason
+from router.observe.shadow import ShadowCounters
+from router.protocol.events import StatsReport
+
+MAX_SAMPLES = 10_000
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def sane_stats(report: StatsReport) -> StatsReport:
+    """Return a report without the samples that no metrics page could show; a replica may say anything."""
+    return StatsReport(
+        tuple(
+            (name, labels, value)
+            for name, labels, value in report.samples[:MAX_SAMPLES]
+            if _METRIC_NAME.fullmatch(name)
+            and isfinite(value)
+            and all(_LABEL_NAME.fullmatch(label) for label, _ in labels)
+        )
+    )
+
+
+def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[str, Any]:
+    """Return the JSON-able state of a router."""
+    return {
+        "block_size": directory.block_size,
+        "directory": {
+            "blocks": directory.num_blocks,
+            "max_blocks": directory.max_blocks,
+            "bytes": directory.size_bytes,
+            "refused_blocks": directory.refused_blocks,
+        },
+        "open_reservations": loads.open_reservations,
+        "replicas": [
+            {"replica_id": replica_id, "blocks": dict(directory.blocks_held(replica_id))}
+            | load_state(replica_id, loads, now_s)
+            for replica_id in loads.replica_ids
+        ],
+    }
+
+
+def load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any]:
+    """Return how busy a known replica is, JSON-able."""
+    replica = loads.replicas[replica_id]
+    report = replica.report
+    return {
+        "queued_prefill_tokens": loads.queue_ahead(replica_id),
+        "full": loads.is_full(replica_id),
+        "running_sequences": report.running_sequences if report else 0,
+        "waiting_sequences": report.waiting_sequences if report else 0,
+        "prefill_tokens_per_s": report.prefill_tokens_per_s if report else 0.0,
+        "report_age_s": round(now_s - replica.reported_at_s, 3) if report else None,
+    }
+
+
+def regret_state(counters: RouterCounters) -> dict[str, Any]:
+    """Return by policy what its decisions gave away in cached tokens, by reason, and how good its estimates were."""
+    return {
+        policy: {
+            "decisions": sum(tokens.decisions for tokens in counted.by_reason.values()),
+            "by_reason": {reason: _tokens_state(tokens) for reason, tokens in counted.by_reason.items()},
+            "ttft": {
+                "requests": counted.estimates.ratio.count,
+                "estimated_s": round(counted.estimates.estimated_s, 6),
+                "actual_s": round(counted.estimates.actual_s, 6),
+                "late_s": round(counted.estimates.late_s, 6),
+                "early_s": round(counted.estimates.early_s, 6),
+            },
+        }
+        for policy, counted in counters.by_policy.items()
+    }
+
+
+def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
+    return {
+        "decisions": tokens.decisions,
+        "prompt_tokens": tokens.prompt_tokens,
+        "best_cached_tokens": tokens.best_cached_tokens,
+        "selected_cached_tokens": tokens.selected_cached_tokens,
+        "delivered_cached_tokens": tokens.delivered_cached_tokens,
+        "delivered_requests": tokens.delivered_requests,
+        "not_selected_tokens": tokens.not_selected_tokens,
+        "evicted_tokens": tokens.evicted_tokens,
+        "unused_tokens": tokens.unused_tokens,
+        "unpredicted_tokens": tokens.unpredicted_tokens,
+    }
+
+
+def shadow_state(policy: str, counters: ShadowCounters) -> dict[str, Any]:
+    """Return what a shadow policy would have done, beside what was done; sums over ``decisions``."""
+    return {
+        "policy": policy,
+        "decisions": counters.decisions,
+        "agreed": counters.agreed,
+        "agreement_rate": round(counters.agreed / counters.decisions, 4) if counters.decisions else None,
+        "prompt_tokens": counters.prompt_tokens,
+        "selected_cached_tokens": counters.cached_tokens,
+        "acting_selected_cached_tokens": counters.acting_cached_tokens,
+        "estimated_ttft_s": round(counters.estimated_ttft_s, 6),
+        "acting_estimated_ttft_s": round(counters.acting_estimated_ttft_s, 6),
+        "by_reason": dict(counters.by_reason),
+        "faults": counters.faults,
+    }

@@ -1,0 +1,73 @@
+"""What sending a request to one given replica would mean: what is reused, pulled and computed, and when it answers.
+
+Pure functions over matches and loads, the same for every policy, so that policies can be compared by them. Knows no
+score.
+"""
+
+from __future__ import annotations
+
+from math import exp
+from typing import NamedTuple
+
+from router.load.load_table import Floats, LoadTable
+from router.load.replica_load import ReplicaLoad
+from router.policy.candidates import Match
+from router.policy.pull_cost import plan_pull
+from router.protocol.request import RoutedRequest
+from router.settings import PolicySettings
+
+
+class Plan(NamedTuple):
+    """``cached_tokens``: by the directory; ``uncached_tokens``: left to compute after hits, prefills under way, pulls.
+
+    ``estimated_ttft_s``: seconds to the first token.
+    """
+
+    cached_tokens: int
+    uncached_tokens: int
+    pull_from: str
+    pull_tokens: int
+    estimated_ttft_s: float
+
+
+def plan(
+    request: RoutedRequest,
+    replica_id: str,
+    match: Match,
+    in_flight: Match,
+    best_tokens: int,
+    loads: LoadTable,
+    settings: PolicySettings,
+    adapter_s: Floats | None = None,
+) -> Plan:
+    """Return the plan for a known replica. ``best_tokens``: the most that any replica has cached.
+
+    ``adapter_s``: see ``PolicyContext``.
+    """
+    cached = held = match.get(replica_id, 0)
+    if in_flight:
+        held = max(held, in_flight.get(replica_id, 0))
+    replica = loads.replicas[replica_id]
+    pull_from, pull_tokens, pull_s = "", 0, 0.0
+    if loads.num_pulling and best_tokens > held:
+        pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, settings)
+        if pull_tokens:
+            pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token
+            held = pull_tokens
+    uncached = max(request.prompt_tokens - held, 1)
+    wait_s = expected_prefill_s(replica, uncached, first_come=not settings.shortest_first)
+    if adapter_s is not None:
+        wait_s += float(adapter_s[replica.row])
+    return Plan(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
+
+
+def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come: bool) -> float:
+    """Return the seconds until a replica has computed a request: the work that runs before it, and its own.
+
+    The queue is the one of ``policies.estimated_ttft``; the delay of others is no part of it.
+    """
+    ahead = float(replica.queued_tokens)
+    if ahead and not first_come:
+        ratio, committed = uncached_tokens * replica.falloff, replica.committed_tokens
+        ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
+    return (ahead + uncached_tokens) * replica.seconds_per_token

@@ -1,0 +1,171 @@
+"""Pure functions (request, match, loads, context) -> ranked candidates: estimated time to first token, and baselines.
+
+Owns every scoring rule. Knows no clock, no sockets and keeps no state: turn and randomness come in the context. A
+policy returns replicas that may take the request, best first, at most ``limit`` of them; an empty list means
+"wait".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+import numpy as np
+
+from router.load.load_table import Floats, LoadTable
+from router.policy.candidates import (
+    Candidate,
+    Match,
+    PolicyContext,
+    listed,
+    open_rows,
+    rendezvous,
+    scored,
+    uncached_tokens,
+)
+from router.policy.pull_cost import work_tokens
+from router.protocol.request import RoutedRequest
+
+Policy = Callable[[RoutedRequest, Match, LoadTable, PolicyContext, int | None], list[Candidate]]
+
+
+def estimated_ttft(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
+
+    score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token.
+    Of a queue only totals are known: the tokens that nobody overtakes, which are ahead, and ``others``, taken as jobs
+    with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
+    others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
+    ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
+    stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
+    left to each: the others cost up to as much more as the request itself (``LoadTable.apart``). A replica that lacks
+    the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter there.
+    """
+    scores, own = ttft_scores(request, match, loads, context)
+    return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
+
+
+def ttft_scores(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext
+) -> tuple[Floats, Floats]:
+    """Return by row the scores of ``estimated_ttft`` and the request's own work, whoever may take it."""
+    settings = context.settings
+    own = work_tokens(request, match, context.in_flight, loads, settings)
+    if settings.shortest_first:
+        # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
+        # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
+        shorter = own * loads.falloff
+        np.expm1(shorter, shorter)
+        scores = own + loads.committed_tokens
+        scores -= shorter * loads.overtakable_tokens
+        if settings.pushback_weight != 1.0:
+            scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
+    else:
+        scores = loads.queued_tokens + own
+    apart = loads.apart
+    if apart is not None and len(scores):
+        # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
+        equal = np.count_nonzero(scores <= scores.min() * (1.0 + settings.tie_tolerance))
+        if equal < min(loads.active_routers, len(scores)):
+            scores += apart * own.min()
+    scores *= loads.seconds_per_token
+    if context.adapter_s is not None:
+        scores += context.adapter_s
+    return scores, own
+
+
+def lmetric(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
+    own = uncached_tokens(request, match, loads)
+    scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
+    return scored(scores, own, request, match, loads, context, limit)
+
+
+def round_robin(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank in turn, whatever the caches and loads."""
+    rows = open_rows(request, loads, context)
+    start = context.turn % len(rows) if rows else 0
+    return listed(rows[start:] + rows[:start], "round_robin", loads, limit)
+
+
+def power_of_two(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Draw two replicas, the one with fewer requests first; the rest follow in random order."""
+    rows = open_rows(request, loads, context)
+    context.rng.shuffle(rows)
+    requests = loads.running + loads.waiting
+    return listed(sorted(rows[:2], key=lambda row: float(requests[row])) + rows[2:], "power_of_two", loads, limit)
+
+
+def least_loaded(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by queued tokens per rate, then by requests; for calls that carry no prompt and for faults."""
+    rows = open_rows(request, loads, context)
+    wait = loads.queued_tokens * loads.seconds_per_token
+    requests = loads.running + loads.waiting
+    context.rng.shuffle(rows)
+    rows.sort(key=lambda row: (float(wait[row]), float(requests[row])))
+    return listed(rows, "fallback", loads, limit)
+
+
+def bounded_hash(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by rendezvous order of the placement key; replicas over ``bounded_load`` x the mean come last, by load.
+
+    Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam).
+    """
+    rows = open_rows(request, loads, context)
+    if not rows:
+        return []
+    requests = loads.running + loads.waiting
+    bound = ceil(context.settings.bounded_load * (float(requests[rows].sum()) + 1.0) / len(rows))
+    weights = rendezvous(request.placement_key, loads).tolist()
+    rows.sort(key=lambda row: -weights[row])
+    home = rows[0]
+    within = [row for row in rows if requests[row] < bound]
+    beyond = sorted((row for row in rows if requests[row] >= bound), key=lambda row: float(requests[row]))
+    ranked = listed(within + beyond, "placement", loads, limit)
+    if len(rows) > 1 and ranked[0].replica_id != loads.replica_ids[home]:
+        ranked[0] = ranked[0]._replace(reason="load_spill")
+    return ranked
+
+
+def sglang(
+    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
+) -> list[Candidate]:
+    """Rank by shortest queue when load is uneven, else by match when it is long enough, else by shortest queue.
+
+    Uneven: the largest load is over ``sglang_relative`` x the mean and over mean + ``sglang_absolute``.
+    Source: the cache-threshold rule of sglang-router.
+    """
+    requests = loads.running + loads.waiting
+    own = uncached_tokens(request, match, loads)
+    scores, settings = requests, context.settings
+    if len(requests):
+        mean, largest = float(requests.mean()), float(requests.max())
+        uneven = largest > settings.sglang_relative * mean and largest > mean + settings.sglang_absolute
+        if not uneven and float(own.min()) < (1.0 - settings.sglang_match_ratio) * request.prompt_tokens:
+            scores = own.copy()
+    return scored(scores, own, request, match, loads, context, limit)
+
+
+DEFAULT_POLICY = "estimated_ttft"
+
+POLICIES: dict[str, Policy] = {
+    "estimated_ttft": estimated_ttft,
+    "lmetric": lmetric,
+    "bounded_hash": bounded_hash,
+    "sglang": sglang,
+    "power_of_two": power_of_two,
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+}

@@ -1,0 +1,45 @@
+"""One RoutingCore for each deployment in this process: what Serve's router and the ingress beside it share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from uuid import uuid4
+
+from router.core import RoutingCore
+from router.serve.recent_decisions import RecentDecisions
+from router.settings import RouterSettings
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    core: RoutingCore
+    decisions: RecentDecisions = field(default_factory=RecentDecisions)
+
+
+_shared: dict[str, _Shared] = {}
+_shared_lock = Lock()
+
+
+def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
+    """Return this process's core for a deployment, made on first use; given ``settings`` are put into force.
+
+    The ingress reaches through it the core that its process's Serve router uses. ``router_id`` is unique to the
+    process.
+    """
+    return _of(deployment_key, settings).core
+
+
+def decisions_for(deployment_key: str) -> RecentDecisions:
+    """Return what this process's Serve router decided lately for a deployment: Serve's handle does not pass it on."""
+    return _of(deployment_key, None).decisions
+
+
+def _of(deployment_key: str, settings: RouterSettings | None) -> _Shared:
+    with _shared_lock:
+        shared = _shared.get(deployment_key)
+        if shared is None:
+            shared = _shared[deployment_key] = _Shared(RoutingCore(uuid4().hex, settings))
+        elif settings is not None and settings != shared.core.settings:
+            shared.core.configure(settings)
+        return shared

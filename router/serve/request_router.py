@@ -1,0 +1,208 @@
+"""The Serve adapter: Ray Serve's RequestRouter hooks around a RoutingCore.
+
+Owns the mapping between Serve's replicas and the core's replica ids, and this loop's FeedSubscriber. Does no
+scoring and waits on nothing remote. The request's routing view is the keyword argument ``route``; a caller that
+also passes ``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+from ray.serve import get_replica_context
+from ray.serve.exceptions import RayServeException
+from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+
+from router.feed.messages import FeedEndpoint
+from router.feed.subscriber import FeedSubscriber
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.wait_queue import WaitingLine
+from router.settings import RouterSettings
+
+logger = logging.getLogger("ray.serve")
+
+FEED_METADATA = "feed"
+"""The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
+
+_ABSENT_PAUSE_S = 0.1
+
+
+def deployment_key(app_name: str, deployment_name: str) -> str:
+    """Return the key under which ``core_for`` finds the core of a Serve deployment in this process."""
+    return f"{app_name}#{deployment_name}"
+
+
+class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
+    """Sends each request where RoutingCore decides; configured by JSON (``RouterSettings.from_json``)."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Take the ``request_router_kwargs`` of the deployment."""
+        key = deployment_key(self._deployment_id.app_name, self._deployment_id.name)
+        self._core = core_for(key, RouterSettings.from_json(settings))
+        self._decisions = decisions_for(key)
+        self._subscriber: FeedSubscriber | None = None
+        self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
+        self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
+        self._line = WaitingLine(self._pause)
+        self._empty_since_s = time.monotonic()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Follow the feeds of new replicas and forget those that left; called on every change of statistics."""
+        super().update_replicas(replicas)
+        self._know({replica.replica_id.unique_id: replica for replica in replicas})
+        if self._among_peers:
+            return
+        added, removed = self._core.update_replicas(self._by_name)
+        for name in removed:
+            self._unfollow(name)
+        if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
+            self._subscriber = FeedSubscriber(self._core.apply, self._core.counters.feed)
+            self._core.follow(self._subscriber.is_live, self._full)
+            added = tuple(self._by_name)
+        for name in self._by_name.keys() - self._subscriber.replica_ids:
+            self._follow(name, self._by_name[name], new=name in added)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Drop a dead replica at once."""
+        super().on_replica_actor_died(replica_id)
+        name = replica_id.unique_id
+        self._know({other: replica for other, replica in self._by_name.items() if other != name})
+        self._core.drop_replica(name)
+        self._unfollow(name)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
+
+        Replaces Serve's queue of routing tasks, which may hand the replica chosen for one request to another.
+        Raises NoReplicaLeft when there has been none for ``no_replica_wait_s``.
+        """
+        if is_retry:
+            self._undo(pending_request)
+        return await self._line.take(lambda: self._choose(pending_request), ahead=is_retry)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Rank candidates, one a rank; for callers inside Serve that bypass ``_choose_replica_for_request``."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        route = _route_of(pending_request)
+        if route is not None:
+            try:
+                ranked = [candidate.replica_id for candidate in self._core.rank(route, self._full())]
+                return [[candidates[name]] for name in ranked if name in candidates]
+            except Exception:
+                self._fault("ranking")
+        return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
+        """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
+
+    def _choose(self, pending_request: PendingRequest) -> RunningReplica | None:
+        """Return the replica for a request, None while all are full or away. Raises nothing but NoReplicaLeft.
+
+        A call with a ``target`` that is gone goes to any replica, which sees that it is not meant.
+        """
+        if not self._by_name:
+            wait_s = self._core.settings.no_replica_wait_s
+            if time.monotonic() - self._empty_since_s >= wait_s:
+                raise NoReplicaLeft(f"there has been no replica for {wait_s:g} s")
+            return None
+        try:
+            target = pending_request.kwargs.get("target")
+            if target is not None:
+                return self._by_name.get(target) or next(iter(self._by_name.values()), None)
+            route = _route_of(pending_request)
+            full = self._full()
+            if route is None:
+                name = self._core.decide_unkeyed(full)
+                return None if name is None else self._by_name[name]
+            decision = self._core.decide(route, full)
+            if decision is None:
+                return None
+            self._decisions.add(route.request_id, decision)
+            if "decision" in pending_request.kwargs:
+                pending_request.kwargs["decision"] = decision
+            return self._by_name[decision.replica_id]
+        except Exception:
+            self._fault("choosing a replica")
+            return min(self._replicas.values(), key=self._queue_length, default=None)
+
+    async def _pause(self, attempt: int) -> None:
+        """Wait before the first in line asks again: longer each time, but not beyond a change of replicas."""
+        if self._by_name:
+            await self._backoff(attempt)
+            return
+        self._replicas_updated_event.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._replicas_updated_event.wait(), _ABSENT_PAUSE_S)
+
+    def _know(self, by_name: dict[str, RunningReplica]) -> None:
+        if self._by_name and not by_name:
+            self._empty_since_s = time.monotonic()
+        self._by_name = by_name
+
+    def _undo(self, pending_request: PendingRequest) -> None:
+        """Release what was reserved at the replica that has just rejected the request."""
+        try:
+            route = _route_of(pending_request)
+            decision: Decision | None = None if route is None else self._decisions.take(route.request_id)
+            if decision is not None:
+                self._core.release(decision)
+            self._core.counters.rejected += 1
+        except Exception:
+            self._fault("releasing a rejected request")
+
+    def _full(self) -> list[str]:
+        """Return the replicas whose ongoing requests, as far as Serve knows, are at their limit."""
+        queue_length = self._replica_queue_len_cache.get
+        return [
+            name
+            for name, replica in self._by_name.items()
+            if (queue_length(replica.replica_id) or 0) >= replica.max_ongoing_requests
+        ]
+
+    def _queue_length(self, replica: RunningReplica) -> int:
+        return self._replica_queue_len_cache.get(replica.replica_id) or 0
+
+    def _follow(self, name: str, replica: RunningReplica, *, new: bool) -> None:
+        advertised = replica.replica_metadata.get(FEED_METADATA)
+        assert self._subscriber is not None
+        if advertised is None:
+            if new:
+                logger.info("replica %s advertises no feed; it is routed to by load alone", name)
+            return
+        try:
+            self._subscriber.connect(name, FeedEndpoint.from_dict(advertised))
+        except Exception:
+            self._fault(f"following the feed of {name}")
+
+    def _unfollow(self, name: str) -> None:
+        if self._subscriber is not None:
+            self._subscriber.disconnect(name)
+
+    def _fault(self, doing: str) -> None:
+        self._core.counters.faults += 1
+        logger.exception("cache-aware routing failed at %s", doing)
+
+
+def _runs_in(app_name: str, deployment_name: str) -> bool:
+    """Say whether this process is a replica of that deployment: then its router only reaches peers by name."""
+    try:
+        context = get_replica_context()
+    except RayServeException:  # a driver
+        return False
+    return (context.app_name, context.deployment) == (app_name, deployment_name)
+
+
+def _route_of(pending_request: PendingRequest | None) -> RoutedRequest | None:
+    route = pending_request.kwargs.get("route") if pending_request is not None else None
+    return route if isinstance(route, RoutedRequest) else None

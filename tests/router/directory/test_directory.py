@@ -1,0 +1,206 @@
+"""Directory against a naive oracle: a set of blocks for each (replica, tier)."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.directory.directory import Directory
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
+
+BLOCK = 16
+REPLICAS = [f"replica-{number}" for number in range(5)]
+ROOTS = 3
+DEPTH = 12
+
+
+def chain(root: int, depth: int) -> bytes:
+    return b"".join(block(root, index) for index in range(depth))
+
+
+def block(root: int, index: int) -> bytes:
+    return Random(root * 1000 + index).randbytes(16)
+
+
+class NaiveDirectory:
+    """What each replica holds, by tier, as plain sets."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, set[bytes]]] = {}
+        self.epochs: dict[str, str] = {}
+
+    def store(self, replica_id: str, epoch: str, tier: str, hashes: bytes) -> None:
+        self.enter(replica_id, epoch)
+        self.held[replica_id].setdefault(tier, set()).update(pieces(hashes))
+
+    def remove(self, replica_id: str, epoch: str, tier: str, hashes: bytes) -> None:
+        self.enter(replica_id, epoch)
+        self.held[replica_id].setdefault(tier, set()).difference_update(pieces(hashes))
+
+    def enter(self, replica_id: str, epoch: str) -> None:
+        if self.epochs.get(replica_id) != epoch:
+            self.epochs[replica_id] = epoch
+            self.held[replica_id] = {}
+
+    def match(self, hashes: bytes) -> dict[str, int]:
+        tokens = {}
+        for replica_id, tiers in self.held.items():
+            blocks = set().union(*tiers.values())
+            depth = next((i for i, piece in enumerate(pieces(hashes)) if piece not in blocks), len(hashes) // 16)
+            if depth:
+                tokens[replica_id] = depth * BLOCK
+        return tokens
+
+
+def pieces(hashes: bytes) -> list[bytes]:
+    return [hashes[start : start + 16] for start in range(0, len(hashes), 16)]
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "truncate", "epoch", "clear", "leave"]),
+        st.sampled_from(REPLICAS),
+        st.sampled_from(["pool", "pool", "host"]),
+        st.integers(0, ROOTS - 1),
+        st.integers(0, DEPTH),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions=actions, sweep=st.booleans())
+def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], sweep: bool) -> None:
+    """For prefix-closed caches, in any tiers, through epochs, clears and departures, every match is exact."""
+    directory, oracle = Directory(BLOCK), NaiveDirectory()
+    epochs = dict.fromkeys(REPLICAS, 0)
+    for action, replica_id, tier, root, depth in actions:
+        directory.add_replica(replica_id)
+        oracle.held.setdefault(replica_id, {})
+        if action == "epoch":
+            epochs[replica_id] += 1
+        epoch = str(epochs[replica_id])
+        if action == "truncate":
+            tail = chain(root, DEPTH)[16 * depth :]
+            directory.apply(replica_id, epoch, [BlocksRemoved(tail, tier)])
+            oracle.remove(replica_id, epoch, tier, tail)
+        elif action == "clear":
+            directory.apply(replica_id, epoch, [CacheCleared()])
+            oracle.enter(replica_id, epoch)
+            oracle.held[replica_id] = {}
+        elif action == "leave":
+            directory.remove_replica(replica_id)
+            oracle.held.pop(replica_id)
+            oracle.epochs.pop(replica_id, None)
+        else:
+            directory.apply(replica_id, epoch, [BlocksStored(chain(root, depth), tier)])
+            oracle.store(replica_id, epoch, tier, chain(root, depth))
+        if sweep:
+            directory.sweep(7)
+        for wanted in range(ROOTS):
+            assert directory.match(chain(wanted, DEPTH)) == oracle.match(chain(wanted, DEPTH))
+        counts = {name: {t: len(b) for t, b in tiers.items() if b} for name, tiers in oracle.held.items()}
+        assert {n: {t: c for t, c in directory.blocks_held(n).items() if c} for n in counts} == counts
+    while directory.sweeping:
+        directory.sweep(64)
+    live = {piece for tiers in oracle.held.values() for blocks in tiers.values() for piece in blocks}
+    assert directory.num_blocks == len(live)
+    for wanted in range(ROOTS):
+        assert directory.match(chain(wanted, DEPTH)) == oracle.match(chain(wanted, DEPTH))
+
+
+@settings(max_examples=100, deadline=None)
+@given(held=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5), length=st.integers(0, 31))
+def test_holes_never_crash_and_stay_in_range(held: list[set[int]], length: int) -> None:
+    """Lost hints make a prediction wrong at worst: a depth between 0 and the chain's, for known replicas."""
+    directory = Directory(BLOCK)
+    for number, indices in enumerate(held):
+        directory.add_replica(str(number))
+        directory.apply(str(number), "e", [BlocksStored(b"".join(block(0, i) for i in sorted(indices)))])
+    for replica_id, tokens in directory.match(chain(0, length)).items():
+        assert held[int(replica_id)]
+        assert 0 < tokens <= length * BLOCK
+
+
+def test_unknown_replicas_and_odd_lengths_are_harmless() -> None:
+    """Events of a replica that was not added change nothing; a trailing partial hash is ignored."""
+    directory = Directory(BLOCK)
+    directory.apply("ghost", "e", [BlocksStored(chain(0, 3))])
+    assert directory.num_blocks == 0
+    assert directory.ignored_events == 1
+    directory.add_replica("a")
+    directory.apply("a", "e", [BlocksStored(chain(0, 3)[:-5]), LoadReport(0, 0, 0, 0, 0, 0.0, 0.0)])
+    assert directory.match(chain(0, 3)) == {"a": 32}
+    assert directory.match(chain(0, 3)[:-1]) == {"a": 32}
+    assert directory.match(b"") == {}
+    directory.remove_replica("ghost")
+
+
+def test_new_epoch_is_swept_in_bounded_steps() -> None:
+    """What a gone epoch held is invisible at once and its memory comes back over later calls."""
+    directory = Directory(BLOCK, max_blocks=100_000)
+    for name in ("a", "b"):
+        directory.add_replica(name)
+    directory.apply("a", "1", [BlocksStored(Random(0).randbytes(16 * 20_000)), BlocksStored(chain(0, 4))])
+    directory.apply("b", "1", [BlocksStored(chain(0, 2))])
+    directory.apply("a", "2", [])
+    assert directory.match(chain(0, 4)) == {"b": 32}
+    assert directory.num_blocks > 19_000, "nothing was walked through at once"
+    calls = 0
+    while directory.sweeping:
+        directory.apply("b", "1", [])
+        calls += 1
+    assert 10 < calls < 1000
+    assert directory.num_blocks == 2
+    assert directory.match(chain(0, 4)) == {"b": 32}
+
+
+def test_epoch_churn_reuses_slots_and_sets() -> None:
+    """A hundred restarts leave no residue in slots, sets or entries."""
+    directory = Directory(BLOCK, max_blocks=10_000)
+    for name in REPLICAS:
+        directory.add_replica(name)
+    for life in range(100):
+        for name in REPLICAS:
+            directory.apply(name, str(life), [BlocksStored(chain(life % ROOTS, DEPTH))])
+            directory.sweep(64)
+    while directory.sweeping:
+        directory.sweep(64)
+    assert directory.num_blocks == DEPTH
+    assert len(directory._owner) < 40
+    assert len(directory._sets) < 64
+    assert len(directory._sets.masks) < 64
+
+
+def test_bound_refuses_and_counts() -> None:
+    """Beyond ``max_blocks`` hints are refused and counted."""
+    directory = Directory(BLOCK, max_blocks=10)
+    directory.add_replica("a")
+    directory.apply("a", "e", [BlocksStored(chain(0, 12))])
+    assert (directory.num_blocks, directory.refused_blocks) == (10, 2)
+    assert directory.match(chain(0, 12)) == {"a": 160}
+
+
+def test_memory_per_block_is_small() -> None:
+    """100,000 blocks with three holders each take well under 100 bytes a block by the directory's own count."""
+    directory = Directory(BLOCK)
+    names = [f"r{n}" for n in range(64)]
+    rng = Random(3)
+    for name in names:
+        directory.add_replica(name)
+    for _ in range(160):
+        hashes = rng.randbytes(16 * 625)
+        for name in rng.sample(names, 3):
+            directory.apply(name, "e", [BlocksStored(hashes)])
+    assert directory.num_blocks == 100_000
+    assert directory.size_bytes / directory.num_blocks < 60
+
+
+@pytest.mark.parametrize(("block_size", "max_blocks"), [(0, 1), (16, 0), (16, 1 << 40)])
+def test_sizes_are_checked(block_size: int, max_blocks: int) -> None:
+    """Sizes below one are refused, and more blocks than a table can number."""
+    with pytest.raises(ValueError, match="at least 1"):
+        Directory(block_size, max_blocks)

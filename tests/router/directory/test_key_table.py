@@ -1,0 +1,97 @@
+"""BlockTable against a plain dict."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.directory.key_table import VALUE_BITS, BlockTable, block_keys
+
+HIGH = 1 << 63
+
+keys = st.integers(0, 40).map(lambda n: HIGH | (n // 3) << 40 | n % 3)
+operations = st.lists(st.tuples(st.lists(keys, max_size=12), st.sampled_from(["add", "remove", "bump"])), max_size=60)
+
+
+def step_of(operation: str, value: int) -> int:
+    return {"add": value or 1, "remove": 0, "bump": value + 1 if value else 0}[operation]
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations=operations)
+def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
+    """Colliding keys, removals and growth never lose, double or mix up an entry, and the counts agree."""
+    table, oracle = BlockTable(10_000), dict[int, int]()
+    for some_keys, operation in operations:
+        changes = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))
+        moved = 0
+        for key in some_keys:
+            old = oracle.get(key, 0)
+            new = step_of(operation, old)
+            moved += new != old
+            oracle.pop(key, None)
+            if new:
+                oracle[key] = new
+        assert sum(count for _, _, count in changes) == moved
+        assert table.num_entries == len(oracle)
+    for number in range(41):
+        key = HIGH | (number // 3) << 40 | number % 3
+        assert table.get(key) == oracle.get(key, 0)
+
+
+def test_churn_does_not_grow_the_table() -> None:
+    """Storing and removing for ever stays within the memory of what is held at once."""
+    table = BlockTable(100_000)
+    rng = Random(0)
+    held: list[list[int]] = []
+    sizes = []
+    for turn in range(400):
+        held.append(block_keys(rng.randbytes(16 * 256)))
+        table.update(held[-1], lambda value: value or 1)
+        if len(held) > 40:
+            table.update(held.pop(rng.randrange(20)), lambda value: 0)
+        if turn % 100 == 99:
+            sizes.append(table.size_bytes)
+    assert table.num_entries == 40 * 256
+    assert sizes[-1] <= 1.5 * sizes[0]
+
+
+def test_bound_refuses_new_keys_only() -> None:
+    """At the bound new keys are refused and counted; known ones still change, and removal makes room."""
+    table = BlockTable(3)
+    some = [HIGH | n for n in range(5)]
+    table.update(some, lambda value: value or 1)
+    assert (table.num_entries, table.num_refused) == (3, 2)
+    table.update(some[:3], lambda value: 2)
+    assert [table.get(key) for key in some] == [2, 2, 2, 0, 0]
+    table.update(some[:1], lambda value: 0)
+    table.update(some[4:], lambda value: 7)
+    assert table.get(some[4]) == 7
+
+
+def test_rebuild_maps_and_drops() -> None:
+    """Rebuilding every shard maps each value once and reports how many entries moved."""
+    table = BlockTable(1000)
+    some = block_keys(Random(1).randbytes(16 * 500))
+    table.update(some[:300], lambda value: 1)
+    table.update(some[300:], lambda value: 2)
+    counts = [change for shard in range(table.num_shards) for change in table.rebuild(shard, lambda v: v - 1)]
+    assert sum(count for old, _, count in counts if old == 1) == 300
+    assert table.num_entries == 200
+    assert {table.get(key) for key in some[300:]} == {1}
+    assert {table.get(key) for key in some[:300]} == {0}
+
+
+def test_marks_of_free_slots_are_no_keys() -> None:
+    """Hashes that begin like a mark of a free slot are stored under other keys, and read as absent."""
+    table = BlockTable(100)
+    marks = [1 << VALUE_BITS, 1 << VALUE_BITS | 1, 0, 1]
+    odd = b"".join(number.to_bytes(8, "little") + bytes(8) for number in marks)
+    table.update(block_keys(odd), lambda value: 5)
+    assert table.num_entries == 4
+    assert [table.get(key) for key in block_keys(odd)] == [5, 5, 5, 5]
+    assert [table.get(key) for key in marks] == [0, 0, 5, 5]
+    table.update(block_keys(odd)[:1], lambda value: 0)
+    assert [table.get(key) for key in block_keys(odd)] == [0, 5, 5, 5]

@@ -1,0 +1,225 @@
+"""LoadTable: nothing counted twice, nothing lost, nonsense harmless."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.load.load_table import LoadTable
+from router.protocol.events import LoadReport, RouterShare
+from router.settings import LoadSettings
+
+
+def table(*replicas: str) -> LoadTable:
+    made = LoadTable("me", LoadSettings(default_prefill_tokens_per_s=100.0, reservation_ttl_s=10.0))
+    for name in replicas or ("a",):
+        made.add_replica(name)
+    return made
+
+
+def report(queued: int = 0, running: int = 0, waiting: int = 0, *shares: RouterShare, rate: float = 0.0) -> LoadReport:
+    return LoadReport(queued, running, waiting, 8, 16, rate, 0.01, shares)
+
+
+class ReplicaQueue:
+    """The truth: what a replica has queued of whom, and what is still on its way to it."""
+
+    def __init__(self) -> None:
+        self.on_the_way: dict[int, int] = {}
+        self.mine: dict[int, int] = {}
+        self.others = 0
+        self.last = 0
+
+    def report(self) -> LoadReport:
+        mine = sum(self.mine.values())
+        share = RouterShare("me", self.last, mine)
+        return report(mine + self.others, 0, len(self.mine), share, RouterShare("other", 99, self.others))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["send", "arrive", "compute", "other", "report"]), st.integers(1, 1000)), max_size=60
+    )
+)
+def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
+    """Right after a report, queue ahead = what the replica has queued + what is on its way, however they interleave."""
+    loads, truth = table(), ReplicaQueue()
+    for action, tokens in steps:
+        if action == "send":
+            truth.on_the_way[loads.reserve("a", tokens, 0.0)] = tokens
+        elif action == "arrive" and truth.on_the_way:
+            number = min(truth.on_the_way)
+            truth.mine[number] = truth.on_the_way.pop(number)
+            truth.last = number
+        elif action == "compute" and truth.mine:
+            number = min(truth.mine)
+            del truth.mine[number]
+            loads.release(number)
+        elif action == "other":
+            truth.others = tokens
+        elif action == "report":
+            loads.report("a", truth.report(), 0.0)
+            expected = sum(truth.mine.values()) + truth.others + sum(truth.on_the_way.values())
+            assert loads.queue_ahead("a") == expected
+            assert loads.waiting[0] == len(truth.mine) + len(truth.on_the_way)
+
+
+def test_numbers_rise_and_release_is_idempotent() -> None:
+    """Reservation numbers rise over all replicas; a second release changes nothing."""
+    loads = table("a", "b")
+    numbers = [loads.reserve(name, 50, 0.0) for name in "abab"]
+    assert numbers == [1, 2, 3, 4]
+    assert loads.queue_ahead("a") == 100
+    assert loads.release(1) is True
+    assert loads.release(1) is False
+    assert loads.queue_ahead("a") == 50
+    assert loads.queue_ahead("b") == 100
+
+
+def test_lost_releases_expire() -> None:
+    """A reservation nobody released ends by its TTL and is counted."""
+    loads = table()
+    first, second = loads.reserve("a", 50, 0.0), loads.reserve("a", 7, 5.0)
+    loads.release(loads.reserve("a", 1, 0.0))
+    assert loads.expire(9.9) == []
+    assert loads.expire(10.0) == [first]
+    assert loads.queue_ahead("a") == 7
+    assert loads.expire(15.0) == [second]
+    assert (loads.expired_reservations, loads.open_reservations) == (2, 0)
+
+
+def test_full_by_waiting_bound_and_by_own_reservations() -> None:
+    """A replica is full at its waiting bound, and when what was sent since would fill it."""
+    loads = table("a", "b")
+    loads.report("a", report(0, 0, 16), 0.0)
+    assert loads.is_full("a")
+    assert not loads.is_full("b")
+    loads.report("a", report(0, 8, 13), 0.0)
+    for _ in range(2):
+        loads.reserve("a", 1, 0.0)
+    assert not loads.is_full("a")
+    number = loads.reserve("a", 1, 0.0)
+    assert loads.is_full("a")
+    assert loads.num_full == 1
+    loads.release(number)
+    assert loads.num_full == 0
+    assert loads.is_full("unknown")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        LoadReport(-5, -1, -1, -1, -1, -3.0, -1.0),
+        LoadReport(1 << 62, 1 << 62, 1 << 62, 1 << 62, 1 << 62, math.inf, math.inf),
+        LoadReport(0, 0, 0, 8, 16, math.nan, math.nan),
+        LoadReport(0, 0, 0, 8, 16, 1e-30, 0.0),
+    ],
+)
+def test_nonsense_is_clamped_and_counted(nonsense: LoadReport) -> None:
+    """No report can make a row negative, infinite or not a number."""
+    loads = table()
+    loads.report("a", nonsense, 0.0)
+    assert loads.clamped_reports == 1
+    for column in (loads.queued_tokens, loads.waiting, loads.jobs, -loads.falloff, loads.seconds_per_token):
+        assert math.isfinite(column[0])
+        assert column[0] >= 0
+    assert loads.seconds_per_token[0] > 0
+
+
+def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
+    """Of five waiting sequences two have nothing but committed tokens: three jobs share the others."""
+    loads = table()
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_prefill_tokens=300, committed_sequences=2), 0.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (300, 600, 3)
+    assert loads.waiting[0] == 5, "they wait all the same"
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_sequences=2), 0.0)
+    assert loads.jobs[0] == 5, "without committed tokens nobody has them"
+
+
+def test_nonsense_share_does_not_hide_later_reservations() -> None:
+    """A share that claims reservations never made counts for those made, no more."""
+    loads = table()
+    loads.reserve("a", 10, 0.0)
+    loads.report("a", report(0, 0, 0, RouterShare("me", 1 << 60, 0)), 0.0)
+    assert loads.queue_ahead("a") == 0
+    loads.reserve("a", 20, 0.0)
+    assert loads.queue_ahead("a") == 20
+
+
+def test_rate_is_the_default_until_measured_and_slows_with_decoding() -> None:
+    """Seconds per token come from the default, then from the report, times the weight of running sequences."""
+    loads = table()
+    assert loads.seconds_per_token[0] == pytest.approx(0.01)
+    loads.report("a", report(rate=1000.0), 0.0)
+    assert loads.seconds_per_token[0] == pytest.approx(0.001)
+    loads.report("a", report(0, 10, rate=1000.0), 0.0)
+    assert loads.seconds_per_token[0] == pytest.approx(0.0011)
+
+
+@given(ops=st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60))
+def test_rows_follow_their_replicas(ops: list[tuple[bool, int]]) -> None:
+    """However replicas come and go, each keeps its own numbers and seed."""
+    loads = table("seed-holder")
+    known: dict[str, int] = {}
+    for joins, number in ops:
+        name = f"r{number}"
+        if joins and name not in known:
+            loads.add_replica(name)
+            known[name] = 100 + number
+            loads.report(name, report(known[name], 0, 16 if number % 2 else 0), 0.0)
+        elif not joins:
+            loads.remove_replica(name)
+            known.pop(name, None)
+    assert set(loads.replica_ids) == {*known, "seed-holder"}
+    for name, queued in known.items():
+        assert loads.queue_ahead(name) == queued
+        assert loads.is_full(name) == bool((queued - 100) % 2)
+    assert loads.num_full == int(loads.full.sum())
+    assert len(set(loads.seeds.tolist())) == len(loads.replica_ids)
+
+
+def test_removal_ends_reservations() -> None:
+    """A removed replica's reservations end with it; releasing them later is harmless."""
+    loads = table("a", "b")
+    number = loads.reserve("a", 10, 0.0)
+    assert loads.remove_replica("a") == [number]
+    assert loads.remove_replica("a") == []
+    assert loads.release(number) is False
+    assert loads.open_reservations == 0
+
+
+def test_other_settings_hold_at_once() -> None:
+    """Rates that no replica has measured change with the settings, not with the next report or reservation."""
+    loads = table("a", "b")
+    loads.report("b", report(rate=50.0), 0.0)
+    loads.configure(LoadSettings(default_prefill_tokens_per_s=200.0, default_pull_tokens_per_s=1000.0))
+    assert loads.seconds_per_token.tolist() == [1 / 200, 1 / 50]
+    assert loads.pull_pace.tolist() == [0.2, 0.05]
+    assert loads.num_pulling == 2
+
+
+def test_pull_shares_follow_reports() -> None:
+    """What a pulled token weighs is worked out once and kept true: by reports, by price, by who comes and goes."""
+    loads = table("a", "b", "c")
+    assert loads.pull_shares(2.0).tolist() == [1.0, 1.0, 1.0]
+    loads.report("b", msgspec.structs.replace(report(rate=100.0), pull_tokens_per_s=1000.0), 0.0)
+    assert loads.pull_shares(2.0).tolist() == [1.0, 0.2, 1.0]
+    assert loads.pull_shares(1.0).tolist() == [1.0, 0.1, 1.0]
+    loads.remove_replica("a")
+    assert dict(zip(loads.replica_ids, loads.pull_shares(1.0).tolist(), strict=True)) == {"b": 0.1, "c": 1.0}
+
+
+def test_full_replicas_are_counted_through_departures() -> None:
+    """Rows move when a replica leaves; who is full stays full."""
+    loads = table("a", "b", "c")
+    for name in ("a", "c"):
+        loads.report(name, report(waiting=16), 0.0)
+    loads.remove_replica("a")
+    assert (loads.num_full, loads.is_full("b"), loads.is_full("c")) == (1, False, True)
+    loads.report("c", report(), 0.0)
+    assert loads.num_full == 0

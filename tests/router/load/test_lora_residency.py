@@ -1,0 +1,163 @@
+"""Adapters in memory: where one is, requests for it go there while that is faster than loading it elsewhere."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.load.load_table import LoadTable
+from router.load.lora_residency import AdapterPlaces
+from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, BlocksStored, LoadReport, pack_adapters
+from router.protocol.request import RoutedRequest
+from router.settings import RouterSettings
+
+STYLE = "style@1"
+
+
+def report(adapters: tuple[str, ...] = (), load_s: float = 0.0, queued: int = 0) -> LoadReport:
+    """``queued``: tokens that nobody overtakes."""
+    return LoadReport(
+        queued, 0, int(queued > 0), 8, 16, 1000.0, 0.01,
+        committed_prefill_tokens=queued, adapters=pack_adapters(adapters), adapter_load_s=load_s,
+    )  # fmt: skip
+
+
+def core_with(reports: dict[str, LoadReport], shadow: str = "") -> RoutingCore:
+    core = RoutingCore("me", RouterSettings(shadow_policy=shadow), clock=lambda: 0.0, rng=Random(1))
+    core.update_replicas(reports)
+    for name, said in reports.items():
+        core.apply(name, "e", [said])
+    return core
+
+
+def ask(number: int, adapter: str = STYLE, chain: bytes = b"", tokens: int = 100) -> RoutedRequest:
+    return RoutedRequest(f"q{number}", chain, tokens, Random(number).randbytes(16), adapter=adapter)
+
+
+def chosen(core: RoutingCore, request: RoutedRequest) -> str:
+    decision = core.decide(request)
+    assert decision is not None
+    core.release(decision)
+    return decision.replica_id
+
+
+def test_cold_prompts_go_where_their_adapter_is_and_others_anywhere() -> None:
+    """Rendezvous order spreads what needs no adapter, or one that nobody has."""
+    core = core_with({"a": report(), "b": report((STYLE, "x@2"), 0.2), "c": report(("x@2",), 0.2)})
+    assert {chosen(core, ask(number)) for number in range(30)} == {"b"}
+    assert {chosen(core, ask(number, "x@2")) for number in range(30)} == {"b", "c"}
+    for adapter in ("", "never@3", "style@2"):
+        assert {chosen(core, ask(number, adapter)) for number in range(30)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("queued", "expected"), [(150, "b"), (250, "a")])
+def test_a_load_weighs_as_much_as_the_work_of_its_time(queued: int, expected: str) -> None:
+    """0.2 s of loading against a queue at 1,000 tokens a second."""
+    core = core_with({"a": report(("x@2",), 0.2), "b": report((STYLE,), 0.2, queued)})
+    assert chosen(core, ask(1)) == expected
+
+
+def test_kv_that_saves_more_than_the_load_wins() -> None:
+    """Its adapter has been evicted from the replica that still holds the prefix of 320 tokens."""
+    chain = Random(0).randbytes(16 * 20)
+    for load_s, expected in ((0.2, "a"), (0.5, "b")):
+        core = core_with({"a": report((), load_s), "b": report((STYLE,), load_s)})
+        core.apply("a", "e", [BlocksStored(chain)])
+        assert chosen(core, ask(1, chain=chain, tokens=325)) == expected
+
+
+def test_the_estimate_has_the_load_in_it_and_a_shadow_sees_it_too() -> None:
+    """For the acting policy, for one that does not look at adapters, and in an explanation."""
+    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)}, "least_loaded")
+    decision = core.decide(ask(1))
+    assert decision is not None
+    assert (decision.replica_id, decision.estimated_ttft_s) == ("a", pytest.approx(0.4))
+    assert core.shadow is not None
+    assert core.shadow[1].estimated_ttft_s == pytest.approx(0.4)
+    core.release(decision)
+    said = core.explain(ask(1), ["estimated_ttft"])
+    by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
+    assert (by_id["a"]["adapter_load_s"], by_id["b"]["adapter_load_s"]) == (0.3, 0.0)
+    assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.4)
+
+
+def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed() -> None:
+    """One replica's nonsense makes itself expensive at most."""
+    loads, places = LoadTable("me"), AdapterPlaces()
+    for name, load_s in {"a": 0.0, "b": 0.1, "c": 0.3, "d": 1e30, "e": nan, "f": -1.0, "g": inf, "h": 0.2}.items():
+        loads.add_replica(name)
+        places.report(name, report((STYLE,) if name == "h" else (), load_s))
+    found = places.load_s(STYLE, loads)
+    assert found is not None
+    assert found.tolist() == [0.3, 0.1, 0.3, 600.0, 0.3, 0.3, 0.3, 0.0]
+    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=b"seven b"))
+    assert places.load_s(STYLE, loads) is None
+    many = Random(1).randbytes(KEY_BYTES * (MAX_ADAPTERS + 50))
+    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=many))
+    assert len(places._holders) == MAX_ADAPTERS
+
+
+names, keys = st.sampled_from("abc"), st.sampled_from(["x", "y", "z"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(names, st.one_of(st.none(), st.sets(keys))), max_size=20))
+def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] | None]]) -> None:
+    """Whatever was reported before, and whoever went (None); nothing is kept of adapters that nobody has."""
+    loads, places, latest = LoadTable("me"), AdapterPlaces(), {name: set[str]() for name in "abc"}
+    for name in latest:
+        loads.add_replica(name)
+    for name, held in news:
+        if held is None:
+            places.forget(name)
+        else:
+            places.report(name, report(tuple(held), 0.5))
+        latest[name] = held or set()
+    measured = {name for name, held in news if held is not None}
+    for key in "xyz":
+        holders = {name for name in latest if key in latest[name]}
+        found = places.load_s(key, loads)
+        if holders and measured:
+            assert found is not None
+            assert {name for name, load_s in zip("abc", found, strict=True) if not load_s} == holders
+        else:
+            assert found is None
+    assert len(places._holders) == len(set().union(*latest.values()))
+
+
+def test_a_replica_that_goes_is_forgotten() -> None:
+    core = core_with({"a": report((), 0.2), "b": report((STYLE,), 0.2)})
+    core.update_replicas(["a", "c"])
+    core.apply("c", "e", [report()])
+    assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
+    assert not core._adapters._holders
+
+
+def loads_needed(*, routers_know: bool, requests: int = 600) -> int:
+    """Cold prompts of twelve adapters one after the other, on four replicas that keep the last four used in memory."""
+    names, memory, loads = ["a", "b", "c", "d"], dict[str, list[str]](), 0
+    core = core_with({name: report() for name in names})
+    for number in range(requests):
+        adapter = f"style-{Random(number).randrange(12)}@1"
+        name = chosen(core, ask(number, adapter if routers_know else ""))
+        held = memory.setdefault(name, [])
+        if adapter in held:
+            held.remove(adapter)
+        else:
+            loads += 1
+        held.append(adapter)
+        del held[:-4]
+        core.apply(name, "e", [report(tuple(held), 0.1)])
+    return loads
+
+
+def test_adapters_that_fit_all_replicas_together_stay_in_memory() -> None:
+    """Otherwise two of three requests wait for a load, though there is room for every adapter somewhere."""
+    blind, knowing = loads_needed(routers_know=False), loads_needed(routers_know=True)
+    assert blind > 300
+    assert knowing < 60, knowing

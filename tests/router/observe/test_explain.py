@@ -1,0 +1,170 @@
+"""Explanations: the winner is what would be decided next, under every policy, and asking changes nothing."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.policy.policies import POLICIES
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
+from router.settings import LoadSettings, RouterSettings
+
+BLOCK = 16
+CHAIN = Random(0).randbytes(16 * 20)
+NAMES = ["a", "b", "c", "d"]
+
+
+def report(queued: int = 0, running: int = 0, waiting: int = 0) -> LoadReport:
+    return LoadReport(queued, running, waiting, 8, 16, 1000.0, 0.01)
+
+
+def core_with(
+    held: dict[str, int], loads: dict[str, LoadReport] | None = None, policy: str = "estimated_ttft"
+) -> RoutingCore:
+    core = RoutingCore("me", RouterSettings(policy), clock=lambda: 0.0, rng=Random(3))
+    core.update_replicas(held)
+    for name, blocks in held.items():
+        core.apply(name, "e", [BlocksStored(CHAIN[: 16 * blocks]), (loads or {}).get(name, report())])
+    return core
+
+
+def ask(tokens: int = 325, avoid: tuple[str, ...] = ()) -> RoutedRequest:
+    return RoutedRequest("q", CHAIN, tokens, b"k" * 16, avoid=avoid)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(
+    held=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 20)),
+    work=st.dictionaries(
+        st.sampled_from(NAMES), st.tuples(st.integers(0, 50_000), st.integers(0, 8), st.integers(0, 18))
+    ),
+    blocked=st.sets(st.sampled_from(NAMES)),
+    before=st.integers(0, 3),
+)
+def test_the_winner_is_the_next_decision(
+    policy: str,
+    held: dict[str, int],
+    work: dict[str, tuple[int, int, int]],
+    blocked: set[str],
+    before: int,
+) -> None:
+    """Whatever the state, the acting policy's winner, reason and estimate are those of the decision that follows."""
+    core = core_with(held, {name: report(*row) for name, row in work.items()}, policy)
+    for number in range(before):
+        core.decide(RoutedRequest(f"b{number}", CHAIN[:160], 165, b"k" * 16))
+    state, counters = core.state(), repr(core.counters)
+    said = json.loads(json.dumps(core.explain(ask(), list(POLICIES), blocked)))
+    assert (core.state(), repr(core.counters)) == (state, counters)
+    assert said == json.loads(json.dumps(core.explain(ask(), list(POLICIES), blocked)))
+    decision = core.decide(ask(), blocked)
+    winner = said["winners"][policy]
+    assert winner["because"]
+    if decision is None:
+        assert winner["replica_id"] is None
+        return
+    assert (winner["replica_id"], winner["reason"]) == (decision.replica_id, decision.reason)
+    assert said["best_cached_tokens"] == decision.best_cached_tokens
+    shown = {replica["replica_id"]: replica for replica in said["replicas"]}
+    assert set(shown) == set(held)
+    chosen = shown[decision.replica_id]
+    assert chosen["policies"][policy]["rank"] == 1
+    assert chosen["cached_tokens"] == decision.selected_cached_tokens
+    assert chosen["estimated_ttft_s"] == pytest.approx(decision.estimated_ttft_s)
+
+
+def test_facts_of_each_replica() -> None:
+    """Cached tokens by tier, prefills under way, load, place and full replicas are all there."""
+    core = core_with({"a": 0, "b": 20, "c": 0}, {"b": report(900, 3, 1), "c": report(0, 8, 16)})
+    core.apply("b", "e", [BlocksStored(CHAIN[:80], "host")])
+    said = core.explain(ask(), ["estimated_ttft", "lmetric"])
+    by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
+    assert by_id["b"]["cached_tokens"] == 320
+    assert by_id["b"]["cached_tokens_by_tier"] == {"pool": 320, "host": 80}
+    assert by_id["b"]["uncached_tokens"] == 5
+    assert by_id["b"]["queued_prefill_tokens"] == 900
+    assert by_id["b"]["running_sequences"] == 3
+    assert by_id["b"]["prefill_tokens_per_s"] == 1000.0
+    assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.325)
+    assert by_id["c"]["full"]
+    assert by_id["c"]["policies"] == {"estimated_ttft": None, "lmetric": None}
+    assert [replica["replica_id"] for replica in said["replicas"]] == ["b", "a", "c"]
+    core.decide(ask())
+    follow = core.explain(RoutedRequest("q", CHAIN, 325, b"k" * 16), ["estimated_ttft"])
+    assert {replica["in_flight_tokens"] for replica in follow["replicas"]} == {0, 320}
+
+
+def test_the_last_block_of_a_prompt_that_ends_with_it_is_not_reusable() -> None:
+    """Tiers count no more than a decision does."""
+    core = core_with({"a": 20})
+    replica = core.explain(ask(320), ["estimated_ttft"])["replicas"][0]
+    assert replica["cached_tokens"] == 304
+    assert replica["cached_tokens_by_tier"] == {"pool": 304}
+
+
+@pytest.mark.parametrize(
+    ("held", "loads", "said"),
+    [
+        ({"a": 20, "b": 3}, {}, "holds 320 of 325 prompt tokens, the most"),
+        ({"a": 20, "b": 20}, {}, "as 2 replicas do"),
+        ({"a": 0, "b": 0}, {}, "no replica holds any"),
+        ({"a": 0, "b": 9}, {"b": report(90_000, 8, 1)}, "b, which holds 144 tokens where it holds 0"),
+        ({"a": 0, "b": 9, "c": 0}, {"b": report(0, 8, 16)}, "b, which holds 144 tokens, is full"),
+        ({"a": 5}, {}, "the only replica"),
+        ({}, {}, "there are no replicas"),
+        ({"a": 5}, {"a": report(0, 8, 16)}, "every replica is full or blocked"),
+    ],
+)
+def test_sentences_tell_why(held: dict[str, int], loads: dict[str, LoadReport], said: str) -> None:
+    """The winner's sentence names the fact that decided."""
+    explained = core_with(held, loads).explain(ask(), ["estimated_ttft"])
+    assert said in explained["winners"]["estimated_ttft"]["because"]
+
+
+def test_a_prefill_under_way_is_named() -> None:
+    """A cold prompt that another request is computing is followed, and the sentence says so."""
+    core = core_with({"a": 0, "b": 0, "c": 0})
+    first = core.decide(ask())
+    assert first is not None
+    winner = core.explain(ask(), ["estimated_ttft"])["winners"]["estimated_ttft"]
+    assert (winner["replica_id"], winner["reason"]) == (first.replica_id, "in_flight")
+    assert "computing a prompt of the same beginning" in winner["because"]
+
+
+def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anything() -> None:
+    """The replicas before the chosen one are over their bound; there is no holder to compare with."""
+    core = core_with({"a": 0, "b": 0}, {"a": report(0, 0, 9)})
+    winners = [
+        core.explain(RoutedRequest("q", CHAIN, 325, bytes([key]) * 16), ["bounded_hash"])["winners"]["bounded_hash"]
+        for key in range(20)
+    ]
+    assert {winner["replica_id"] for winner in winners} == {"b"}
+    assert {winner["reason"] for winner in winners} == {"load_spill", "placement"}
+    assert all(("over their bound" in w["because"]) == (w["reason"] == "load_spill") for w in winners)
+
+
+def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
+    """However often one asks, the demand stays; once decisions have heated it, the winner is the next holder."""
+    settings = RouterSettings(load=LoadSettings(default_prefill_tokens_per_s=1000.0, default_pull_tokens_per_s=9000.0))
+    core = RoutingCore("me", settings, clock=lambda: 0.0, rng=Random(3))
+    core.update_replicas(NAMES)
+    chain = Random(9).randbytes(16 * 200)
+    core.apply("b", "e", [BlocksStored(chain)])
+    reasons = []
+    for number in range(30):
+        asked = RoutedRequest(f"q{number}", chain, 3500, b"k" * 16)
+        for _ in range(3):
+            said = core.explain(asked, ["estimated_ttft"])["winners"]["estimated_ttft"]
+        decision = core.decide(asked)
+        assert decision is not None
+        assert (said["replica_id"], said["reason"]) == (decision.replica_id, decision.reason)
+        core.release(decision)
+        reasons.append(decision.reason)
+    assert reasons[0] == "cached"
+    assert "hot_prefix" in reasons

@@ -1,0 +1,231 @@
+"""One contract for every policy, then what each of them is for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import exp
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.load.load_table import LoadTable
+from router.policy.candidates import REASONS, Candidate, PolicyContext, rendezvous
+from router.policy.estimate import plan
+from router.policy.policies import POLICIES
+from router.protocol.events import LoadReport
+from router.protocol.request import RoutedRequest
+from router.settings import PolicySettings
+
+NAMES = [f"replica-{number}" for number in range(6)]
+
+
+def request(prompt_tokens: int = 1000, key: bytes = b"k" * 16, avoid: tuple[str, ...] = ()) -> RoutedRequest:
+    return RoutedRequest("q", b"", prompt_tokens, key, avoid=avoid)
+
+
+def loads_of(*rows: tuple[int, int, int], rate: float = 1000.0) -> LoadTable:
+    """Rows are (queued tokens, running, waiting); 16 waiting make a replica full."""
+    loads = LoadTable("me")
+    for name, (queued, running, waiting) in zip(NAMES, rows, strict=False):
+        loads.add_replica(name)
+        loads.report(name, LoadReport(queued, running, waiting, 64, 16, rate, 0.01), 0.0)
+    return loads
+
+
+def rank(
+    policy: str,
+    loads: LoadTable,
+    match: dict[str, int] | None = None,
+    asked: RoutedRequest | None = None,
+    limit: int | None = None,
+    **context: object,
+) -> list[Candidate]:
+    made = PolicyContext(**{"turn": 1, "rng": Random(7), **context})  # type: ignore[arg-type]
+    return POLICIES[policy](asked or request(), match or {}, loads, made, limit)
+
+
+def estimate(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
+    """The estimated time to first token at the first replica."""
+    return plan(request(), NAMES[0], {NAMES[0]: held}, {}, held, loads, settings or PolicySettings()).estimated_ttft_s
+
+
+rows = st.lists(
+    st.tuples(st.integers(0, 50_000), st.integers(0, 64), st.integers(0, 18)), min_size=0, max_size=len(NAMES)
+)
+matches = st.dictionaries(st.sampled_from([*NAMES, "gone"]), st.integers(0, 2000), max_size=6)
+some_names = st.lists(st.sampled_from([*NAMES, "gone"]), max_size=4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=rows, match=matches, blocked=some_names, avoid=some_names, prompt=st.integers(0, 3000), turn=st.integers(0, 99)
+)
+def test_contract(
+    policy: str,
+    rows: list[tuple[int, int, int]],
+    match: dict[str, int],
+    blocked: list[str],
+    avoid: list[str],
+    prompt: int,
+    turn: int,
+) -> None:
+    """A ranking permutes who may be chosen, is deterministic given the seed, and starts with its limit-1 form."""
+    loads = loads_of(*rows)
+    asked = request(prompt, avoid=tuple(avoid))
+    context = {"turn": turn, "blocked": blocked}
+    ranked = rank(policy, loads, match, asked, **context)
+    names = [candidate.replica_id for candidate in ranked]
+    open_names = {name for name in loads.replica_ids if not loads.is_full(name) and name not in blocked}
+    assert set(names) == (open_names - set(avoid) or open_names)
+    assert len(names) == len(set(names))
+    assert all(candidate.reason in REASONS for candidate in ranked)
+    assert all(candidate.score == candidate.score and abs(candidate.score) < 1e15 for candidate in ranked)
+    assert ranked == rank(policy, loads, match, asked, **context)
+    assert rank(policy, loads, match, asked, limit=1, **context) == ranked[:1]
+    if len(ranked) == 1:
+        assert ranked[0].reason == "only_replica"
+
+
+@pytest.mark.parametrize("policy", ["estimated_ttft", "lmetric", "sglang"])
+def test_cache_aware_policies_choose_the_holder_while_loads_are_even(policy: str) -> None:
+    """With equal load the replica with the longest prefix wins, and the reason says so."""
+    head = rank(policy, loads_of(*[(100, 2, 1)] * 4), {NAMES[2]: 900, NAMES[1]: 800})[0]
+    assert (head.replica_id, head.reason) == (NAMES[2], "cached")
+
+
+@pytest.mark.parametrize("policy", ["estimated_ttft", "lmetric", "sglang"])
+def test_cache_aware_policies_leave_an_overloaded_holder(policy: str) -> None:
+    """When waiting at the holder costs more than computing elsewhere, the request goes elsewhere."""
+    loads = loads_of((60_000, 64, 8), (0, 0, 0), (0, 0, 0))
+    head = rank(policy, loads, {NAMES[0]: 600})[0]
+    assert head.replica_id != NAMES[0]
+    assert head.reason == "load_spill"
+
+
+def test_estimated_ttft_is_the_time_of_the_work_in_front() -> None:
+    """On an idle replica the estimate is the uncached tokens over the measured rate."""
+    assert estimate(loads_of((0, 0, 0)), 600) == pytest.approx(0.4)
+    assert estimate(loads_of((5000, 0, 5)), 600, PolicySettings(shortest_first=False)) == pytest.approx(5.4)
+
+
+def test_estimated_ttft_lets_short_work_overtake_long_queues() -> None:
+    """A nearly cached request joins the holder's queue of long prompts; a cold one does not."""
+    loads = loads_of((50_000, 0, 5), (0, 0, 0))
+    assert rank("estimated_ttft", loads, {NAMES[0]: 9_990}, request(10_000))[0].replica_id == NAMES[0]
+    assert rank("estimated_ttft", loads, {NAMES[0]: 1_000}, request(10_000))[0].replica_id == NAMES[1]
+
+
+def test_pushback_weight_prices_the_delay_of_others() -> None:
+    """The more sequences would be pushed back, the worse the score; weight 0 switches that off."""
+    loads = loads_of((50_000, 0, 5))
+    scores = [
+        rank("estimated_ttft", loads, {NAMES[0]: 500}, settings=PolicySettings(pushback_weight=weight))[0].score
+        for weight in (0.0, 1.0, 2.0)
+    ]
+    assert scores[0] < scores[1] < scores[2]
+    assert scores[2] - scores[1] == pytest.approx(scores[1] - scores[0])
+
+
+def test_score_is_the_documented_formula() -> None:
+    """The score equals (ahead + own x (1 + weight x behind)) x seconds per token, computed term by term."""
+    for weight in (0.0, 1.0, 2.5):
+        loads = loads_of((50_000, 10, 5))
+        own, queued, jobs = 400.0, 50_000.0, 5.0
+        x = own / (queued / jobs)
+        ahead = queued * (1 - (1 + x) * exp(-x))
+        behind = jobs * exp(-x)
+        head = rank("estimated_ttft", loads, {NAMES[0]: 600}, settings=PolicySettings(pushback_weight=weight))[0]
+        assert head.score == pytest.approx((ahead + own * (1 + weight * behind)) * 0.0011)
+        assert estimate(loads, 600) == pytest.approx((ahead + own) * 0.0011)
+
+
+def test_committed_tokens_are_ahead_of_everyone() -> None:
+    """However short a request is, it waits for a prefill that is not interrupted, and pushes nobody back then."""
+    loads = LoadTable("me")
+    loads.add_replica(NAMES[0])
+    loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
+    assert head.score == pytest.approx(5.1)
+    assert estimate(loads, 900) == pytest.approx(5.1)
+    loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    x = 100 / 2000
+    ahead, behind = 5000 + 4000 * (1 - (1 + x) * exp(-x)), 2 * exp(-x)
+    head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
+    assert head.score == pytest.approx((ahead + 100 * (1 + behind)) / 1000)
+    assert estimate(loads, 900) == pytest.approx((ahead + 100) / 1000)
+
+
+def test_in_flight_prefixes_count_as_cached() -> None:
+    """A second request for a cold prompt follows the first one, and says why."""
+    loads = loads_of((1000, 0, 1), (0, 0, 0), (0, 0, 0))
+    head = rank("estimated_ttft", loads, {}, in_flight={NAMES[0]: 990})[0]
+    assert (head.replica_id, head.reason) == (NAMES[0], "in_flight")
+
+
+def test_cold_prompts_are_placed_by_rendezvous_while_idle() -> None:
+    """Idle replicas share cold keys evenly; losing a replica moves only its own keys; noise in rates moves none."""
+    idle = [(0, 0, 0)] * 6
+    keys = [Random(number).randbytes(16) for number in range(600)]
+    noisy = LoadTable("other")
+    for index, name in enumerate(reversed(NAMES)):
+        noisy.add_replica(name)
+        noisy.report(name, LoadReport(0, 0, 0, 64, 16, 1000.0 + index, 0.01), 0.0)
+    before = [rank("estimated_ttft", loads_of(*idle), {}, request(key=key), limit=1)[0] for key in keys]
+    assert {candidate.reason for candidate in before} == {"cold"}
+    spread = Counter(candidate.replica_id for candidate in before)
+    assert len(spread) == 6
+    assert max(spread.values()) < 150
+    other = [rank("estimated_ttft", noisy, {}, request(key=key), limit=1)[0].replica_id for key in keys]
+    assert other == [candidate.replica_id for candidate in before]
+    gone = before[0].replica_id
+    noisy.remove_replica(gone)
+    after = [rank("estimated_ttft", noisy, {}, request(key=key), limit=1)[0].replica_id for key in keys]
+    assert all(new == old or old == gone for new, old in zip(after, other, strict=True))
+
+
+def test_rendezvous_does_not_depend_on_rows() -> None:
+    """A replica's weight for a key is the same in every router."""
+    one, two = loads_of(*[(0, 0, 0)] * 3), LoadTable("x")
+    for name in reversed(NAMES[:3]):
+        two.add_replica(name)
+    assert rendezvous(b"key", one).tolist() == rendezvous(b"key", two).tolist()[::-1]
+
+
+def test_round_robin_takes_turns() -> None:
+    """Six turns reach six replicas."""
+    loads = loads_of(*[(0, 0, 0)] * 6)
+    assert {rank("round_robin", loads, turn=turn)[0].replica_id for turn in range(6)} == set(NAMES)
+
+
+def test_power_of_two_takes_the_shorter_of_two() -> None:
+    """The busiest replica is never first, and every other one sometimes is."""
+    loads = loads_of((0, 0, 9), *[(0, 0, 1)] * 5)
+    rng = Random(1)
+    firsts = Counter(rank("power_of_two", loads, rng=rng)[0].replica_id for _ in range(300))
+    assert set(firsts) == set(NAMES[1:])
+
+
+def test_bounded_hash_spills_only_over_the_bound() -> None:
+    """A key stays at its home until the home has more than its share."""
+    home = rank("bounded_hash", loads_of(*[(0, 0, 1)] * 6))[0]
+    assert home.reason == "placement"
+    rows = [(0, 9 if name == home.replica_id else 1, 0) for name in NAMES]
+    spilled = rank("bounded_hash", loads_of(*rows))[0]
+    assert spilled.replica_id != home.replica_id
+    assert spilled.reason == "load_spill"
+
+
+def test_sglang_ignores_short_matches() -> None:
+    """Below half a match the shortest queue wins."""
+    loads = loads_of((0, 5, 0), (0, 1, 0), (0, 3, 0))
+    assert rank("sglang", loads, {NAMES[0]: 400})[0].replica_id == NAMES[1]
+    assert rank("sglang", loads, {NAMES[0]: 600})[0].replica_id == NAMES[0]
+
+
+def test_least_loaded_goes_by_waiting_time() -> None:
+    """The shortest queue of tokens first."""
+    names = [c.replica_id for c in rank("least_loaded", loads_of((500, 0, 1), (0, 9, 0), (50, 0, 1)))]
+    assert names == [NAMES[1], NAMES[2], NAMES[0]]

@@ -1,0 +1,105 @@
+"""Pulls: priced in prefill tokens, planned only where copying beats computing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from router.core import RoutingCore
+from router.load.load_table import LoadTable
+from router.policy.pull_cost import plan_pull, work_tokens
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
+from router.settings import LoadSettings, PolicySettings, RouterSettings
+
+PULLING = PolicySettings(min_pull_tokens=100, pull_price=1.0)
+REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
+
+
+def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
+    return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
+
+
+def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
+    """Replicas that compute 1,000 tokens/s and pull ten times as many."""
+    loads = LoadTable("me")
+    for name, tokens in queued.items():
+        loads.add_replica(name)
+        loads.report(name, load(tokens, pull_rate), 0.0)
+    return loads
+
+
+def work(match: dict[str, int], settings: PolicySettings = PULLING, pull_rate: float = 10_000.0) -> list[float]:
+    loads = loads_of(pull_rate, a=0, b=0, c=0)
+    return [float(tokens) for tokens in work_tokens(REQUEST, match, {}, loads, settings)]
+
+
+def test_a_pulled_token_costs_its_share_of_prefill() -> None:
+    """At ten times the prefill rate, 600 pulled tokens weigh as 60 computed ones; the holder pays nothing."""
+    assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
+
+
+def test_a_pull_has_its_price() -> None:
+    """At a price of 3 the same pull weighs three times as much, and never more than computing."""
+    assert work({"b": 600}, replace(PULLING, pull_price=3.0)) == pytest.approx([400 + 180, 400, 400 + 180])
+    assert work({"b": 600}, replace(PULLING, pull_price=99.0)) == pytest.approx([1000, 400, 1000])
+
+
+def test_a_short_pull_is_not_worth_its_set_up() -> None:
+    """Below min_pull_tokens a replica computes."""
+    assert work({"b": 600, "c": 501}) == pytest.approx([460, 400, 499])
+
+
+def test_a_slow_link_is_not_used() -> None:
+    """Where copying is slower than computing, nothing changes, and no pull is planned."""
+    assert work({"b": 600}, pull_rate=900.0) == pytest.approx([1000, 400, 1000])
+    assert plan_pull("a", 0, {"b": 600}, loads_of(900.0, a=0, b=0), PULLING) == ("", 0)
+
+
+def test_each_replica_pulls_at_the_rate_it_reports() -> None:
+    """Rates differ; who says nothing, or nonsense, takes the default; who leaves is forgotten."""
+    loads = LoadTable("me", LoadSettings(default_pull_tokens_per_s=2000.0))
+    for name, rate in {"fast": 20_000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}.items():
+        loads.add_replica(name)
+        loads.report(name, load(0, rate), 0.0)
+    assert work_tokens(REQUEST, {"holder": 600}, {}, loads, PULLING).tolist() == pytest.approx([430, 700, 700, 400])
+    assert loads.num_pulling == 4
+    loads.remove_replica("fast")
+    assert loads.num_pulling == 3
+    assert loads_of(0.0, a=0).num_pulling == 0
+
+
+def test_the_holder_with_the_least_work_is_asked() -> None:
+    """Of equal holders the idle one hands its KV over; replicas that left and lesser holders are not asked."""
+    loads = loads_of(a=0, b=5000, c=10, d=0)
+    assert plan_pull("a", 100, {"a": 100, "b": 600, "c": 600, "d": 400, "gone": 500}, loads, PULLING) == ("c", 600)
+    assert plan_pull("a", 550, {"b": 600}, loads, PULLING) == ("", 0)
+    assert plan_pull("a", 0, {"gone": 600}, loads, PULLING) == ("", 0)
+
+
+def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
+    """A request that leaves a busy holder carries the holder's name; only the rest is reserved as prefill."""
+    chain = Random(0).randbytes(16 * 50)
+    for policy in ("estimated_ttft", "round_robin"):
+        core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
+        core.update_replicas(["a", "b"])
+        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
+        core.apply("a", "e", [load(0)])
+        decisions = [core.decide(RoutedRequest(f"q{n}", chain, 1000, b"k" * 16)) for n in range(2)]
+        decision = next(d for d in decisions if d is not None and d.replica_id == "a")
+        assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)
+        assert core.loads.queue_ahead("a") in (200, 400)
+
+
+def test_without_a_link_nothing_is_pulled() -> None:
+    """The default has no pull, so decisions name nobody."""
+    chain = Random(0).randbytes(16 * 50)
+    core = RoutingCore("me", RouterSettings("round_robin"), clock=lambda: 0.0)
+    core.update_replicas(["a", "b"])
+    core.apply("b", "e", [BlocksStored(chain)])
+    for number in range(2):
+        decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16))
+        assert decision is not None
+        assert (decision.pull_from, decision.pull_tokens) == ("", 0)

@@ -1,0 +1,185 @@
+"""Hot prefixes: more holders before requests queue, never too many, and no preference for them when demand falls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import exp
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.policy.replication import PrefixDemand
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import Decision, RoutedRequest
+from router.settings import PolicySettings, RouterSettings
+
+PREFIX = Random(1).randbytes(16 * 128)
+"""2,048 tokens."""
+
+
+class Cluster:
+    """Replicas that compute 1,000 tokens/s, never queue, and hold what was sent to them; one router, a clock."""
+
+    def __init__(self, replicas: int = 6, pull_rate: float = 50_000.0, **scoring: object) -> None:
+        self.now_s = 0.0
+        settings = RouterSettings(scoring=PolicySettings(min_pull_tokens=1024, **scoring))  # type: ignore[arg-type]
+        self.core = RoutingCore("me", settings, clock=lambda: self.now_s)
+        self.names = [f"r{n}" for n in range(replicas)]
+        self.core.update_replicas(self.names)
+        for name in self.names:
+            self.report(name, 0, pull_rate)
+        self.sent = 0
+
+    def report(self, name: str, queued: int, pull_rate: float = 50_000.0) -> None:
+        report = LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
+        self.core.apply(name, "e", [report])
+
+    def send(self, prefix: bytes = PREFIX, new_tokens: int = 100) -> Decision:
+        """One request that is done before the next one comes."""
+        self.sent += 1
+        chain = prefix + Random(self.sent + 1000).randbytes(16 * (new_tokens // 16))
+        request = RoutedRequest(f"q{self.sent}", chain, len(prefix) + new_tokens, b"k" * 16)
+        decision = self.core.decide(request)
+        assert decision is not None
+        self.core.release(decision)
+        self.core.apply(decision.replica_id, "e", [BlocksStored(prefix)])
+        return decision
+
+    def holders(self) -> int:
+        return sum(1 for name in self.names if self.core.directory.blocks_held(name))
+
+
+def test_one_long_request_makes_no_prefix_hot() -> None:
+    """However much it computes: a second holder would be of no use to it."""
+    cluster = Cluster()
+    for _ in range(20):
+        cluster.now_s += 2.0
+        cluster.send(new_tokens=32_000)
+    assert cluster.holders() == 1
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 2), st.sampled_from([b"a", b"b"])), max_size=40))
+def test_demand_is_a_decayed_sum(events: list[tuple[float, float, bytes]]) -> None:
+    """Against the sum over all events; and it never rises by itself."""
+    demand, now_s, seen = PrefixDemand(memory_s=3.0), 0.0, list[tuple[float, float, bytes]]()
+    for gap_s, work_s, key in events:
+        now_s += gap_s
+        seen.append((now_s, work_s, key))
+        expected = sum(work * exp((at - now_s) / 3.0) / 3.0 for at, work, k in seen if k == key)
+        assert demand.add(key, work_s, now_s) == pytest.approx(expected)
+    for key in (b"a", b"b", b"never"):
+        assert demand.rate(key, now_s + 1.0) <= demand.rate(key, now_s)
+
+
+def test_demand_is_bounded() -> None:
+    """The key unheard of for longest goes first."""
+    demand = PrefixDemand(max_keys=3)
+    for key in (b"a", b"b", b"c", b"a", b"d"):
+        demand.add(key, 1.0, 0.0)
+    assert len(demand) == 3
+    assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
+
+
+def test_demand_outlives_its_numbers() -> None:
+    """However long a router lives, rates are right and old keys are dropped in passing."""
+    demand, now_s = PrefixDemand(memory_s=5.0), 1e6
+    for _ in range(5000):
+        now_s += 1.0
+        rate = demand.add(b"steady", 0.25, now_s)
+    assert rate == pytest.approx(0.25, rel=0.11)
+    demand.add(b"once", 1.0, now_s)
+    demand.add(b"steady", 1.0, now_s + 1e9)
+    assert len(demand) == 1
+
+
+def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
+    """At three replicas' worth of work it has at least four holders, though no queue was ever reported."""
+    cluster = Cluster()
+    decisions = []
+    for _ in range(1500):
+        cluster.now_s += 1 / 30
+        decisions.append(cluster.send())
+    assert 4 <= cluster.holders() <= 6
+    spread = [decision for decision in decisions if decision.reason == "hot_prefix"]
+    assert len(spread) == cluster.holders() - 1
+    assert all(decision.pull_from and decision.pull_tokens == 2048 for decision in spread)
+
+
+def test_a_prefix_with_little_demand_keeps_its_holder() -> None:
+    """A tenth of a replica's time is no reason for another copy."""
+    cluster = Cluster()
+    for _ in range(300):
+        cluster.now_s += 1.0
+        cluster.send()
+    assert cluster.holders() == 1
+
+
+def test_holders_are_bounded_by_demand_and_by_load() -> None:
+    """Neither demand nor queues at the holders make more than max_holders; a full holder does."""
+    cluster = Cluster(max_holders=2)
+    for _ in range(1500):
+        cluster.now_s += 1 / 30
+        cluster.send()
+    assert cluster.holders() == 2
+    for name in cluster.names:
+        if cluster.core.directory.blocks_held(name):
+            cluster.report(name, 100_000)
+    held = {name for name in cluster.names if cluster.core.directory.blocks_held(name)}
+    assert {cluster.send().replica_id for _ in range(20)} <= held
+    for name in held:
+        cluster.core.apply(name, "e", [LoadReport(0, 0, 4, 4, 4, 1000.0, 0.01, pull_tokens_per_s=50_000.0)])
+    assert cluster.send().replica_id not in held
+
+
+def test_when_demand_falls_one_holder_is_left_with_the_work() -> None:
+    """So the copies of the others are the oldest of their caches."""
+    cluster = Cluster()
+    for _ in range(1500):
+        cluster.now_s += 1 / 30
+        cluster.send()
+    assert cluster.holders() >= 4
+    sent = Counter[str]()
+    for _ in range(50):
+        cluster.now_s += 10.0
+        sent[cluster.send().replica_id] += 1
+    assert len(sent) == 1
+
+
+def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:
+    """Every conversation stays with its own holder: the opening is held by all of them, and each alone is cool."""
+    cluster = Cluster()
+    home: dict[int, str] = {}
+    for turn in range(2000):
+        cluster.now_s += 1 / 30
+        conversation = turn % 100
+        decision = cluster.send(PREFIX + Random(conversation).randbytes(16 * 128))
+        if turn >= 300:
+            assert decision.replica_id == home.setdefault(conversation, decision.replica_id)
+    assert len(set(home.values())) > 1
+
+
+def test_without_pulls_nothing_is_spread() -> None:
+    """Where a copy has to be computed, only load decides."""
+    cluster = Cluster(pull_rate=0.0)
+    for _ in range(600):
+        cluster.now_s += 1 / 30
+        cluster.send()
+    assert cluster.holders() == 1
+
+
+def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:
+    """Alone in demand, it gets its holders as a short one does; among many that open alike, only the hot one does."""
+    cluster = Cluster()
+    long = PREFIX + Random(2).randbytes(16 * 384)
+    for _ in range(600):
+        cluster.now_s += 1 / 30
+        cluster.send(long)
+    assert cluster.holders() >= 3
+    for conversation in range(40):
+        cluster.now_s += 0.5
+        cluster.send(PREFIX + Random(conversation + 50).randbytes(16 * 384))
+    holders = {name for name in cluster.names if cluster.core.directory.match(long).get(name, 0) == 8192}
+    assert len(holders) >= 3

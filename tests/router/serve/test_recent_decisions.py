@@ -1,0 +1,28 @@
+"""What the ingress asks its process's router after a call: the decision for a request."""
+
+from __future__ import annotations
+
+from router.protocol.request import Decision
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.recent_decisions import RecentDecisions
+
+
+def test_taken_once_and_bounded() -> None:
+    """The ingress learns a decision once; forgotten ones do not pile up."""
+    decisions = RecentDecisions()
+    decision = Decision("a", "router", 1, 0, 0, "cold")
+    decisions.add("q5", decision)
+    assert decisions.take("q5") == decision
+    assert decisions.take("q5") is None
+    for number in range(9000):
+        decisions.add(f"q{number}", decision)
+    assert len(decisions) <= 8192
+    assert decisions.take("q8999") is not None
+
+
+def test_one_core_and_one_memory_of_decisions_a_deployment() -> None:
+    """Whoever names the same deployment in a process shares both."""
+    assert core_for("registry-a") is core_for("registry-a")
+    assert decisions_for("registry-a") is decisions_for("registry-a")
+    assert core_for("registry-a") is not core_for("registry-b")
+    assert decisions_for("registry-a") is not decisions_for("registry-b")

@@ -1,0 +1,135 @@
+"""Requests that find every replica full: in order, one at a time, and never in a busy loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.protocol.request import NoReplicaLeft
+from router.serve.wait_queue import WaitingLine
+
+
+class Room:
+    """Slots that free up one a pause; counts how often anybody asked."""
+
+    def __init__(self, free: int = 0, last_pause: int = 10_000) -> None:
+        self.free = free
+        self.asked = 0
+        self.pauses: list[int] = []
+        self.last_pause = last_pause
+        self.served: list[object] = []
+        self.line = WaitingLine(self.pause)
+
+    async def pause(self, attempt: int) -> None:
+        self.pauses.append(attempt)
+        await asyncio.sleep(0)
+        self.free += 1
+
+    def choose(self, name: object) -> Callable[[], object | None]:
+        def chosen() -> object | None:
+            self.asked += 1
+            if len(self.pauses) >= self.last_pause:
+                raise NoReplicaLeft
+            if not self.free:
+                return None
+            self.free -= 1
+            self.served.append(name)
+            return name
+
+        return chosen
+
+    async def take(self, name: object, ahead: bool = False) -> object:
+        return await self.line.take(self.choose(name), ahead=ahead)
+
+
+@settings(max_examples=50, deadline=None)
+@given(free=st.integers(0, 5), requests=st.integers(0, 30), cancelled=st.sets(st.integers(0, 29)))
+def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) -> None:
+    """Whoever leaves the line, the others are served in the order of arrival, and only the first one asks."""
+
+    async def main() -> None:
+        room = Room(free)
+        tasks = [asyncio.create_task(room.take(number)) for number in range(requests)]
+        await asyncio.sleep(0)
+        for number in cancelled & set(range(free, requests)):
+            tasks[number].cancel()
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert room.served == [outcome for outcome in outcomes if isinstance(outcome, int)]
+        assert set(range(requests)) - set(room.served) <= cancelled
+        assert len(room.line) == 0
+        assert room.asked <= 2 * requests + len(room.pauses)
+
+    asyncio.run(main())
+
+
+def test_nobody_spins() -> None:
+    """With a hundred in line and no room, each pause is followed by one question, and pauses grow from the first."""
+
+    async def main() -> None:
+        room = Room(last_pause=50)
+
+        async def pause(attempt: int) -> None:
+            room.pauses.append(attempt)
+            await asyncio.sleep(0)
+
+        room.line = WaitingLine(pause)
+        tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, NoReplicaLeft) for outcome in outcomes)
+        assert room.pauses == list(range(50))
+        assert room.asked == 1 + 51 + 99  # the first at once and after each pause, the others once each
+
+    asyncio.run(main())
+
+
+def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
+    """Room that frees while others wait is theirs; a request that a replica sent back keeps its turn."""
+
+    async def main() -> None:
+        gate = asyncio.Event()
+
+        async def pause(attempt: int) -> None:
+            await gate.wait()
+            gate.clear()
+
+        room = Room()
+        room.line = WaitingLine(pause)
+        first = asyncio.create_task(room.take("first"))
+        await asyncio.sleep(0)
+        room.free = 1
+        second = asyncio.create_task(room.take("second"))
+        await asyncio.sleep(0)
+        assert room.served == []
+        room.free = 0
+        again = asyncio.create_task(room.take("again", ahead=True))
+        await asyncio.sleep(0)
+        while len(room.served) < 3:
+            room.free += 1
+            gate.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert room.served == ["again", "first", "second"]
+        await asyncio.gather(first, second, again)
+
+    asyncio.run(main())
+
+
+def test_a_fault_ends_one_wait_only() -> None:
+    """An exception reaches the request it belongs to; the next in line asks on."""
+
+    async def main() -> None:
+        room = Room()
+
+        def broken() -> None:
+            raise ValueError("no")
+
+        waiting = asyncio.create_task(room.take(1))
+        with pytest.raises(ValueError, match="no"):
+            await room.line.take(broken)
+        assert await waiting == 1
+
+    asyncio.run(main())
