@@ -21,7 +21,7 @@ from benchmarks.metrics import spread, write
 from benchmarks.server import instance
 from benchmarks.workloads import text_of
 from router.policy.policies import POLICIES
-from serve_app.checkpoint import resolve_model
+from serve_app.checkpoints.checkpoint import resolve_model
 
 
 def main() -> None:

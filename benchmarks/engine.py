@@ -22,7 +22,7 @@ from benchmarks import random_models
 from benchmarks.flags import names_of
 from benchmarks.metrics import spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 
 MODULES = {
     "warmpath": "benchmarks.peers.warmpath_engine",

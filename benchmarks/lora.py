@@ -23,7 +23,7 @@ from benchmarks.gathered import Gathered
 from benchmarks.metrics import write
 from benchmarks.paired import ratios
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.adapter import AdapterSpec
 from serve_app.engine.build import build_engine
 from serve_app.engine.engine import TorchEngine

@@ -33,7 +33,7 @@ from benchmarks.server import instance
 from benchmarks.workloads import text_of, tokenizer_of
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.build import build_engine
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.model_runner import ModelRunner

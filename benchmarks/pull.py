@@ -19,7 +19,7 @@ from benchmarks.client import Answer, stream_chat
 from benchmarks.metrics import spread, write
 from benchmarks.server import instance
 from benchmarks.workloads import text_of
-from serve_app.checkpoint import resolve_model
+from serve_app.checkpoints.checkpoint import resolve_model
 
 FEED_S = 0.5
 """Between requests: what a replica stored has reached the router by then."""

@@ -26,7 +26,7 @@ from benchmarks.plots import plot_ttft
 from benchmarks.replay_text import TraceText
 from benchmarks.server import instance
 from benchmarks.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
-from serve_app.checkpoint import resolve_model
+from serve_app.checkpoints.checkpoint import resolve_model
 
 POLICIES = ("estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin")
 SGLANG_ROUTER = "sglang_router"

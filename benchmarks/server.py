@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.launch import held_port
+from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
@@ -31,7 +31,7 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
     Raises RuntimeError with the end of its output when it does not come up.
     """
     with held_port() as port, tempfile.NamedTemporaryFile("w+", prefix="warmpath-serve-", suffix=".log") as log:
-        command = [sys.executable, "-c", "from serve_app.cli import main; main()", "serve", "--port", str(port)]
+        command = [sys.executable, "-c", "from serve_app.cli.main import main; main()", "serve", "--port", str(port)]
         command += arguments
         process = subprocess.Popen(  # our own command
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})}

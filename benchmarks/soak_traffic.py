@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.checkpoint import CheckpointInfo
+from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 
 SECRET = b"soak benchmark"

@@ -13,12 +13,13 @@ from benchmarks.metrics import percentile
 from router.core import RoutingCore
 from router.protocol.events import BlocksStored, LoadReport
 from router.settings import RouterSettings
-from serve_app.api.generate import GenerateRequest
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.dispatch import Generation, route_of
-from serve_app.prepare import Preparer
-from serve_app.tenancy import Tenant, Tenants
-from serve_app.tokenizer import PromptTokenizer
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.generation.dispatch import route_of
+from serve_app.generation.generation import Generation
+from serve_app.generation.prepare import Preparer
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
 TEXT_TOKENS = 100_000
 REPLICAS = 64

@@ -23,15 +23,16 @@ from rich.progress import track
 
 from benchmarks.metrics import spread, write
 from benchmarks.workloads import WORDS, text_of
-from serve_app.api.generate import GenerateRequest
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.build import build_engine
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings
-from serve_app.prepare import Preparer
-from serve_app.prompts import PublicPromptConfig, PublicPrompts
-from serve_app.tenancy import Tenant, Tenants
-from serve_app.tokenizer import PromptTokenizer
+from serve_app.generation.prepare import Preparer
+from serve_app.prompts.registry import PublicPrompts
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
 ATTACKER, VICTIM = "attacker", "victim"
 MODES = ("private", "public_prompt", "trust_group", "trust_group_public_prompt")

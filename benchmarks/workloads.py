@@ -9,7 +9,7 @@ import random
 from functools import cache
 from pathlib import Path
 
-from serve_app.tokenizer import PromptTokenizer
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
 WORDS = """
 the reader should answer every question about a contract with care and name its clause date party amount

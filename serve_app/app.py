@@ -9,10 +9,10 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.config import AppConfig
-from serve_app.ingress import Ingress
-from serve_app.neighbours import INGRESS_NAME
-from serve_app.replica import Replica
+from serve_app.config.app import AppConfig
+from serve_app.ingress.broadcast import INGRESS_NAME
+from serve_app.ingress.ingress import Ingress
+from serve_app.replica.replica import Replica
 
 REPLICA_NAME = "Replica"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.demo_model import ensure_demo_model
+from serve_app.checkpoints.demo_model import ensure_demo_model
 
 
 @pytest.fixture(scope="session")

@@ -18,23 +18,23 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from serve_app.api.generate import GenerateRequest
-from serve_app.api.openai_request import parse_chat, parse_completion
-from serve_app.api.openai_response import error_body, model_body, models_body
-from serve_app.cache_state import TrafficTable
-from serve_app.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.completions import Completions
-from serve_app.config import AppConfig
-from serve_app.dispatch import Generation, Tokens
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.response import error_body, model_body, models_body
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.limits import max_model_len
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest, QueueFull
-from serve_app.engine_factory import make_engine
-from serve_app.engine_sizes import max_model_len
 from serve_app.errors import GenerationFailed, InvalidRequest, RateLimited, WarmpathError
-from serve_app.http import error_headers, json_response, read_body
-from serve_app.metrics import IngressMetrics
-from serve_app.prepare import Preparer
-from serve_app.tenancy import Tenants
-from serve_app.tokenizer import PromptTokenizer
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.prepare import Preparer
+from serve_app.ingress.completions import Completions
+from serve_app.ingress.http import error_headers, json_response, read_body
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.replica.engine_factory import make_engine
+from serve_app.tenants.tenants import Tenants
+from serve_app.tenants.usage import TrafficTable
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
 class LocalEngine:

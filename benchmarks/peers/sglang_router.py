@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from serve_app.launch import held_port
+from serve_app.cli.local_ray import held_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0

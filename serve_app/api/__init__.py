@@ -1,1 +1,1 @@
-"""Wire formats: OpenAI (and later Anthropic) bodies <-> one internal GenerateRequest."""
+"""Wire formats <-> ``GenerateRequest``. Knows no tokens, tenants or HTTP."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_app.api.openai_response import error_body
+from serve_app.api.openai.response import error_body
 from serve_app.errors import WarmpathError
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"

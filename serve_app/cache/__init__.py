@@ -1,1 +1,1 @@
-"""The replica's block pool and prefix cache: runs without Ray."""
+"""Which computed KV can be used again. Knows no torch, Ray or requests."""

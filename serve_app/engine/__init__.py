@@ -1,1 +1,1 @@
-"""The engine: runs without Ray."""
+"""Engines: the contract (``protocol``, ``settings``, ``step``, ``metrics``) and the built-in one's rooms."""

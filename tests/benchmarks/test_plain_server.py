@@ -8,7 +8,7 @@ import httpx
 
 from benchmarks.client import stream_answer
 from benchmarks.peers.plain_server import application
-from serve_app.config import AppConfig
+from serve_app.config.app import AppConfig
 
 
 def test_it_answers_reuses_and_refuses_as_a_replica_does() -> None:

@@ -16,7 +16,7 @@ from benchmarks.replay import parse, shots_of
 from benchmarks.replay_text import TraceText
 from benchmarks.trace import TraceRequest, synthetic_trace
 from benchmarks.workloads import tokenizer_of
-from serve_app.checkpoint import resolve_model
+from serve_app.checkpoints.checkpoint import resolve_model
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 

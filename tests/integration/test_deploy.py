@@ -16,7 +16,7 @@ import pytest
 import yaml
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from serve_app.launch import held_port
+from serve_app.cli.local_ray import held_port
 
 pytestmark = pytest.mark.integration
 

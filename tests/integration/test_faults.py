@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.server import instance
-from serve_app.demo_model import ensure_demo_model
+from serve_app.checkpoints.demo_model import ensure_demo_model
 from tests.integration.conftest import cache_state, eventually, replicas_of
 
 pytestmark = pytest.mark.integration

@@ -17,8 +17,8 @@ import yaml
 from openai import OpenAI
 
 from benchmarks.server import instance
-from serve_app.demo_model import ensure_demo_model
-from serve_app.tenancy import make_api_key
+from serve_app.checkpoints.demo_model import ensure_demo_model
+from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import eventually
 from tests.serve_app.engine.adapters import save_adapter
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.server import instance
 from benchmarks.workloads import text_of
-from serve_app.checkpoint import resolve_model
+from serve_app.checkpoints.checkpoint import resolve_model
 from tests.integration.conftest import eventually, let_the_feed_arrive, replicas_of
 
 pytestmark = pytest.mark.integration

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from benchmarks.server import instance
-from serve_app.tenancy import make_api_key
+from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import eventually, let_the_feed_arrive
 
 pytestmark = pytest.mark.integration

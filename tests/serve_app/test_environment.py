@@ -24,7 +24,7 @@ def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None
         "    if name == 'torch' and 'torch' not in sys.modules: print(os.environ.get('GOMP_SPINCOUNT'))\n"
         "    return load(name, *rest, **named)\n"
         "builtins.__import__ = watch\n"
-        "import serve_app.engine_factory\n"
+        "import serve_app.replica.engine_factory\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from serve_app.config import AppConfig
+from serve_app.config.app import AppConfig
 from serve_app.engine import compiled_forward, model_runner
 from serve_app.engine.build import build_engine
 from serve_app.engine.compiled_forward import NotCompiled

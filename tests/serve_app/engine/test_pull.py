@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
-from serve_app import pull as pull_module
 from serve_app.cache.transfer import KvChain
 from serve_app.engine.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
-from serve_app.pull import Fetched, HolderLost, Puller, PullSettings, WantedPart
-from serve_app.pull_meters import PullMeters
-from serve_app.pull_peers import Exports
-from serve_app.pull_rate import PullRate
+from serve_app.replica import pull as pull_module
+from serve_app.replica.pull import Fetched, HolderLost, Puller, PullRate, PullSettings, WantedPart
+from serve_app.replica.pull_metrics import PullMeters
+from serve_app.replica.pull_peers import Exports
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.test_engine import sample
 from tests.serve_app.engine.tiny import SECRET, Collector, prompt, request, run_all
@@ -141,7 +140,7 @@ def test_whatever_goes_wrong_costs_time_only(
         elif trouble == "failed":
             holder.failure = RuntimeError("boom")
         elif trouble == "holder_busy":
-            monkeypatch.setattr("serve_app.pull_peers.EXPORTS_AT_ONCE", -100)
+            monkeypatch.setattr("serve_app.replica.pull_peers.EXPORTS_AT_ONCE", -100)
         elif trouble == "invalid":
 
             async def corrupted(name: str, wanted: WantedPart) -> Fetched:

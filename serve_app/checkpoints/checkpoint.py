@@ -1,0 +1,202 @@
+"""Local checkpoints: a path or built-in name -> what the front door must know of the model before loading it.
+
+Owns the model fingerprint, the eos ids, and the sentences for a directory that is no usable checkpoint. Reads a few
+hundred kilobytes at most, never whole weights, and makes no hub download. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
+
+SAMPLE_BYTES = 256
+"""How much of each tensor goes into the fingerprint, taken from its middle."""
+
+_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+class CheckpointError(ValueError):
+    """The path holds no checkpoint that can be served; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What a checkpoint says of itself. ``fingerprint``: 32 hex digits, see ``load_checkpoint_info``."""
+
+    path: Path
+    fingerprint: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+class _TensorHeader(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def resolve_model(name_or_path: str, *, progress: Callable[[str], None] | None = None) -> Path:
+    """Return the directory of a built-in model (built when missing) or of a local checkpoint.
+
+    Raises CheckpointError for anything else: a hub name is never downloaded.
+    """
+    if name_or_path in RECIPES:
+        return ensure_demo_model(name_or_path, progress=progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    raise CheckpointError(
+        f"{name_or_path!r} is neither a built-in model ({', '.join(RECIPES)}) nor a local directory. Nothing is "
+        "downloaded from a hub: fetch the checkpoint first and give the path of its directory."
+    )
+
+
+def load_checkpoint_info(path: Path) -> CheckpointInfo:
+    """Read the facts of the checkpoint in directory ``path``.
+
+    The fingerprint is a SHA-256, cut to 128 bits, over config.json, the weights index if there is one, and per
+    safetensors file its size, its header (names, dtypes, shapes) and ``SAMPLE_BYTES`` from the middle of each
+    tensor. It does not depend on the path, file times or the machine. Fine-tunes of one base differ in it though
+    their configs and headers are equal; a change of a few numbers outside every sample goes unseen.
+    Raises CheckpointError with a remedy when a file is missing or broken.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"no directory {path}; give the path of a checkpoint directory that exists")
+    config = _read_json(path / "config.json", "the directory must hold a Hugging Face checkpoint")
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+        raise CheckpointError(f"{path} holds no tokenizer.json; save the model's tokenizer into the same directory")
+    nested = config.get("text_config")
+    text_config: dict[str, Any] = nested if isinstance(nested, dict) else config
+    vocab_size = _first_size(text_config, ("vocab_size",))
+    max_model_len = _first_size(text_config, _LENGTH_KEYS)
+    architectures = config.get("architectures")
+    if vocab_size is None or max_model_len is None or not (isinstance(architectures, list) and architectures):
+        raise CheckpointError(
+            f"{path / 'config.json'} must name architectures, vocab_size and max_position_embeddings; "
+            "is it the config of a language model?"
+        )
+    return CheckpointInfo(
+        path=path,
+        fingerprint=weights_fingerprint(path),
+        architecture=str(architectures[0]),
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(path, config, text_config),
+    )
+
+
+def _first_size(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+    """Return the first of ``keys`` that holds a positive integer."""
+    values = (config.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _read_json(path: Path, remedy: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist; {remedy}")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); copy the checkpoint again") from error
+
+
+def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
+    """Return every id that ends a generation: generation_config first, then the tokenizer's, then the config's."""
+    found: list[Any] = []
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        found.append(_read_json(generation, "").get("eos_token_id"))
+    tokenizer_config = path / "tokenizer_config.json"
+    if tokenizer_config.is_file():
+        token = _read_json(tokenizer_config, "").get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found.append(_added_token_id(path / "tokenizer.json", content))
+    found.extend(config.get("eos_token_id") for config in configs)
+    flat = (item for value in found for item in (value if isinstance(value, list) else [value]))
+    return tuple(dict.fromkeys(item for item in flat if type(item) is int))
+
+
+def _added_token_id(tokenizer_file: Path, content: str) -> int | None:
+    if not tokenizer_file.is_file():
+        return None
+    try:
+        tokenizer = msgspec.json.decode(tokenizer_file.read_bytes(), type=_TokenizerFile)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{tokenizer_file} is not a tokenizer ({error}); copy the checkpoint again") from error
+    return next((token.id for token in tokenizer.added_tokens if token.content == content), None)
+
+
+def weights_fingerprint(path: Path) -> str:
+    """Return the fingerprint of ``load_checkpoint_info``; also of weights that are no model of their own.
+
+    Raises CheckpointError where there are no whole safetensors files.
+    """
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise CheckpointError(f"{path} holds no *.safetensors weights; convert the checkpoint to safetensors")
+    digest = sha256()
+    for part in ((path / "config.json").read_bytes(), *_index_bytes(path)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    for file in weights:
+        for part in _weights_sample(file):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:32]
+
+
+def _index_bytes(path: Path) -> Iterator[bytes]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    names = _read_json(index, "").get("weight_map")
+    missing = sorted({str(name) for name in names.values() if not (path / str(name)).is_file()}) if names else []
+    if missing:
+        raise CheckpointError(f"{path} lacks weights that its index names: {', '.join(missing)}; copy them too")
+    yield index.read_bytes()
+
+
+def _weights_sample(file: Path) -> Iterator[bytes]:
+    """Yield name, size, header and one slice a tensor of a safetensors file.
+
+    Source: the format's layout, 8 bytes of little-endian header length, a JSON header, then the tensors' data.
+    """
+    size = file.stat().st_size
+    yield file.name.encode()
+    yield size.to_bytes(8, "little")
+    with file.open("rb") as weights:
+        try:
+            (header_bytes,) = struct.unpack("<Q", weights.read(8))
+            if header_bytes > size - 8:
+                raise ValueError("the header is longer than the file")
+            header = weights.read(header_bytes)
+            entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            entries.pop("__metadata__", None)
+            tensors = {name: msgspec.json.decode(raw, type=_TensorHeader) for name, raw in entries.items()}
+            if any(tensor.data_offsets[1] > size - 8 - header_bytes for tensor in tensors.values()):
+                raise ValueError("the file is cut short")
+        except (struct.error, ValueError) as error:
+            raise CheckpointError(f"{file} is not a whole safetensors file ({error}); copy it again") from error
+        yield header
+        for _, tensor in sorted(tensors.items()):
+            start, end = tensor.data_offsets
+            middle = start + max(0, (end - start - SAMPLE_BYTES) // 2)
+            weights.seek(8 + header_bytes + middle)
+            yield weights.read(min(SAMPLE_BYTES, end - middle))

@@ -1,0 +1,97 @@
+"""The settings' side of speculation: which checkpoint drafts for the model, and whether the two fit.
+
+Owns the fingerprint of a pair, which enters every cache key: blocks hold the KV of both models, so an engine with
+another drafter, or none, must take none of them. A drafter is a model of its own or an EAGLE-3 head. Knows nothing of
+torch; ingresses and replicas ask alike.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from serve_app.checkpoints.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    load_checkpoint_info,
+    resolve_model,
+    weights_fingerprint,
+)
+from serve_app.checkpoints.limits import max_model_len
+from serve_app.config.app import AppConfig
+from serve_app.engine.eagle_config import read_eagle_config
+
+
+def drafter_path(config: AppConfig) -> Path | None:
+    """Return the directory of the drafter's checkpoint (built when missing), None without one.
+
+    Raises CheckpointError when there is no such checkpoint.
+    """
+    return None if config.speculative_model is None else resolve_model(config.speculative_model)
+
+
+def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
+    """Return the facts of the model with the fingerprint of the pair; unchanged without a drafter.
+
+    Raises CheckpointError when the drafter cannot draft for the model: another vocabulary, too few positions, a head
+    of another model.
+    """
+    path = drafter_path(config)
+    if path is None:
+        return info
+    if config.engine != "torch":
+        raise CheckpointError("speculative_model needs the torch engine: a cost model has nothing to draft with")
+    if not _fitting_head(info.path, path):
+        _check_model(info, path, config)
+    pair = sha256(f"{info.fingerprint}+{weights_fingerprint(path)}".encode()).hexdigest()[: len(info.fingerprint)]
+    return replace(info, fingerprint=pair)
+
+
+def _fitting_head(model: Path, path: Path) -> bool:
+    """Return whether ``path`` holds an EAGLE-3 head. Raises CheckpointError where it was made for another model."""
+    try:
+        head = read_eagle_config(path)
+        if head is not None:
+            head.check_fits(model, json.loads((model / "config.json").read_text()))
+    except ValueError as error:
+        raise CheckpointError(f"speculative_model: {error}") from error
+    return head is not None
+
+
+def _check_model(info: CheckpointInfo, path: Path, config: AppConfig) -> None:
+    draft = load_checkpoint_info(path)
+    if draft.vocab_size != info.vocab_size:
+        raise CheckpointError(
+            f"speculative_model {path} has {draft.vocab_size} tokens, {info.path} has {info.vocab_size}: a drafter "
+            "must have the model's own vocabulary; choose a smaller model of the same family"
+        )
+    different = _first_difference(info.path, path)
+    if different:
+        raise CheckpointError(
+            f"speculative_model {path} has another vocabulary than {info.path} ({different}); choose a smaller model "
+            "of the same family"
+        )
+    wanted = max_model_len(config, info)
+    if draft.max_model_len < wanted:
+        raise CheckpointError(
+            f"speculative_model {path} takes {draft.max_model_len} positions, fewer than the {wanted} of {info.path}: "
+            f"set max_model_len to at most {draft.max_model_len}"
+        )
+
+
+def _first_difference(model: Path, draft: Path) -> str:
+    """Return one token that has another id in the two tokenizers, in words; "" when all have the same."""
+    files = [path / "tokenizer.json" for path in (model, draft)]
+    if not all(file.is_file() for file in files):
+        return ""
+    if files[0].read_bytes() == files[1].read_bytes():
+        return ""
+    ours, theirs = (Tokenizer.from_file(str(file)).get_vocab() for file in files)
+    for token in sorted(ours.keys() | theirs.keys()):
+        if ours.get(token) != theirs.get(token):
+            return f"the token {token!r} has id {ours.get(token)} in one and {theirs.get(token)} in the other"
+    return ""

@@ -1,0 +1,28 @@
+"""How long a request may be: the deployment's setting against the model's own bound.
+
+Needs no torch, so that an ingress can ask. Knows nothing of pools.
+"""
+
+from __future__ import annotations
+
+from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.config.app import AppConfig
+
+
+def pin_budget_blocks(config: AppConfig, num_blocks: int) -> int:
+    """Return the blocks that saves may keep. Raises ValueError when they leave no room for requests."""
+    budget = config.pin_budget * num_blocks if config.pin_budget < 1 else config.pin_budget
+    if int(budget) >= num_blocks:
+        raise ValueError(f"pin_budget={config.pin_budget:g} leaves nothing of {num_blocks} blocks to requests")
+    return int(budget)
+
+
+def max_model_len(config: AppConfig, info: CheckpointInfo) -> int:
+    """Return the tokens that prompt plus output may have. Raises ValueError when more is asked than the model has."""
+    if config.max_model_len is None:
+        return info.max_model_len
+    if config.max_model_len > info.max_model_len:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} positions of {config.model}"
+        )
+    return config.max_model_len

@@ -1,0 +1,1 @@
+"""The words and flags of ``warmpath``. Knows everything above it as one call each; no serving logic."""

@@ -1,0 +1,1 @@
+"""A validated request becomes token streams. Knows no HTTP, wire formats or engines' insides."""

@@ -1,0 +1,102 @@
+"""From generated tokens to the text of an answer's choices, piece by piece.
+
+Owns detokenization, stop strings and the merging of several choices into one stream. Knows nothing of the wire
+format a piece ends up in, nor of where tokens come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from serve_app.engine.protocol import SaveOutcome
+from serve_app.errors import GenerationFailed
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.tokenization.detokenizer import StopChecker, StreamDecoder
+
+EndReason = Literal["stop", "length"]
+
+
+class TokenSource(Protocol):
+    """Where generated tokens come from."""
+
+    def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that one choice gained (maybe none). ``cached_tokens`` and ``save`` only in its first piece."""
+
+    index: int
+    text: str
+    new_tokens: int = 0
+    cached_tokens: int | None = None
+    finish_reason: EndReason | None = None
+    save: SaveOutcome | None = None
+
+
+async def choice_pieces(
+    index: int, generation: Generation, source: TokenSource, decoder: StreamDecoder, stop: tuple[str, ...]
+) -> AsyncGenerator[Piece, None]:
+    """Yield one choice's pieces; the last has a finish reason. Closing it cancels the generation."""
+    checker = StopChecker(stop)
+    async with aclosing(source.generate(generation)) as stream:
+        async for tokens in stream:
+            text, stopped = checker.push(decoder.push(tokens.token_ids))
+            reason: EndReason | None = None
+            if not stopped and tokens.finish_reason is not None:
+                if tokens.finish_reason not in ("stop", "length"):
+                    raise GenerationFailed("The generation was broken off; send the request again.")
+                rest, stopped = checker.push(decoder.flush())
+                text += rest if stopped else rest + checker.flush()
+                reason = tokens.finish_reason
+            if stopped:
+                reason = "stop"
+            yield Piece(index, text, len(tokens.token_ids), tokens.cached_tokens, reason, tokens.save)
+            if reason is not None:
+                return
+
+
+async def answer_pieces(
+    generations: list[Generation],
+    source: TokenSource,
+    make_decoder: Callable[[], StreamDecoder],
+    stop: tuple[str, ...],
+) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces of all choices as they come. One failing choice ends all; closing it cancels all."""
+    streams = [choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations)]
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield piece
+        return
+    ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for piece in stream:
+                    ready.put_nowait(piece)
+            ready.put_nowait(None)
+        except Exception as error:  # handed to the consumer, who raises it
+            ready.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            item = await ready.get()
+            if item is None:
+                open_streams -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

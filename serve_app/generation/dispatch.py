@@ -1,0 +1,229 @@
+"""Sends one generation to a replica and streams its tokens, sending it again when the replica dies.
+
+Owns retries (before and after the first token), the reservation's release, and the mapping of replica errors to
+client errors. Knows nothing of HTTP, text or scoring. In: an encoded prompt and sampling values; out: chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from router.core import RoutingCore
+from router.protocol.block_hash import extend_chain
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
+from serve_app.errors import (
+    ContextLengthExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    WarmpathError,
+)
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.replica import messages as wire
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 4
+"""Times one generation is sent, the first included: more replicas than that dying at once is an outage."""
+
+
+class DispatchObserver(Protocol):
+    """Told what happened, for the counters."""
+
+    def retried(self, after_first_token: bool) -> None:
+        """A generation was sent again because its replica went away."""
+
+
+class Dispatcher:
+    """Streams generations from the replicas behind one Serve handle."""
+
+    def __init__(
+        self,
+        handle: DeploymentHandle,
+        core: RoutingCore,
+        decisions: RecentDecisions,
+        block_size: int,
+        observer: DispatchObserver,
+    ) -> None:
+        self._stream = handle.options(method_name="generate", stream=True)
+        self._core = core
+        self._decisions = decisions
+        self._block_size = block_size
+        self._observer = observer
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield the sequence's tokens as they come; the last item has a finish reason.
+
+        A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
+        token depends only on (seed, position) the client's stream goes on as if nothing had happened.
+        Raises a ``WarmpathError`` when the generation cannot be done.
+        """
+        received: list[int] = []
+        avoid: tuple[str, ...] = ()
+        cached_reported = False
+        for attempt in range(MAX_ATTEMPTS):
+            current = _resumed(generation, received, self._block_size) if received else generation
+            route = route_of(current, attempt, avoid)
+            reservation = _Reservation(self._core, self._decisions, route)
+            try:
+                async with aclosing(self._attempt(current, route, reservation)) as chunks:
+                    async for chunk in chunks:
+                        if chunk.error == "unavailable":
+                            raise _ReplicaLost(chunk.message)
+                        _raise_for(chunk)
+                        received.extend(chunk.token_ids)
+                        first = None if cached_reported else chunk.cached_tokens
+                        cached_reported = cached_reported or chunk.cached_tokens is not None
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save)
+                        if chunk.finish_reason is not None:
+                            return
+                raise _ReplicaLost("the stream ended without a finish reason")
+            except (RayActorError, _ReplicaLost) as error:
+                lost = reservation.replica_id
+                logger.warning(
+                    "replica %s lost request %s: %s", lost or "?", generation.request_id, type(error).__name__
+                )
+                if lost:
+                    avoid = (*avoid, lost)
+                if len(received) >= generation.sampling.max_tokens:
+                    yield Tokens((), None, "length")
+                    return
+                if attempt + 1 < MAX_ATTEMPTS:
+                    self._observer.retried(bool(received))
+        raise Overloaded(
+            "Every replica that was given this request went away; send it again.",
+            code="replicas_lost",
+            retry_after_s=2.0,
+        )
+
+    async def _attempt(
+        self, generation: Generation, route: RoutedRequest, reservation: _Reservation
+    ) -> AsyncGenerator[wire.GenerateChunk, None]:
+        """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
+        call = wire.GenerateCall(
+            request_id=route.request_id,
+            token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
+            scope=generation.scope,
+            root=generation.root,
+            tenant=generation.tenant,
+            sampling=generation.sampling,
+            save=generation.save,
+            lora_path=generation.lora_path,
+        )
+        started_s = time.perf_counter()
+        try:
+            stream = self._stream.remote(wire.encode(call), route=route, decision=None)
+        except BackPressureError as error:
+            raise _queue_full(1.0) from error
+        finished = False
+        try:
+            async for data in stream:
+                chunk = wire.decode_chunk(data)
+                if chunk.cached_tokens is not None:
+                    reservation.delivered(chunk.cached_tokens, time.perf_counter() - started_s)
+                yield chunk
+            finished = True
+        except BackPressureError as error:
+            raise _queue_full(1.0) from error
+        except DeploymentUnavailableError as error:
+            raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
+        except NoReplicaLeft as error:
+            raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
+        except RayActorError:
+            raise
+        except RayError as error:
+            logger.exception("replica call failed for request %s", generation.request_id)
+            raise GenerationFailed("The replica failed while generating this answer.") from error
+        finally:
+            if not finished:
+                stream.cancel()
+            reservation.end()
+
+
+class _Reservation:
+    """What the router decided and reserved for one call; ending it again is harmless."""
+
+    def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
+        self._core = core
+        self._decisions = decisions
+        self._route = route
+        self._ended = False
+        self._decision: Decision | None = None
+
+    @property
+    def replica_id(self) -> str:
+        """The replica the router chose, "" when it chose none."""
+        return self._decision.replica_id if self._decision is not None else ""
+
+    def delivered(self, cached_tokens: int, ttft_s: float) -> None:
+        """The first token came: count what was reused, and end the reservation."""
+        if not self._ended:
+            self.end()
+            if self._decision is not None:
+                self._core.record_delivered(self._decision, cached_tokens, ttft_s, self._route.block_hashes)
+
+    def end(self) -> None:
+        """Free what was reserved."""
+        if not self._ended:
+            self._ended = True
+            self._decision = self._decisions.take(self._route.request_id)
+            if self._decision is not None:
+                self._core.release(self._decision)
+
+
+class _ReplicaLost(Exception):
+    """The replica is going away or broke off; the generation can be sent elsewhere."""
+
+
+def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = ()) -> RoutedRequest:
+    """Return a generation's routing view. ``avoid``: replicas that lost it in earlier attempts."""
+    return RoutedRequest(
+        request_id=f"{generation.request_id}.{attempt}",
+        block_hashes=generation.block_hashes,
+        prompt_tokens=len(generation.token_ids),
+        placement_key=generation.placement_key,
+        max_new_tokens=generation.sampling.max_tokens,
+        avoid=avoid,
+        adapter=generation.scope.lora,
+    )
+
+
+def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
+    """The same generation with the tokens already received moved into the prompt."""
+    token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
+    public_blocks = generation.scope.public_blocks
+    hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
+    sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
+    return replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
+
+
+def _queue_full(retry_after_s: float) -> RateLimited:
+    return RateLimited("Every replica's queue is full; send the request again later.", retry_after_s=retry_after_s)
+
+
+def _raise_for(chunk: wire.GenerateChunk) -> None:
+    error: WarmpathError
+    match chunk.error:
+        case "":
+            return
+        case "too_long":
+            error = ContextLengthExceeded(chunk.message, param="messages")
+        case "queue_full":
+            error = _queue_full(chunk.retry_after_s)
+        case "invalid":
+            error = InvalidRequest(chunk.message)
+        case _:
+            error = GenerationFailed(chunk.message or "The engine failed this request.")
+    raise error

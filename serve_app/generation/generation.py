@@ -1,0 +1,34 @@
+"""One sequence to generate, and the tokens that come of it: plain data, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.protocol.block_hash import PrefixScope, TokenArray
+from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One sequence to generate: the prompt, its keys, and how to sample."""
+
+    request_id: str
+    token_ids: TokenArray
+    block_hashes: bytes
+    scope: PrefixScope
+    root: bytes
+    placement_key: bytes
+    tenant: str
+    sampling: SamplingParams
+    save: Save | None = None
+    lora_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for."""
+
+    token_ids: tuple[int, ...]
+    cached_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    save: SaveOutcome | None = None

@@ -1,0 +1,236 @@
+"""From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks.
+
+Owns scope roots (cached per tenant and salt) and placement keys. Knows nothing of HTTP or of where a generation
+will run.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+import xxhash
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.engine.adapter import AdapterSpec
+from serve_app.engine.protocol import SamplingParams, Save
+from serve_app.errors import ContextLengthExceeded, InvalidRequest
+from serve_app.generation.generation import Generation
+from serve_app.prompts.registry import PublicPrompts
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
+
+PLACEMENT_BLOCKS = 16
+"""A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
+
+COMPLETION_MAX_TOKENS = 16
+"""``max_tokens`` of a completion that names none. Source: OpenAI's completions API."""
+
+_SCOPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """A private scope and its root; ``public_root``: the public scope's, b"" where nothing is public."""
+
+    scope: PrefixScope
+    root: bytes
+    public_root: bytes
+
+
+class Preparer:
+    """Turns requests into generations for one model."""
+
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        tokenizer: PromptTokenizer,
+        tenants: Tenants,
+        secret: bytes,
+        *,
+        model_name: str,
+        max_model_len: int,
+        default_max_tokens: int,
+        save_ttl_s: float | None = None,
+        adapters: AdapterRegistry | None = None,
+        prompts: PublicPrompts | None = None,
+    ) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._tenants = tenants
+        self._secret = secret
+        self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
+        self._save_ttl_s = save_ttl_s
+        self._adapters = AdapterRegistry(model_name) if adapters is None else adapters
+        self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
+        self._prompts = PublicPrompts() if prompts is None else prompts
+
+    async def prepare(self, request: GenerateRequest, tenant: Tenant, request_id: str) -> list[Generation]:
+        """Return prompts x n generations, a prompt's choices in a row.
+
+        Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
+        adapter.
+        """
+        await self._prompts.keep_current(self._tokenizer)
+        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name)
+        keys = self._keys(tenant, request.cache_salt, adapter)
+        seed = secrets.randbits(62) if request.seed is None else request.seed
+        generations: list[Generation] = []
+        for encoded, system_text in await self._encode(self._with_reference(request), keys):
+            save = await self._save(request, keys.root, encoded, system_text)
+            sampling = self._sampling(request, len(encoded.token_ids))
+            placement_key = self._placement_key(request, keys, encoded, system_text)
+            public_blocks = encoded.public_blocks
+            for choice in range(request.n):
+                index = len(generations)
+                generations.append(
+                    Generation(
+                        request_id=f"{request_id}.{index}",
+                        token_ids=encoded.token_ids,
+                        block_hashes=encoded.block_hashes,
+                        scope=replace(keys.scope, public_blocks=public_blocks) if public_blocks else keys.scope,
+                        root=keys.public_root + keys.root if public_blocks else keys.root,
+                        placement_key=placement_key,
+                        tenant=tenant.name,
+                        # Choices of one request must differ; the first is what a single one would have been.
+                        sampling=sampling(seed + choice),
+                        save=save,
+                        lora_path=adapter.path if adapter is not None else "",
+                    )
+                )
+        return generations
+
+    def _keys(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> _Keys:
+        lora = adapter.key if adapter is not None else ""
+        key = (tenant, cache_salt, lora)
+        found = self._scopes.get(key)
+        if found is None:
+            scope = PrefixScope(self._info.fingerprint, lora, self._tenants.salt(tenant, cache_salt))
+            public_root = scope.public.root(self._secret) if self._prompts else b""
+            found = self._scopes[key] = _Keys(scope, scope.root(self._secret), public_root)
+            if len(self._scopes) > _SCOPES:
+                self._scopes.popitem(last=False)
+        else:
+            self._scopes.move_to_end(key)
+        return found
+
+    def _with_reference(self, request: GenerateRequest) -> GenerateRequest:
+        """Put the prompt that a request refers to before its messages, or before its text."""
+        if request.prompt_ref is None:
+            return request
+        text = self._prompts.text(request.prompt_ref)
+        if request.kind == "chat":
+            return replace(request, messages=({"role": "system", "content": text}, *request.messages))
+        texts = tuple(text + prompt for prompt in request.prompts if isinstance(prompt, str))
+        if len(texts) < len(request.prompts):
+            raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
+        return replace(request, prompts=texts)
+
+    async def _encode(self, request: GenerateRequest, keys: _Keys) -> list[tuple[EncodedPrompt, str]]:
+        tokenizer, root, public_root = self._tokenizer, keys.root, keys.public_root
+        if request.kind == "chat":
+            if not request.apply_chat_template:
+                text = "".join(str(message.get("content") or "") for message in request.messages)
+                leading = takewhile(lambda message: message["role"] == "system", request.messages)
+                system_text = "".join(str(message.get("content") or "") for message in leading)
+                encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
+                return [(encoded, system_text)]
+            rendered = tokenizer.render_chat(
+                request.messages,
+                add_generation_prompt=request.add_generation_prompt,
+                **dict(request.chat_template_kwargs),
+            )
+            encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
+            return [(encoded, rendered.system_text)]
+        return [
+            (
+                await tokenizer.encode_async(prompt, root, public_root=public_root, add_special_tokens=True)
+                if isinstance(prompt, str)
+                else tokenizer.encode_ids(prompt, root, public_root),
+                "",
+            )
+            for prompt in request.prompts
+        ]
+
+    async def _save(
+        self, request: GenerateRequest, root: bytes, encoded: EncodedPrompt, system_text: str
+    ) -> Save | None:
+        """Return what to keep of a prompt: the tokens that the formatted system prompt alone has in common with it.
+
+        They are fewer than the system prompt's own where its last token merges with what follows. None when
+        nothing is to be saved, or there is no system prompt.
+        """
+        if not request.save_system_prompt_kv_cache or not system_text:
+            return None
+        alone = await self._tokenizer.encode_async(
+            system_text, root, add_special_tokens=not request.apply_chat_template
+        )
+        length = min(len(alone.token_ids), len(encoded.token_ids))
+        differs = np.flatnonzero(alone.token_ids[:length] != encoded.token_ids[:length])
+        tokens = int(differs[0]) if len(differs) else length
+        return Save(system_prompt_key(root, system_text), tokens, self._save_ttl_s)
+
+    def _sampling(self, request: GenerateRequest, prompt_tokens: int) -> _SamplingMaker:
+        field = "messages" if request.kind == "chat" else "prompt"
+        room = self._max_model_len - prompt_tokens
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"The prompt has {prompt_tokens} tokens, and this model takes {self._max_model_len} for prompt and "
+                "answer together; shorten the prompt.",
+                param=field,
+            )
+        if prompt_tokens < 1:
+            raise ContextLengthExceeded("The prompt is empty: it needs at least one token.", param=field, code=None)
+        max_tokens = request.max_tokens
+        if max_tokens is None:
+            default = self._default_max_tokens if request.kind == "chat" else COMPLETION_MAX_TOKENS
+            max_tokens = min(default, room)
+        elif max_tokens > room:
+            raise ContextLengthExceeded(
+                f"This model takes {self._max_model_len} tokens for prompt and answer together; the prompt has "
+                f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
+                param="max_tokens",
+            )
+        stop_ids = () if request.ignore_eos else self._info.eos_token_ids
+        return _SamplingMaker(request, max_tokens, stop_ids)
+
+    def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:
+        root = keys.root
+        if request.prompt_cache_key:
+            return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + request.prompt_cache_key.encode())
+        if system_text:
+            # A public prompt that nobody holds yet is computed once, not once a tenant.
+            shared = encoded.public_blocks and self._prompts.is_public(system_text)
+            return system_prompt_key(keys.public_root if shared else root, system_text)
+        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
+        if blocks:
+            return encoded.block_hashes[HASH_BYTES * (blocks - 1) : HASH_BYTES * blocks]
+        return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+
+
+class _SamplingMaker:
+    """A request's sampling values, waiting for a choice's seed."""
+
+    def __init__(self, request: GenerateRequest, max_tokens: int, stop_token_ids: tuple[int, ...]) -> None:
+        self._request = request
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+
+    def __call__(self, seed: int) -> SamplingParams:
+        request = self._request
+        return SamplingParams(
+            max_tokens=self._max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(0, request.top_k),
+            seed=seed,
+            stop_token_ids=self._stop_token_ids,
+            disable_spec_decode=request.disable_spec_decode,
+        )

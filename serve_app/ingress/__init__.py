@@ -1,0 +1,1 @@
+"""HTTP: the only room that knows starlette and fastapi. Knows no scoring, blocks or engines."""

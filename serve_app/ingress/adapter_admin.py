@@ -1,0 +1,119 @@
+"""Loading and unloading LoRA adapters over HTTP, on every replica and every ingress (vLLM's endpoints).
+
+Owns the two bodies, the confinement of paths, and the order of steps: replicas prove that they can serve an adapter
+before any ingress offers it. Knows nothing of authentication: whoever calls has checked that an operator asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from serve_app.api.json_body import Body
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
+from serve_app.config.app import AppConfig
+from serve_app.engine.adapter import AdapterError, describe_adapter
+from serve_app.errors import InvalidRequest, NotFound, PermissionDenied
+
+MAX_PATH_CHARS = 4096
+
+Tell = Callable[[str, Any], Awaitable[list[Any]]]
+"""Call a method with one argument on every replica of a deployment; returns their answers."""
+
+
+class AdapterAdmin:
+    """Changes to the adapters of a deployment. ``tell_replicas`` and ``tell_ingresses`` reach all of either."""
+
+    def __init__(self, config: AppConfig, registry: AdapterRegistry, tell_replicas: Tell, tell_ingresses: Tell) -> None:
+        self._config = config
+        self._registry = registry
+        self._tell_replicas = tell_replicas
+        self._tell_ingresses = tell_ingresses
+        self._one_at_a_time = asyncio.Lock()
+
+    async def load(self, body: bytes) -> str:
+        """Load ``lora_path`` as ``lora_name``; returns vLLM's sentence.
+
+        ``load_inplace`` replaces an adapter of that name, ``tenants`` keeps it for some. Raises InvalidRequest,
+        also when a replica cannot serve it (then none keeps it), and PermissionDenied.
+        """
+        fields = self._fields(body)
+        name, path = fields.text("lora_name", 128), fields.text("lora_path", MAX_PATH_CHARS)
+        if name is None or path is None:
+            raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
+        inplace, tenants = fields.boolean("load_inplace", False), self._tenants(fields)
+        if name == self._config.model_name:
+            raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
+        where = self._confined(path)
+        async with self._one_at_a_time:
+            before = self._registry.get(name)
+            if before is not None and not inplace:
+                raise InvalidRequest(
+                    f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
+                    param="lora_name",
+                )
+            try:
+                spec = await asyncio.to_thread(describe_adapter, name, where)
+            except AdapterError as error:
+                raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
+            entry = self._registry.next_entry(name, spec, tenants)
+            problems = [problem for problem in await self._tell_replicas("load_adapter", entry) if problem]
+            if problems:
+                if before is None or before.spec != spec:
+                    await self._tell_replicas("drop_adapter", spec.key)
+                raise InvalidRequest(f"The adapter cannot be served: {problems[0]}.", param="lora_path")
+            await self._announce(entry, replaced=before)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def unload(self, body: bytes) -> str:
+        """Unload ``lora_name``; requests that have begun finish with it. Raises InvalidRequest and NotFound."""
+        name = self._fields(body).text("lora_name", 128)
+        if name is None:
+            raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
+        async with self._one_at_a_time:
+            before = self._registry.get(name)
+            if before is None:
+                raise NotFound(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+            await self._announce(self._registry.next_entry(name, None), replaced=before)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    async def _announce(self, entry: AdapterEntry, replaced: AdapterEntry | None) -> None:
+        """Make an entry known: here, to every ingress, and to replicas, from which later ingresses learn it."""
+        self._registry.merge([entry])
+        await self._tell_ingresses("merge_adapters", [entry])
+        await self._tell_replicas("merge_adapters", [entry])
+        if replaced is not None and replaced.spec is not None and replaced.spec != entry.spec:
+            await self._tell_replicas("drop_adapter", replaced.spec.key)
+
+    def _fields(self, body: bytes) -> Body:
+        if not self._config.allow_runtime_lora:
+            raise PermissionDenied("Adapters are fixed in this deployment; set allow_runtime_lora to change them.")
+        return Body.parse(body)
+
+    def _tenants(self, fields: Body) -> tuple[str, ...]:
+        value = fields.raw("tenants")
+        known = {tenant.name for tenant in self._config.tenants}
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise fields.fault("tenants", "a list of at least one tenant's name")
+        unknown = sorted(set(value) - known)
+        if unknown:
+            raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
+        return tuple(value)
+
+    def _confined(self, path: str) -> Path:
+        """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""
+        root = self._config.lora_root
+        try:
+            if root is None:
+                return Path(path).expanduser().resolve()
+            root = root.resolve()
+            where = (root / path).resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidRequest("lora_path is no path.", param="lora_path") from error
+        if not where.is_relative_to(root):
+            raise PermissionDenied("lora_path lies outside lora_root.", param="lora_path")
+        return where

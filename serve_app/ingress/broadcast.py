@@ -1,0 +1,66 @@
+"""Calls to all replicas and to all ingresses of one application.
+
+Owns the handles and their time limits. Knows nothing of what is asked of them, but for the adapters a new ingress has
+to learn of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from router.protocol.request import NoReplicaLeft
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+
+logger = logging.getLogger(__name__)
+
+INGRESS_NAME = "Ingress"
+
+
+class Neighbours:
+    """The deployments around one ingress. ``ingress_replicas``: how many ingresses there are, this one included."""
+
+    def __init__(self, replica: DeploymentHandle, app_name: str, ingress_replicas: int) -> None:
+        self._replica = replica
+        self._app_name = app_name
+        self._ingress_replicas = ingress_replicas
+
+    async def replicas(self, method: str, *arguments: Any, timeout_s: float = 120) -> list[Any]:
+        """Call a method of every replica and return the answers."""
+        return list(await self._replica.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
+
+    async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 30) -> list[Any]:
+        """Call a method of every ingress, this one too, and return the answers; none where there is no other."""
+        if self._ingress_replicas == 1:
+            return []
+        handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
+        return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
+
+    async def connect(self, adapters: AdapterRegistry) -> None:
+        """Return once a replica answers; ``adapters`` learns what replicas and ingresses know.
+
+        A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
+        """
+        while True:
+            try:
+                await self._replica.describe.remote()
+                for known in await self.replicas("known_adapters"):
+                    adapters.merge(known)
+                break
+            except NoReplicaLeft:
+                logger.info("no replica has started yet")
+            except (RayError, DeploymentUnavailableError):
+                logger.warning("no replica answers yet", exc_info=True)
+            await asyncio.sleep(0.5)
+        try:
+            # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
+            for known in await self.ingresses("known_adapters"):
+                adapters.merge(known)
+        except (RayError, DeploymentUnavailableError, TimeoutError):
+            logger.info("no other ingress answers yet")

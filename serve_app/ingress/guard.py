@@ -1,0 +1,84 @@
+"""What every route shares: who may call it, errors in the shape of the API, and the count of answers.
+
+Knows tenants and metrics; knows nothing of what a route does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from ray.exceptions import RayError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from router.protocol.request import NoReplicaLeft
+from serve_app.api.openai.response import error_body
+from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
+from serve_app.ingress.http import error_headers, json_response, request_id_of
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
+
+logger = logging.getLogger(__name__)
+
+
+class RouteGuard:
+    """Runs routes. ``has_operators``: operator keys are configured."""
+
+    def __init__(self, tenants: Tenants, metrics: IngressMetrics, *, has_operators: bool) -> None:
+        self._tenants = tenants
+        self._metrics = metrics
+        self._has_operators = has_operators
+
+    def tenant(self, request: Request) -> Tenant:
+        """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        if tenant is None:
+            tenant = request.state.tenant = self._tenants.authenticate(request.headers.get("authorization"))
+        return tenant
+
+    def sees_all(self, request: Request) -> bool:
+        """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
+        if self._tenants.is_operator(request.headers.get("authorization")):
+            return True
+        return self._tenants.open and not self._has_operators
+
+    def require_operator(self, request: Request) -> None:
+        """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
+        if self.sees_all(request):
+            return
+        if not self._tenants.open:
+            self.tenant(request)
+        elif not request.headers.get("authorization"):
+            raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
+        raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
+
+    async def answer(self, request: Request, endpoint: str, work: Callable[[], Awaitable[Response]]) -> Response:
+        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
+        request_id = request_id_of(request)
+        error: WarmpathError
+        try:
+            response = await work()
+            self._count(request, endpoint, response.status_code)
+            return response
+        except WarmpathError as caught:
+            error = caught
+        except ClientDisconnect:
+            self._metrics.disconnects.inc()
+            self._count(request, endpoint, 499)
+            return Response(status_code=499)
+        except NoReplicaLeft:
+            error = Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0)
+        except RayError:
+            logger.exception("request %s: Ray failed", request_id)
+            error = Overloaded("The replicas cannot be reached now.", retry_after_s=5.0)
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            error = GenerationFailed("A fault on the server; it was logged under this request id.")
+        self._count(request, endpoint, error.status)
+        return json_response(error_body(error), error.status, error_headers(error))
+
+    def _count(self, request: Request, endpoint: str, status: int) -> None:
+        found: Tenant | None = getattr(request.state, "tenant", None)
+        name = found.name if found is not None else DEFAULT_TENANT if self._tenants.open else "none"
+        self._metrics.requests.labels(endpoint, str(status), name).inc()

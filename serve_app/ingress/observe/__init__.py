@@ -1,0 +1,1 @@
+"""What an ingress shows of itself: metrics, cache state, explanations."""

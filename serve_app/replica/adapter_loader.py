@@ -1,0 +1,92 @@
+"""A replica's LoRA adapters: loaded ahead where it is told to, and on demand where a request comes first.
+
+Owns the order of loads (one for each adapter at a time, off the event loop) and this replica's copy of the registry.
+A replica that starts late needs no news: every request says where its adapter lies. Knows nothing of Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
+from serve_app.config.app import AppConfig
+from serve_app.engine.adapter import AdapterError, AdapterSpec
+from serve_app.engine.protocol import Engine, EngineError, EngineRequest, OutputSink, UnknownAdapter
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 3
+"""An adapter that was just loaded can be evicted before its request is in; more often than that is no accident."""
+
+_SMOOTHING = 0.3
+
+
+class ReplicaAdapters:
+    """Adapters of one engine. Used from one event loop."""
+
+    def __init__(self, config: AppConfig, engine: Engine, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._engine = engine
+        self._clock = clock
+        self.load_s = 0.0
+        """Seconds that a load took lately, smoothed; 0.0 until there was one."""
+        self.registry = AdapterRegistry(config.model_name)
+        self._loading: dict[str, asyncio.Task[None]] = {}
+
+    async def preload(self) -> None:
+        """Load the adapters of the settings, as many as memory takes. Raises AdapterError for one that is unfit."""
+        entries = await asyncio.to_thread(configured_adapters, self._config.lora_adapters)
+        self.registry.merge(entries)
+        for entry in entries[: self._config.max_cpu_loras]:
+            if entry.spec is not None:
+                try:
+                    await self._load(entry.spec)
+                except AdapterError as error:
+                    raise AdapterError(f"the adapter {entry.name!r}: {error}") from error
+
+    async def load(self, entry: AdapterEntry) -> str:
+        """Load what an entry names; returns why it cannot be served, or "". It is not registered yet."""
+        assert entry.spec is not None, "an unloaded name has nothing to load"
+        try:
+            await self._load(entry.spec)
+        except (AdapterError, EngineError) as error:
+            return str(error)
+        return ""
+
+    def drop(self, key: str) -> bool:
+        """Unload an adapter; requests that have begun finish with it."""
+        return self._engine.unload_adapter(key)
+
+    async def submit(self, request: EngineRequest, lora_path: str, sink: OutputSink) -> None:
+        """Submit a request, first loading its adapter from ``lora_path`` if this replica lacks it.
+
+        Raises what ``Engine.submit`` and ``Engine.load_adapter`` raise.
+        """
+        for attempt in range(_TRIES):
+            try:
+                self._engine.submit(request, sink)
+                return
+            except UnknownAdapter:
+                if not lora_path or attempt == _TRIES - 1:
+                    raise
+            await self._load(AdapterSpec.of_key(request.scope.lora, lora_path))
+
+    async def _load(self, spec: AdapterSpec) -> None:
+        task = self._loading.get(spec.key)
+        if task is None:
+            task = asyncio.create_task(self._timed_load(spec))
+            self._loading[spec.key] = task
+            task.add_done_callback(lambda _: self._loading.pop(spec.key, None))
+        # Who leaves while waiting must not end the load for the others who wait.
+        await asyncio.shield(task)
+
+    async def _timed_load(self, spec: AdapterSpec) -> None:
+        here = spec.key in self._engine.adapters()
+        started_s = self._clock()
+        await asyncio.to_thread(self._engine.load_adapter, spec)
+        if not here:
+            took_s = self._clock() - started_s
+            self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)

@@ -1,0 +1,246 @@
+"""KV that another replica holds, for requests that came with its name: copy or compute, and who waits for what.
+
+Owns the decision, the deadline, what is under way and how much of it there may be. Knows nothing of Ray: ``Fetch``
+brings a piece. Everything here runs in the replica's event loop; the engine goes on meanwhile, and a request that
+waits starts when its ``Arrival`` is done, with whatever came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from router.protocol.block_hash import PrefixScope, common_blocks
+from serve_app.cache.transfer import KvChain, TransferError
+from serve_app.engine.protocol import Arrival, Engine, EngineError, EngineRequest
+from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 * 1024 * 1024
+"""Asked for at once: neither side's loops stop for longer than it takes to copy that."""
+
+_OUTCOMES: dict[str, Outcome] = {"gone": "gone", "busy": "holder_busy", "lost": "holder_lost"}
+
+LEAST_DEADLINE_S = 0.25
+UNKNOWN_DEADLINE_S = 5.0
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class PullSettings:
+    """``max_pulls``: under way at once; ``max_bytes``: of one pull; ``min_tokens``: fewer are computed."""
+
+    enabled: bool = True
+    max_pulls: int = 4
+    max_bytes: int = 256 * 1024 * 1024
+    min_tokens: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPart:
+    """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
+    this scope. ``token_ids``: int32-LE bytes from the prompt's start."""
+
+    scope: PrefixScope
+    root: bytes
+    token_ids: bytes
+    first: int
+    most_blocks: int
+
+
+class HolderLost(Exception):
+    """The replica that was to hand over KV is gone."""
+
+
+Fetched = KvChain | Literal["gone", "busy", "lost"]
+"""A part; or nothing: the holder has no more of it, it hands out too much already, or it is there no more."""
+
+Fetch = Callable[[str, WantedPart], Awaitable[Fetched]]
+"""Asks a replica for a part. Raises HolderLost; may be cancelled."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain."""
+
+    request: EngineRequest
+    holder: str
+    first: int
+    last: int
+    deadline_s: float
+    arrival: Arrival
+    held: int = 0
+
+
+class Puller:
+    """One replica's pulls."""
+
+    def __init__(
+        self, engine: Engine, fetch: Fetch, block_size: int, settings: PullSettings, *, clock: Clock = time.monotonic
+    ) -> None:
+        self.meters = PullMeters()
+        self._engine = engine
+        self._fetch = fetch
+        self._size = block_size
+        self._settings = settings
+        self._clock = clock
+        self._block_bytes = max(engine.kv_block_bytes, 1)
+        self._rate = PullRate(block_size, self._block_bytes)
+        self._under_way: dict[asyncio.Task[None], _Pull] = {}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate that routers are told; 0.0 when this replica pulls nothing."""
+        return self._rate.tokens_per_s(self._clock()) if self._settings.enabled else 0.0
+
+    def begin(self, request: EngineRequest, holder: str, tokens: int) -> Arrival | None:
+        """Decide again, with what is known here, and begin the copy of a prompt's first ``tokens`` from ``holder``.
+
+        Returns what the request has to wait for; None: nothing. Requests whose prefix is on its way already wait for
+        that, whether they name a holder or not.
+        """
+        if not request.block_hashes or not (holder or self._under_way):
+            return None
+        size = self._size
+        usable = (len(request.token_ids) - 1) // size
+        held = self._engine.known_blocks(request.block_hashes, usable)
+        for pull in self._under_way.values():
+            common = min(common_blocks(pull.request.block_hashes, request.block_hashes), pull.last, usable)
+            if (common - max(held, pull.first)) * size >= self._settings.min_tokens and pull.first <= held:
+                self.meters.joined += 1
+                return Arrival(common * size, of=pull.arrival)
+        if not holder:
+            return None
+        most = max(1, self._settings.max_bytes // self._block_bytes)
+        last = min(tokens // size, usable, held + most)
+        prefill_rate = self._engine.load().prefill_tokens_per_s
+        refusal = self._refusal((last - held) * size, prefill_rate)
+        if refusal is not None:
+            self.meters.refused[refusal] += 1
+            return None
+        compute_s = (last - held) * size / prefill_rate if prefill_rate else UNKNOWN_DEADLINE_S
+        pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), Arrival(last * size), held=held)
+        self.meters.begun += 1
+        task = asyncio.get_running_loop().create_task(self._run(pull))
+        self._under_way[task] = pull
+        task.add_done_callback(self._under_way.pop)
+        return pull.arrival
+
+    async def stop(self) -> None:
+        """End what is under way; requests that wait for it go on without."""
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _refusal(self, tokens: int, prefill_tokens_per_s: float) -> Refusal | None:
+        if not self._settings.enabled:
+            return "off"
+        if tokens <= 0:
+            return "held"
+        if tokens < self._settings.min_tokens:
+            return "short"
+        if self.tokens_per_s <= prefill_tokens_per_s:
+            return "slow"
+        return "busy" if len(self._under_way) >= self._settings.max_pulls else None
+
+    async def _run(self, pull: _Pull) -> None:
+        started_s = self._clock()
+        outcome: Outcome = "failed"
+        try:
+            async with asyncio.timeout(pull.deadline_s):
+                outcome = await self._copy(pull)
+        except TimeoutError:
+            outcome = "late"
+        except HolderLost:
+            outcome = "holder_lost"
+        except TransferError as error:
+            outcome = "invalid"
+            logger.warning("KV from replica %s was refused: %s", pull.holder, error)
+        except EngineError:
+            outcome = "failed"
+        except Exception:
+            logger.exception("a pull from replica %s failed", pull.holder)
+        finally:
+            duration_s = self._clock() - started_s
+            tokens = (pull.held - pull.first) * self._size
+            if tokens or outcome == "late":
+                self._rate.observe(tokens, duration_s, self._clock())
+            self.meters.ended[outcome] += 1
+            self.meters.tokens += tokens
+            self.meters.seconds.observe(duration_s)
+            pull.arrival.end()
+            self._engine.wake()
+
+    async def _copy(self, pull: _Pull) -> Outcome:
+        """Copy piece after piece; ``pull.held`` says how far it came."""
+        request = pull.request
+        piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
+        while pull.held < pull.last:
+            count = min(piece_blocks, pull.last - pull.held)
+            ids = np.ascontiguousarray(request.token_ids[: (pull.held + count) * self._size], dtype="<i4")
+            wanted = WantedPart(request.scope, request.root, ids.tobytes(), pull.held, count)
+            part = await self._fetch(pull.holder, wanted)
+            if not isinstance(part, KvChain):
+                return "part" if pull.held > pull.first else _OUTCOMES[part]
+            # A copy into the pool that has begun is finished, whatever becomes of the deadline.
+            taken = await asyncio.shield(
+                asyncio.to_thread(
+                    self._engine.import_part,
+                    part,
+                    request.scope,
+                    request.token_ids,
+                    request.block_hashes,
+                    pull.held,
+                    request.tenant,
+                )
+            )
+            arrived = pull.held + part.header.blocks
+            pull.held = max(pull.held, min(taken.held_blocks, pull.last))
+            if pull.held < arrived:
+                return "no_room"
+        return "whole"
+
+
+EXPECTED_BYTES_PER_S = 150e6
+"""Of a pull of some megabytes between two processes of one machine, while nothing was measured (see ``LOG.md``)."""
+
+
+_EXPECTED_WEIGHT_S = 0.1
+_MEMORY_S = 60.0
+
+
+class PullRate:
+    """Tokens and seconds of past pulls, halved every 40 seconds or so."""
+
+    def __init__(self, block_size: int, block_bytes: int) -> None:
+        self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._at_s = 0.0
+
+    def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
+        """Take a pull into account; one that failed for being late brought 0 tokens, or few."""
+        kept = self._kept(now_s)
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + duration_s
+        self._at_s = now_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Return the rate as it is believed to be, in two significant digits, so that reports of it rarely change."""
+        kept = self._kept(now_s)
+        tokens = self._tokens * kept + self._expected * _EXPECTED_WEIGHT_S
+        seconds = self._seconds * kept + _EXPECTED_WEIGHT_S
+        return float(f"{tokens / seconds:.2g}")
+
+    def _kept(self, now_s: float) -> float:
+        return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)

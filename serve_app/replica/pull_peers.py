@@ -1,0 +1,137 @@
+"""How KV crosses from one replica to another: Serve handle calls that name their replica, payloads in the object store.
+
+Owns both ends of that call and the bound on what is handed out at once. Knows nothing of when to pull. The handle's
+calls go by reference (actor calls): what they return lies in the object store, and its pages are mapped, not copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from router.protocol.request import Decision
+from serve_app.cache.transfer import KvChain
+from serve_app.config.app import AppConfig
+from serve_app.engine.meters import Sample
+from serve_app.engine.protocol import Engine, EngineRequest
+from serve_app.replica.pull import Fetched, HolderLost, Puller, PullSettings, WantedPart
+from serve_app.replica.pull_metrics import PullMeters
+
+EXPORTS_AT_ONCE = 2
+EXPORTS_WAITING = 32
+
+
+class Peers:
+    """The other replicas of this one's deployment, reached by name; the handle comes to life with the first call."""
+
+    def __init__(self, app_name: str, deployment_name: str, method_name: str) -> None:
+        self._names = deployment_name, app_name
+        self._method_name = method_name
+        self._handle: DeploymentHandle | None = None
+
+    async def fetch(self, holder: str, wanted: WantedPart) -> Fetched:
+        """Ask ``holder`` for a part. Raises HolderLost; cancelling it cancels the call."""
+        if self._handle is None:
+            handle = serve.get_deployment_handle(*self._names)
+            self._handle = handle.options(method_name=self._method_name, _by_reference=True)
+        try:
+            response = self._handle.remote(wanted, target=holder)
+        except RayServeException as error:
+            raise HolderLost(str(error)) from error
+        try:
+            answer: Fetched = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayError, RayServeException) as error:
+            raise HolderLost(type(error).__name__) from error
+        return answer
+
+
+class Exports:
+    """What this replica hands to others: a few at once, the rest in line, and beyond that "busy"."""
+
+    def __init__(self, engine: Engine, block_size: int, meters: PullMeters) -> None:
+        self._engine = engine
+        self._size = block_size
+        self._meters = meters
+        # Threads of their own: they wait for the engine's loop, and must not keep other work of the replica waiting.
+        self._threads = ThreadPoolExecutor(EXPORTS_AT_ONCE, thread_name_prefix="kv-export")
+        self._open = 0
+
+    async def part(self, wanted: WantedPart) -> Fetched:
+        """Return the part of the prefix that is in the pool."""
+        if self._open >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
+            self._meters.exports["busy"] += 1
+            return "busy"
+        self._open += 1
+        try:
+            chain = await asyncio.get_running_loop().run_in_executor(self._threads, self._export, wanted)
+        finally:
+            self._open -= 1
+        self._meters.exports["gone" if chain is None else "sent"] += 1
+        if chain is None:
+            return "gone"
+        self._meters.exported_tokens += chain.header.blocks * self._size
+        return chain
+
+    def close(self) -> None:
+        """Take on nothing more; what has begun ends with the engine's loop."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _export(self, wanted: WantedPart) -> KvChain | None:
+        token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
+        return self._engine.export_prefix(wanted.scope, wanted.root, token_ids, wanted.first, wanted.most_blocks)
+
+
+EXPORT_METHOD = "export_kv"
+"""The replica's method that other replicas call."""
+
+
+class ReplicaPulls:
+    """Pulls and exports of the replica whose process this is."""
+
+    def __init__(self, config: AppConfig, engine: Engine) -> None:
+        context = serve.get_replica_context()
+        settings = PullSettings(
+            enabled=config.kv_pull and config.enable_prefix_caching,
+            max_pulls=config.max_pulls,
+            max_bytes=config.max_pull_bytes,
+            min_tokens=config.min_pull_tokens,
+        )
+        peers = Peers(context.app_name, context.deployment, EXPORT_METHOD)
+        self._replica_id = context.replica_id.unique_id
+        self._puller = Puller(engine, peers.fetch, config.block_size, settings)
+        self._exports = Exports(engine, config.block_size, self._puller.meters)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """How fast this replica pulls; 0.0 when it does not."""
+        return self._puller.tokens_per_s
+
+    def expecting(self, request: EngineRequest, decision: Decision | None) -> EngineRequest:
+        """Return the request as it goes to the engine: with what it has to wait for, if it is worth waiting for."""
+        holder = decision.pull_from if decision is not None else ""
+        arrival = self._puller.begin(request, holder, decision.pull_tokens if decision is not None else 0)
+        return request if arrival is None else replace(request, arrival=arrival)
+
+    async def export(self, wanted: WantedPart, target: str) -> Fetched:
+        """Hand out KV; "lost" where another replica was meant, for Serve sends a dead one's calls elsewhere."""
+        return await self._exports.part(wanted) if target == self._replica_id else "lost"
+
+    def samples(self) -> Iterable[Sample]:
+        """Return the counters of both sides."""
+        return self._puller.meters.samples((), self.tokens_per_s)
+
+    async def stop(self) -> None:
+        """End what is under way."""
+        self._exports.close()
+        await self._puller.stop()

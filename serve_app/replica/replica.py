@@ -1,0 +1,256 @@
+"""The Serve deployment around one engine: calls in, token chunks out, cache events and load to the routers.
+
+Owns the engine's life inside a Ray actor and its feed publisher. Knows nothing of HTTP, tenants' keys, or where
+requests should have gone. The engine runs in a thread of its own; everything here runs in the replica's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+from msgspec import structs
+from ray import serve
+
+from router.feed import FeedPublisher, FeedPublisherThread
+from router.protocol.block_hash import PrefixScope
+from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
+from router.protocol.request import Decision, RoutedRequest
+from serve_app.checkpoints.adapter_registry import AdapterEntry
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.drafter import with_drafter
+from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
+from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import (
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    QueueFull,
+    RequestTooLong,
+    SamplingParams,
+    SaveOutcome,
+)
+from serve_app.replica import messages as wire
+from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.engine_factory import make_engine
+from serve_app.replica.pull import Fetched, WantedPart
+from serve_app.replica.pull_peers import ReplicaPulls
+from serve_app.replica.token_streams import TokenStream
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.5
+HEARTBEAT_S = 1.0
+WARM_UP_TOKENS = 1024
+"""Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
+
+
+class Replica:
+    """One engine, its prefix cache and its feed, as a Ray Serve replica."""
+
+    async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
+        self._config = AppConfig.model_validate(config)
+        self._loop = asyncio.get_running_loop()
+        self._replica_id: str = serve.get_replica_context().replica_id.unique_id
+        self._streams: dict[str, TokenStream] = {}
+        self._stopping = False
+        path = await asyncio.to_thread(resolve_model, self._config.model)
+        info = await asyncio.to_thread(load_checkpoint_info, path)
+        info = await asyncio.to_thread(with_drafter, info, self._config)
+        self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
+        self._feed.start()
+        self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
+        self._adapters = ReplicaAdapters(self._config, self._engine)
+        self._pulls = ReplicaPulls(self._config, self._engine)
+        await self._adapters.preload()
+        self._engine.start()
+        pool = self._config.num_blocks
+        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
+        tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
+        await self._warm_up(max(1, tokens), info.vocab_size)
+        self._reporter = asyncio.create_task(self._report())
+
+    # -- the Serve side -------------------------------------------------------------------------------------------
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
+        return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid()}
+
+    def check_health(self) -> None:
+        """Raise when the engine's loop died or stalled, so that Serve replaces this replica."""
+        if not self._engine.healthy():
+            raise RuntimeError("the engine loop died or stalled")
+
+    async def describe(self) -> dict[str, Any]:
+        """Who this is; also what an ingress calls once to bring its router to life."""
+        return {"replica_id": self._replica_id, "pid": os.getpid()}
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget every cached block that is not in use."""
+        return await asyncio.to_thread(self._engine.reset_prefix_cache)
+
+    async def export_kv(self, wanted: WantedPart, *, target: str) -> Fetched:
+        """Hand a prefix's KV to another replica; ``target``: the id of the replica that is meant."""
+        return await self._pulls.export(wanted, target)
+
+    async def load_adapter(self, entry: AdapterEntry) -> str:
+        """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
+        return await self._adapters.load(entry)
+
+    async def drop_adapter(self, key: str) -> bool:
+        """Unload an adapter by its key; requests that have begun finish with it."""
+        return self._adapters.drop(key)
+
+    async def merge_adapters(self, entries: Sequence[AdapterEntry]) -> None:
+        """Remember which adapters the deployment has."""
+        self._adapters.registry.merge(entries)
+
+    async def known_adapters(self) -> tuple[AdapterEntry, ...]:
+        """Say which adapters the deployment has, to an ingress that has just started."""
+        return self._adapters.registry.entries()
+
+    async def generate(
+        self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
+    ) -> AsyncIterator[bytes]:
+        """Run one generation; yields encoded ``GenerateChunk``s. Closing the iterator cancels the generation."""
+        call = wire.decode_call(payload)
+        request = call.to_engine_request(
+            route.block_hashes if route is not None else b"",
+            decision.router_id if decision is not None else "",
+            decision.reservation if decision is not None else 0,
+        )
+        request = self._pulls.expecting(request, decision)
+        stream = TokenStream()
+        self._streams[call.request_id] = stream
+        ended = False
+        try:
+            try:
+                await self._adapters.submit(request, call.lora_path, self._on_outputs)
+            except (EngineError, ValueError) as error:
+                ended = True
+                yield wire.encode(self._refusal(error))
+                return
+            while not ended:
+                chunk = self._chunk(await stream.take())
+                ended = chunk.finish_reason is not None or bool(chunk.error)
+                yield wire.encode(chunk)
+        finally:
+            self._streams.pop(call.request_id, None)
+            if not ended:
+                self._engine.cancel(call.request_id)
+
+    async def __del__(self) -> None:
+        """Stop the engine after the last request; Serve awaits this before it ends the process."""
+        self._stopping = True
+        reporter = getattr(self, "_reporter", None)
+        if reporter is not None:
+            reporter.cancel()
+        pulls = getattr(self, "_pulls", None)
+        if pulls is not None:
+            await pulls.stop()
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            await asyncio.to_thread(engine.stop)
+        feed = getattr(self, "_feed", None)
+        if feed is not None:
+            await asyncio.to_thread(feed.stop)
+
+    # -- the engine's side ----------------------------------------------------------------------------------------
+
+    def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.push(output)
+
+    def _chunk(self, outputs: list[EngineOutput]) -> wire.GenerateChunk:
+        token_ids: tuple[int, ...] = ()
+        cached_tokens: int | None = None
+        queue_s = 0.0
+        save: SaveOutcome | None = None
+        for output in outputs:
+            token_ids += output.token_ids
+            if output.cached_tokens is not None:
+                cached_tokens, queue_s, save = output.cached_tokens, output.queue_s, output.save
+        last = outputs[-1]
+        if last.finish_reason == "error":
+            # A stopping replica fails what it could not finish; another replica can take it over.
+            kind: wire.ChunkError = "unavailable" if self._stopping else "failed"
+            return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=last.error)
+        return wire.GenerateChunk(
+            token_ids=token_ids,
+            replica_id=self._replica_id if cached_tokens is not None else "",
+            cached_tokens=cached_tokens,
+            queue_s=queue_s,
+            finish_reason=last.finish_reason,
+            save=save,
+        )
+
+    def _refusal(self, error: Exception) -> wire.GenerateChunk:
+        if isinstance(error, QueueFull):
+            return wire.GenerateChunk(
+                replica_id=self._replica_id, error="queue_full", message=str(error), retry_after_s=error.retry_after_s
+            )
+        kind: wire.ChunkError = "too_long" if isinstance(error, RequestTooLong) else "invalid"
+        return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
+
+    # -- start-up and reporting -----------------------------------------------------------------------------------
+
+    async def _warm_up(self, tokens: int, vocab_size: int) -> None:
+        """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
+        stream = self._streams.setdefault("warm-up", TokenStream())
+        scope = PrefixScope("warm-up", "", b"")
+        request = EngineRequest(
+            request_id="warm-up",
+            token_ids=(np.arange(tokens, dtype=np.int32) % max(1, vocab_size - 1)),
+            scope=scope,
+            root=scope.root(os.urandom(16)),
+            sampling=SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        self._engine.submit(request, self._on_outputs)
+        while True:
+            chunk = self._chunk(await asyncio.wait_for(stream.take(), 120))
+            if chunk.error:
+                raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
+            if chunk.finish_reason is not None:
+                break
+        del self._streams["warm-up"]
+        # What an earlier life left on disk stays.
+        await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
+
+    def _stats(self) -> StatsReport:
+        info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
+        return StatsReport((*self._engine.stats().samples, *self._pulls.samples(), info))
+
+    async def _report(self) -> None:
+        """Publish load when it changes (at most every load_report_interval_s) and counters twice a second."""
+        last_load: LoadReport | None = None
+        last_load_s = last_stats_s = float("-inf")
+        while True:
+            now_s = time.monotonic()
+            events: list[Event] = []
+            load = structs.replace(
+                self._engine.load(),
+                pull_tokens_per_s=self._pulls.tokens_per_s,
+                adapters=pack_adapters(self._engine.adapters()),
+                adapter_load_s=self._adapters.load_s,
+            )
+            if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
+                events.append(load)
+                last_load, last_load_s = load, now_s
+            if now_s - last_stats_s >= STATS_INTERVAL_S:
+                events.append(self._stats())
+                last_stats_s = now_s
+            if events:
+                self._feed.put(events)
+            await asyncio.sleep(self._config.load_report_interval_s)

@@ -1,0 +1,1 @@
+"""Who asks and what they may use. Knows no HTTP and no tokens."""

@@ -1,0 +1,82 @@
+"""The deployment secret: from the environment, a private file, or made once.
+
+Owns the file, its mode and its path; knows nothing of what is derived from the secret.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+MIN_SECRET_CHARS = 16
+
+
+class SecretError(ValueError):
+    """The deployment secret cannot be used; the message says what to do."""
+
+
+def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, state_dir: Path | None = None) -> bytes:
+    """Return the deployment secret as 32 bytes: from the environment, else the file, else a file made once.
+
+    The made file is ``secret`` in ``state_dir`` (default ``$XDG_STATE_HOME/warmpath``, or
+    ``~/.local/state/warmpath``), mode 0600; of two processes that make it at once both get the same. Raises
+    SecretError when the secret is shorter than ``MIN_SECRET_CHARS`` or others may read its file.
+    """
+    given = os.environ.get(env)
+    if given is not None:
+        return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
+    if secret_file is not None:
+        if not secret_file.is_file():
+            raise SecretError(f"there is no secret file {secret_file}; make it, or leave secret_file out")
+        return _read_secret(secret_file)
+    path = (state_dir if state_dir is not None else _default_state_dir()) / "secret"
+    try:
+        if not path.is_file():
+            _create_secret(path)
+    except OSError as error:
+        raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
+    return _read_secret(path)
+
+
+def _default_state_dir() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
+
+
+def _create_secret(path: Path) -> None:
+    """Write a random secret to ``path`` unless somebody else is first; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, name = tempfile.mkstemp(prefix=".secret-", dir=path.parent)  # mkstemp makes it 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        path.hardlink_to(name)
+    except FileExistsError:
+        pass
+    finally:
+        Path(name).unlink()
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read()
+    except OSError as error:
+        raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise SecretError(f"others may read the secret file {path}; run: chmod 600 {path}")
+    return _normalized(content, str(path))
+
+
+def _normalized(secret: bytes, source: str) -> bytes:
+    secret = secret.strip()
+    if len(secret) < MIN_SECRET_CHARS:
+        raise SecretError(
+            f"the secret in {source} has {len(secret)} characters and needs {MIN_SECRET_CHARS}; "
+            "make one with: openssl rand -hex 32"
+        )
+    return sha256(secret).digest()

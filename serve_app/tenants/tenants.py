@@ -1,0 +1,125 @@
+"""Who is asking, and what keeps their cache apart: API keys -> tenant, deployment secret + tenant -> salt.
+
+Owns keys (only as SHA-256), salts and the secret's file. Knows nothing of tokens, caches or HTTP beyond the
+Authorization header. In: header text; out: a Tenant, and 32-byte salts that nobody without the secret can guess.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+
+from serve_app.config.tenants import _SHA256_HEX, TenantConfig
+from serve_app.errors import AuthenticationFailed
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody."""
+
+    name: str
+    trust_group: str | None = None
+
+
+class Tenants:
+    """All tenants of a deployment. Raises ValueError when a name or a key is given twice."""
+
+    def __init__(
+        self, configs: Iterable[TenantConfig], secret: bytes, *, operator_key_sha256: Iterable[str] = ()
+    ) -> None:
+        configs = list(configs)
+        names = [config.name for config in configs]
+        if len(set(names)) < len(names):
+            raise ValueError("two tenants have the same name; give each its own")
+        self._secret = secret
+        operators = list(operator_key_sha256)
+        if not all(_SHA256_HEX.fullmatch(key) for key in operators):
+            raise ValueError("an operator key must be a SHA-256, 64 hex digits; make one with `warmpath keys`")
+        self._keys = [
+            (bytes.fromhex(key), Tenant(config.name, config.trust_group))
+            for config in configs
+            for key in config.key_sha256
+        ]
+        self._operator_keys = [bytes.fromhex(key) for key in operators]
+        every = [digest for digest, _ in self._keys] + self._operator_keys
+        if len(set(every)) < len(every):
+            raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
+
+    @property
+    def open(self) -> bool:
+        """True when no tenant is configured: everybody is the tenant ``default``, and all share one cache."""
+        return not self._keys
+
+    def authenticate(self, authorization: str | None) -> Tenant:
+        """Return the tenant whose key the Authorization header bears.
+
+        Compares with every configured key, in constant time each, so that timing tells nothing of any of them.
+        Raises AuthenticationFailed without a key or with an unknown one, unless the deployment is ``open``.
+        """
+        if self.open:
+            return Tenant(DEFAULT_TENANT)
+        digest = _bearer_digest(authorization)
+        found: Tenant | None = None
+        for known, tenant in self._keys:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise AuthenticationFailed(
+                "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`."
+                if authorization
+                else "An API key is needed; send it as `Authorization: Bearer KEY`."
+            )
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tenants there are, ``default`` alone where none is configured."""
+        return tuple(dict.fromkeys(tenant.name for _, tenant in self._keys)) or (DEFAULT_TENANT,)
+
+    def named(self, name: str) -> Tenant:
+        """Return the tenant of a name in ``names``, with its trust group. Raises KeyError for another name."""
+        tenants = {tenant.name: tenant for _, tenant in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        return tenants[name]
+
+    def is_operator(self, authorization: str | None) -> bool:
+        """Tell whether the header bears an operator key; False when none is configured."""
+        digest = _bearer_digest(authorization)
+        matches = [hmac.compare_digest(known, digest) for known in self._operator_keys]
+        return any(matches)
+
+    def salt(self, tenant: Tenant, cache_salt: str | None) -> bytes:
+        """Return the 32-byte salt of a tenant's (or trust group's) scope, or of the part a ``cache_salt`` names.
+
+        HMAC-SHA256 keyed with the secret over length-prefixed fields: a client's salt divides its own tenant's or
+        group's scope further and can never reach another's, and no salt is not the empty salt.
+        """
+        message = _length_prefixed(tenant.name.encode())
+        if tenant.trust_group is not None:
+            # No tenant's name is empty, so no group is a tenant of the same name.
+            message = _length_prefixed(b"") + _length_prefixed(tenant.trust_group.encode())
+        if cache_salt is not None:
+            message += b"\1" + _length_prefixed(cache_salt.encode())
+        else:
+            message += b"\0"
+        return hmac.digest(self._secret, message, "sha256")
+
+
+def make_api_key() -> tuple[str, str]:
+    """Return a new API key and its SHA-256 in hex; only the second belongs into a settings file."""
+    key = "wp-" + secrets.token_urlsafe(32)
+    return key, sha256(key.encode()).hexdigest()
+
+
+def _bearer_digest(authorization: str | None) -> bytes:
+    scheme, _, key = (authorization or "").strip().partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def _length_prefixed(field: bytes) -> bytes:
+    return len(field).to_bytes(8, "little") + field

@@ -1,0 +1,1 @@
+"""Text <-> token ids, exactly, cached. Knows no tenants and no requests."""

@@ -1,0 +1,150 @@
+"""Tokens to text while they arrive, and where the text must stop.
+
+Owns incremental detokenization (never half a character) and the search for stop strings (never a piece of one).
+Knows nothing of engines or wire formats. In: token ids of one answer in order; out: the text they add.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from serve_app.tokenization.segmenter import component_state
+
+MAX_HELD_TOKENS = 16
+"""A tokenizer that is not byte-level gets its text out after this many tokens, even if it looks unfinished."""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Return the byte each character of a byte-level vocabulary stands for. Source: GPT-2's bytes_to_unicode."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    rest = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(256 + index): byte for index, byte in enumerate(rest)}
+
+
+class TokenTexts:
+    """What the ids of one tokenizer stand for; shared by all decoders. ``byte_level``: every id is some bytes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        state = component_state(tokenizer.decoder)
+        if state is not None and state.get("type") == "Sequence" and len(state["decoders"]) == 1:
+            (state,) = state["decoders"]
+        self.byte_level = state is not None and state.get("type") == "ByteLevel"
+        self._bytes: dict[int, bytes] = dict.fromkeys(self._special, b"")
+        self._byte_of_char = _byte_of_char()
+
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether the token is left out of the text."""
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token of a byte-level tokenizer; b"" for a special or unknown one."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token: str | None = self._tokenizer.id_to_token(token_id)
+            if token is None:
+                return b""
+            codes = [self._byte_of_char.get(char, -1) for char in token]
+            found = token.encode() if -1 in codes else bytes(codes)
+            self._bytes[token_id] = found
+        return found
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a whole sequence, special tokens left out."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+class StreamDecoder:
+    """Detokenizes one answer. Everything pushed, then ``flush``, concatenates to the decoding of all its ids.
+
+    Byte-level BPE (Llama 3, Qwen, the demo model): exact and constant work a token. Other tokenizers: a window of
+    the tokens since the last text, so spaces come out as in the whole (sentencepiece drops the first one). There,
+    a run of byte tokens is shown as soon as it is valid UTF-8; only a run that later turns invalid, or looks
+    unfinished for ``MAX_HELD_TOKENS``, can differ from the decoding of the whole.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shown_ids: list[int] = []
+        self._held_ids: list[int] = []
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
+        texts = self._texts
+        if texts.byte_level:
+            return self._utf8.decode(b"".join(map(texts.token_bytes, token_ids)))
+        return "".join(self._push_one(token_id) for token_id in token_ids if not texts.is_special(token_id))
+
+    def flush(self) -> str:
+        """Return what is still held (U+FFFD for a character that never became whole); call it once, at the end."""
+        if self._texts.byte_level:
+            return self._utf8.decode(b"", final=True)
+        return self._show(self._window_text()) if self._held_ids else ""
+
+    def _push_one(self, token_id: int) -> str:
+        self._held_ids.append(token_id)
+        text = self._window_text()
+        if text.endswith("\ufffd") and len(self._held_ids) < MAX_HELD_TOKENS:
+            return ""
+        return self._show(text)
+
+    def _window_text(self) -> str:
+        return self._texts.decode(self._shown_ids + self._held_ids)
+
+    def _show(self, window_text: str) -> str:
+        new = window_text[len(self._texts.decode(self._shown_ids)) :] if self._shown_ids else window_text
+        if new or not self._shown_ids:
+            self._shown_ids = self._held_ids
+        else:
+            self._shown_ids = self._shown_ids + self._held_ids
+        self._held_ids = []
+        return new
+
+
+class StopChecker:
+    """Ends a text before the first stop string in it, however the text is cut into pieces.
+
+    First means the one that is complete first; of two complete at the same character, the longer.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._held = ""
+        self._stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return (text that is safe to show, whether a stop string was found); nothing is shown after one."""
+        if not self._stop or self._stopped:
+            return ("" if self._stopped else text), self._stopped
+        seen = self._held + text
+        ends = ((start + len(stop), start) for stop in self._stop if (start := seen.find(stop)) >= 0)
+        found = min(ends, default=None)
+        if found is not None:
+            self._held, self._stopped = "", True
+            return seen[: found[1]], True
+        held = self._held_chars(seen)
+        self._held = seen[len(seen) - held :]
+        return seen[: len(seen) - held], False
+
+    def flush(self) -> str:
+        """Return what was held back; the text ended without completing a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _held_chars(self, text: str) -> int:
+        """Return the length of the longest end of ``text`` that begins a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0

@@ -1,0 +1,326 @@
+"""Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
+
+Owns the checkpoint's tokenizer, chat template and TextCache. What is remembered is keyed under the scope root: it
+holds no KV, but a hit is faster than a miss, and no tenant may learn by timing what another sent. Keys are
+xxh3_128 with a seed of this process, so they are neither stable nor predictable outside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
+from serve_app.errors import InvalidRequest
+from serve_app.tokenization.detokenizer import StreamDecoder, TokenTexts
+from serve_app.tokenization.public_tokens import PublicTokens
+from serve_app.tokenization.segment_cache import ChainLink, TextCache, TextCacheStats
+from serve_app.tokenization.segmenter import Segmenter
+
+INLINE_BYTES = 4096
+"""``encode_async`` leaves the event loop's thread once more text than this must be tokenized (about 1 ms)."""
+
+_NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the model reads it. ``system_text``: the formatted system prompt, a prefix of ``text``."""
+
+    text: str
+    system_text: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPrompt:
+    """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks.
+
+    ``public_blocks``: how many of them are public; the others hang under the private root.
+    """
+
+    token_ids: TokenArray
+    block_hashes: bytes
+    public_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """One UTF-8 text cut into segments and what the cache knows of each; None where it knows nothing."""
+
+    root: bytes
+    public_root: bytes
+    public: PublicTokens
+    raw: bytes
+    ends: list[int]
+    chain_keys: list[bytes] = field(default_factory=list)
+    ids_keys: list[bytes] = field(default_factory=list)
+    ids: list[TokenArray | None] = field(default_factory=list)
+    hashes: list[bytes | None] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+    def segment(self, index: int) -> bytes:
+        return self.raw[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    @property
+    def missing_bytes(self) -> int:
+        return sum(len(self.segment(index)) for index in self.missing)
+
+
+class PromptTokenizer:
+    """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
+
+    ``cache_bytes`` bounds what is remembered; ``block_size`` is the deployment's.
+    """
+
+    def __init__(self, path: Path, *, cache_bytes: int = 64 << 20, block_size: int = 16) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, but is {block_size}")
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{path} has no fast tokenizer; save one (tokenizer.json) into the directory")
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend: Any = backend
+        self._block_size = block_size
+        self._segmenter = Segmenter(backend)
+        self._prefix, self._suffix = self._find_template_ids()
+        self._cache = TextCache(cache_bytes)
+        self._public = PublicTokens()
+        self._seed = secrets.randbits(64)
+        self._texts = TokenTexts(backend)
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._reserved = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
+        self._in_flight: dict[bytes, Future[EncodedPrompt]] = {}
+
+    @property
+    def exact_segments(self) -> bool:
+        """False when only whole texts can be remembered (see ``Segmenter``)."""
+        return self._segmenter.exact
+
+    def set_public(self, prompts: Iterable[TokenArray]) -> None:
+        """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
+        self._public = PublicTokens(prompts, self._public.generation + 1)
+
+    def close(self) -> None:
+        """Stop the worker threads; cold ``encode_async`` calls fail from now on."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def stats(self) -> TextCacheStats:
+        """Return the cache's size and counters."""
+        with self._cache.lock:
+            return self._cache.stats()
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> RenderedPrompt:
+        """Apply the checkpoint's own chat template.
+
+        ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
+        the whole ("" without a system message, or if the template refuses it). Raises InvalidRequest when there is
+        no template, or the template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions, or set apply_chat_template to false.",
+                param="messages",
+            )
+        for name in template_kwargs:
+            if name in self._reserved:
+                raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
+        text = self._apply_template(messages, add_generation_prompt, template_kwargs)
+        leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if not leading:
+            return RenderedPrompt(text, "")
+        try:
+            system_text = self._apply_template(messages[:leading], False, template_kwargs)
+        except InvalidRequest:
+            return RenderedPrompt(text, "")
+        if text.startswith(system_text):
+            return RenderedPrompt(text, system_text)
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
+        return RenderedPrompt(text, text[: sum(1 for _ in equal)])
+
+    def encode(
+        self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
+    ) -> EncodedPrompt:
+        """Tokenize ``text`` and hash its full blocks under the scope root; equal to doing both from nothing.
+
+        With a ``public_root``, blocks wholly inside a public prompt hang under that one. ``add_special_tokens`` adds
+        what the tokenizer puts around a bare text (a bos token, for most). Text rendered by a chat template has it
+        already. Raises InvalidRequest on a lone surrogate.
+        """
+        return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
+
+    async def encode_async(
+        self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
+    ) -> EncodedPrompt:
+        """Like ``encode``, but a text with much unknown in it is tokenized in a thread.
+
+        Calls that wait for the same unknown text share one tokenization.
+        """
+        while True:
+            lookup = self._look_up(text, root, public_root, add_special_tokens)
+            if lookup.missing_bytes <= INLINE_BYTES:
+                return self._complete(lookup, add_special_tokens)
+            longest = max(lookup.missing, key=lambda index: len(lookup.segment(index)))
+            key = lookup.ids_keys[longest]
+            leader = self._in_flight.get(key)
+            if leader is None:
+                work = self._workers.submit(self._complete, lookup, add_special_tokens)
+                self._in_flight[key] = work
+                work.add_done_callback(lambda _, key=key: self._in_flight.pop(key, None))  # type: ignore[misc]
+                return await asyncio.shield(asyncio.wrap_future(work))
+            await asyncio.wait([asyncio.wrap_future(leader)])
+
+    def encode_ids(self, ids: Sequence[int], root: bytes, public_root: bytes = b"") -> EncodedPrompt:
+        """Hash a prompt given as token ids. Raises InvalidRequest for an id this tokenizer does not have."""
+        if any(not 0 <= token_id < self.vocab_size for token_id in ids):
+            raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
+        token_ids = np.array(ids, dtype=np.int32)
+        public_blocks = self._public.count(token_ids) // self._block_size if public_root else 0
+        root = public_root + root if public_blocks else root
+        return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
+
+    def decoder(self) -> StreamDecoder:
+        """Return a decoder for the tokens of one answer."""
+        return StreamDecoder(self._texts)
+
+    def _apply_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                )
+            )
+        except TemplateError as error:
+            said = str(error)[:200] or type(error).__name__
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {said}", param="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                "The model's chat template cannot render these messages; check roles, contents and "
+                "chat_template_kwargs.",
+                param="messages",
+            ) from error
+
+    def _find_template_ids(self) -> tuple[TokenArray, TokenArray]:
+        """Return the ids that ``add_special_tokens`` puts before and after a text that is cut into segments."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        full = self._backend.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                suffix = full[start + len(bare) :]
+                return np.array(full[:start], dtype=np.int32), np.array(suffix, dtype=np.int32)
+        raise ValueError("the tokenizer's post-processor changes the text's own tokens; it cannot be served")
+
+    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> _Lookup:
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
+        public = self._public
+        lookup = _Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
+        view = memoryview(raw)
+        seed, ids_scope = self._seed, root + b"ids"
+        chain_scope = root + (b"chain+" if add_special_tokens else b"chain")
+        if public_root:
+            chain_scope += b"%d of " % public.generation + public_root
+        so_far = xxhash.xxh3_128(chain_scope, seed)
+        chain_keys, ids_keys, ids, hashes = lookup.chain_keys, lookup.ids_keys, lookup.ids, lookup.hashes
+        cache = self._cache
+        start = 0
+        with cache.lock:
+            for end in lookup.ends:
+                so_far.update(view[start:end])
+                chain_key = so_far.digest()
+                link = cache.link(chain_key)
+                ids_key = xxhash.xxh3_128_digest(ids_scope + raw[start:end], seed) if link is None else link.ids_key
+                segment_ids = cache.ids(ids_key)
+                if segment_ids is None:
+                    lookup.missing.append(len(ids))
+                chain_keys.append(chain_key)
+                ids_keys.append(ids_key)
+                ids.append(segment_ids)
+                hashes.append(None if link is None else link.block_hashes)
+                start = end
+            cache.count(len(ids) - len(lookup.missing), len(lookup.missing))
+            cache.touch(reversed(chain_keys))  # the beginning is used most: it must be the last to go
+            cache.touch(reversed(ids_keys))
+        return lookup
+
+    def _complete(self, lookup: _Lookup, add_special_tokens: bool) -> EncodedPrompt:
+        """Tokenize and hash what the look-up lacks, remember it, and put everything together."""
+        if lookup.missing:
+            texts = [lookup.segment(index).decode() for index in lookup.missing]
+            for index, encoding in zip(
+                lookup.missing, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+            ):
+                lookup.ids[index] = np.array(encoding.ids, dtype=np.int32)
+        known = [segment for segment in lookup.ids if segment is not None]
+        prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
+        token_ids: TokenArray = np.concatenate((prefix, *known, suffix))
+        public_blocks = lookup.public.count(token_ids) // self._block_size if lookup.public_root else 0
+        root = lookup.public_root + lookup.root if public_blocks else lookup.root
+
+        def hash_from(chain: bytes | bytearray, end: int) -> bytes:
+            """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
+            done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
+            return next_hashes(root, public_blocks, token_ids[:end], self._block_size, done, last)
+
+        new_hashes = self._fill_hashes(lookup, known, len(prefix), hash_from)
+        if lookup.missing or new_hashes:
+            self._remember(lookup, known, new_hashes)
+        chain = b"".join(part for part in lookup.hashes if part is not None)
+        if len(suffix):
+            chain += hash_from(chain, len(token_ids))
+        return EncodedPrompt(token_ids, chain, public_blocks)
+
+    @staticmethod
+    def _fill_hashes(
+        lookup: _Lookup, known: list[TokenArray], start: int, hash_from: Callable[[bytearray, int], bytes]
+    ) -> list[int]:
+        """Hash the blocks of segments that have no hashes yet; return the indices of those segments.
+
+        ``start``: tokens before the first segment. Segment i holds the hashes of the blocks completed in it.
+        """
+        filled = [index for index, hashes in enumerate(lookup.hashes) if hashes is None]
+        if not filled:
+            return filled
+        chain = bytearray()
+        end = start
+        for index, segment_ids in enumerate(known):
+            end += len(segment_ids)
+            hashes = lookup.hashes[index]
+            if hashes is None:
+                hashes = lookup.hashes[index] = hash_from(chain, end)
+            chain += hashes
+        return filled
+
+    def _remember(self, lookup: _Lookup, known: list[TokenArray], new_hashes: list[int]) -> None:
+        cache = self._cache
+        with cache.lock:
+            for index in reversed(lookup.missing):
+                cache.put(lookup.ids_keys[index], known[index])
+            for index in reversed(new_hashes):
+                hashes = lookup.hashes[index]
+                assert hashes is not None
+                cache.put(lookup.chain_keys[index], ChainLink(lookup.ids_keys[index], hashes))

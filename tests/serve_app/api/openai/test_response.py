@@ -1,0 +1,187 @@
+"""What is sent is what OpenAI's own SDK reads, whole and streamed, answers and errors."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from serve_app import errors
+from serve_app.api import sse
+from serve_app.api.openai.response import (
+    ChatStream,
+    Choice,
+    CompletionStream,
+    Usage,
+    chat_completion,
+    completion,
+    error_body,
+    model_body,
+    models_body,
+)
+
+USAGE = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=16)
+CHOICES = [Choice("Hello", "stop"), Choice("World", "length")]
+
+
+def _client(status: int, content: bytes, content_type: str = "application/json") -> openai.OpenAI:
+    """An SDK client whose server always answers the same."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        headers = {"content-type": content_type, **(sse.HEADERS if content_type == sse.CONTENT_TYPE else {})}
+        return httpx.Response(status, headers=headers, content=content)
+
+    transport = httpx.MockTransport(answer)
+    return openai.OpenAI(
+        base_url="http://test/v1", api_key="k", max_retries=0, http_client=httpx.Client(transport=transport)
+    )
+
+
+def test_usage_always_tells_cached_tokens() -> None:
+    """Also when there are none."""
+    assert Usage(3, 0, 0).body() == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_a_whole_chat_completion_is_the_sdks() -> None:
+    """Strict validation against the SDK's type, and every field where it belongs."""
+    body = json.loads(json.dumps(chat_completion("chatcmpl-1", 1700000000, "demo", CHOICES, USAGE)))
+    parsed = ChatCompletion.model_validate(body, strict=True)
+    assert [(choice.message.content, choice.finish_reason) for choice in parsed.choices] == [
+        ("Hello", "stop"),
+        ("World", "length"),
+    ]
+    assert parsed.usage is not None
+    assert parsed.usage.prompt_tokens_details is not None
+    assert (parsed.usage.total_tokens, parsed.usage.prompt_tokens_details.cached_tokens) == (35, 16)
+    assert not (set(body) | set(body["choices"][0]) | set(body["usage"])) - (
+        set(ChatCompletion.model_fields)
+        | {"index", "message", "logprobs", "finish_reason"}
+        | set(Usage(0, 0, 0).body())
+    )
+
+
+def test_a_whole_completion_is_the_sdks() -> None:
+    """The same for completions."""
+    parsed = Completion.model_validate(completion("cmpl-1", 1700000000, "demo", CHOICES, USAGE), strict=True)
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
+        (0, "Hello", "stop"),
+        (1, "World", "length"),
+    ]
+    assert parsed.object == "text_completion"
+
+
+def _stream(stream: ChatStream | CompletionStream, usage: Usage | None) -> list[bytes]:
+    opening = stream.opening(0)
+    chunks = [] if opening is None else [opening]
+    chunks += [stream.text(0, "Hel"), stream.text(0, 'lo\n\n\u2028"é'), stream.finish(0, "stop")]
+    return chunks if usage is None else [*chunks, stream.usage(usage)]
+
+
+@pytest.mark.parametrize("usage", [USAGE, None])
+def test_a_streamed_chat_is_what_the_sdk_reads(usage: Usage | None) -> None:
+    """Role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
+    stream = ChatStream('chatcmpl-"1"', 1700000000, "de\\mo", include_usage=usage is not None)
+    raw = _stream(stream, usage)
+    for chunk in raw:
+        body = json.loads(chunk)
+        ChatCompletionChunk.model_validate(body, strict=True)
+        assert ("usage" in body) == (usage is not None)
+    content = b"".join(map(sse.data_event, raw)) + sse.DONE
+    client = _client(200, content, sse.CONTENT_TYPE)
+    chunks = list(client.chat.completions.create(model="demo", messages=[], stream=True))
+    assert len(chunks) == len(raw)
+    assert {(chunk.id, chunk.model, chunk.created) for chunk in chunks} == {('chatcmpl-"1"', "de\\mo", 1700000000)}
+    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(choice.delta.content or "" for choice in deltas) == 'Hello\n\n\u2028"é'
+    assert [choice.finish_reason for choice in deltas] == [None, None, None, "stop"]
+    if usage is not None:
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.prompt_tokens == 30
+        assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("usage", [USAGE, None])
+def test_a_streamed_completion_is_what_the_sdk_reads(usage: Usage | None) -> None:
+    """The same for completions, which have no opening chunk."""
+    stream = CompletionStream("cmpl-1", 1700000000, "demo", include_usage=usage is not None)
+    assert stream.opening(0) is None
+    raw = _stream(stream, usage)
+    assert all(("usage" in json.loads(chunk)) == (usage is not None) for chunk in raw)
+    client = _client(200, b"".join(map(sse.data_event, raw)) + sse.DONE, sse.CONTENT_TYPE)
+    chunks = list(client.completions.create(model="demo", prompt="x", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == 'Hello\n\n\u2028"é'
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, None, "stop"]
+    if usage is not None:
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.total_tokens == 35
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), index=st.integers(0, 15))
+def test_any_text_survives_a_chunk(text: str, index: int) -> None:
+    """Quotes, line breaks and control characters stay inside one data line."""
+    for stream in (ChatStream("i", 1, "m", include_usage=False), CompletionStream("i", 1, "m", include_usage=True)):
+        event = sse.data_event(stream.text(index, text))
+        assert event.startswith(b"data: {")
+        assert event.count(b"\n") == 2
+        assert b"\r" not in event
+        choice = json.loads(event[6:])["choices"][0]
+        assert choice["index"] == index
+        assert choice.get("text", choice.get("delta", {}).get("content")) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (errors.InvalidRequest("Bad n.", param="n"), openai.BadRequestError),
+        (errors.AuthenticationFailed("No key."), openai.AuthenticationError),
+        (errors.PermissionDenied("No."), openai.PermissionDeniedError),
+        (errors.ModelNotFound("No such model."), openai.NotFoundError),
+        (errors.RateLimited("Full.", retry_after_s=1), openai.RateLimitError),
+        (errors.GenerationFailed("Failed."), openai.InternalServerError),
+    ],
+)
+def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.APIStatusError]) -> None:
+    """The SDK finds message, param and code where it looks for them."""
+    client = _client(error.status, json.dumps(error_body(error)).encode())
+    with pytest.raises(raised) as caught:
+        client.chat.completions.create(model="demo", messages=[])
+    assert (caught.value.param, caught.value.code, caught.value.type) == (error.param, error.code, error.type)
+    assert error.message in caught.value.message
+
+
+def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
+    """Text that came before it is read; then the SDK raises with the message."""
+    stream = ChatStream("i", 1, "demo", include_usage=False)
+    content = sse.data_event(stream.text(0, "Hel")) + sse.error_event(errors.GenerationFailed("The replica died."))
+    client = _client(200, content, sse.CONTENT_TYPE)
+    chunks = iter(client.chat.completions.create(model="demo", messages=[], stream=True))
+    assert next(chunks).choices[0].delta.content == "Hel"
+    with pytest.raises(openai.APIError, match="The replica died"):
+        next(chunks)
+
+
+def test_models_are_the_sdks() -> None:
+    """Listed and alone."""
+    body = model_body("demo", 1700000000, 32768)
+    assert Model.model_validate(body, strict=True).owned_by == "warmpath"
+    client = _client(200, json.dumps(models_body([body])).encode())
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_streams_may_not_be_held_back() -> None:
+    """The headers that tell caches and nginx so."""
+    assert sse.HEADERS == {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    assert sse.CONTENT_TYPE.startswith("text/event-stream")

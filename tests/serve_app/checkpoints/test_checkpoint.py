@@ -1,0 +1,106 @@
+"""Reading a checkpoint's facts, and what is said about a directory that holds none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
+
+
+@pytest.fixture
+def copy(demo_model_path: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_model_path, tmp_path / "model"))
+
+
+def test_the_demo_model_says_what_it_is(demo_model_path: Path) -> None:
+    """Every field comes from the files; both end tokens are eos, the generation config's first."""
+    info = load_checkpoint_info(demo_model_path)
+    added = json.loads((demo_model_path / "tokenizer.json").read_text())["added_tokens"]
+    ids = {token["content"]: token["id"] for token in added}
+    assert info.architecture == "Qwen3ForCausalLM"
+    assert (info.vocab_size, info.max_model_len) == (4096, 32768)
+    assert info.eos_token_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
+    assert len(info.fingerprint) == 32
+
+
+def test_the_fingerprint_does_not_depend_on_the_place(demo_model_path: Path, copy: Path) -> None:
+    """A copy has the same fingerprint, so replicas on different machines share keys."""
+    assert load_checkpoint_info(copy).fingerprint == load_checkpoint_info(demo_model_path).fingerprint
+
+
+def test_other_weights_of_the_same_shape_change_the_fingerprint(copy: Path) -> None:
+    """A fine-tune has its base's config, header and size, and still another fingerprint."""
+    before = load_checkpoint_info(copy).fingerprint
+    size = (copy / "model.safetensors").stat().st_size
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] += np.float32(0.01)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert (copy / "model.safetensors").stat().st_size == size
+    assert load_checkpoint_info(copy).fingerprint != before
+
+
+def test_another_config_changes_the_fingerprint(copy: Path) -> None:
+    """Rope settings, for one, change the KV without touching a weight."""
+    before = load_checkpoint_info(copy).fingerprint
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 1e4}))
+    assert load_checkpoint_info(copy).fingerprint != before
+
+
+def test_eos_falls_back_to_the_tokenizer_and_the_config(copy: Path) -> None:
+    """Without a generation config the tokenizer's and the config's eos count, once each."""
+    (copy / "generation_config.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, config["eos_token_id"]]}))
+    assert load_checkpoint_info(copy).eos_token_ids == (config["eos_token_id"], 7)
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_text(text) and None
+
+
+def _truncate(path: Path) -> None:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (shutil.rmtree, "no directory"),
+        (_remove("config.json"), "config.json does not exist"),
+        (_write("config.json", "{"), "not valid JSON"),
+        (_write("config.json", "{}"), "must name architectures"),
+        (_remove("tokenizer.json"), "no tokenizer.json"),
+        (_write("tokenizer.json", "[]"), "not a tokenizer"),
+        (_remove("model.safetensors"), "convert the checkpoint to safetensors"),
+        (_write("model.safetensors", "short"), "not a whole safetensors file"),
+        (_truncate, "cut short"),
+        (_write("model.safetensors.index.json", '{"weight_map": {"a": "model-2.safetensors"}}'), "model-2.safetensors"),
+    ],
+)
+def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, damage: Callable[[Path], None], sentence: str) -> None:
+    """Each fault has its own sentence."""
+    damage(copy)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_checkpoint_info(copy)
+
+
+def test_resolve_model(copy: Path, monkeypatch: pytest.MonkeyPatch, demo_model_path: Path) -> None:
+    """A built-in name is built, a directory is taken as it is, and a hub name is refused without a download."""
+    assert resolve_model(str(copy)) == copy
+    monkeypatch.setenv("XDG_CACHE_HOME", str(copy.parent))
+    assert resolve_model("demo").name == demo_model_path.name
+    with pytest.raises(CheckpointError, match="Nothing is downloaded from a hub"):
+        resolve_model("Qwen/Qwen3-0.6B")

@@ -1,0 +1,149 @@
+"""The environment of a local instance: HAProxy kept on loopback, and no process of it left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.cli import local_ray as launch
+from serve_app.cli.local_ray import held_port, held_window, local_environment
+
+CONFIG = """
+    stats socket {socket} mode 666 level admin
+    option splice-request
+    bind :{metrics}
+  bind *:{stats}
+    bind 0.0.0.0:1234
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the environment that is thrown away."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+
+@pytest.mark.usefixtures("environment")
+def test_haproxys_own_pages_stay_on_loopback() -> None:
+    """The wrapper rewrites what Ray opens to everybody, and nothing else."""
+    with local_environment() as run_dir:
+        config = run_dir / "haproxy.cfg"
+        config.write_text(
+            CONFIG.format(
+                socket=run_dir / "s",
+                metrics=os.environ["RAY_SERVE_HAPROXY_METRICS_PORT"],
+                stats=os.environ["RAY_SERVE_HAPROXY_STATS_PORT"],
+            )
+        )
+        wrapper = os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]
+        subprocess.run([wrapper, "-db", "-f", str(config), "-c"], check=False, capture_output=True)
+        rewritten = config.read_text()
+        assert f"bind 127.0.0.1:{os.environ['RAY_SERVE_HAPROXY_METRICS_PORT']}\n" in rewritten
+        assert f"bind 127.0.0.1:{os.environ['RAY_SERVE_HAPROXY_STATS_PORT']}\n" in rewritten
+        assert "bind 0.0.0.0:1234\n" in rewritten
+        assert "mode 600 level admin" in rewritten
+        assert "splice" not in rewritten
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert not run_dir.exists()
+
+
+@pytest.mark.usefixtures("environment")
+def test_haproxys_ports_are_held() -> None:
+    """Between the choice of its ports and its start, seconds later, no connection may be given one of them."""
+    with local_environment():
+        for name in ("STATS", "METRICS"):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", int(os.environ[f"RAY_SERVE_HAPROXY_{name}_PORT"])))
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_haproxy_that_outlives_serve_is_ended() -> None:
+    """A process recorded by the wrapper that still runs on our config file is killed at the end; others are not."""
+    with local_environment() as run_dir:
+        ours = subprocess.Popen(["sh", "-c", "sleep 60; :", str(run_dir / "haproxy.cfg")])
+        other = subprocess.Popen(["sleep", "60"])
+        (run_dir / "haproxy.pids").write_text(f"{ours.pid}\n{other.pid}\n999999\n")
+        time.sleep(0.2)
+    try:
+        assert ours.wait(5) == -9
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_held_port_is_kept_for_one_listener() -> None:
+    """Nobody connects to it, nobody takes it by chance, and the server it is held for listens on it."""
+    with held_port() as port:
+        with socket.socket() as early:
+            assert early.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server, socket.create_connection(("127.0.0.1", port)):
+            server.settimeout(5)
+            server.accept()[0].close()
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # and it is free again
+
+
+def test_a_held_port_is_given_to_no_connection() -> None:
+    """The kernel does not choose it for an outgoing connection or a bind, even where it is the only one left."""
+    with held_port() as port, socket.create_server(("127.0.0.1", 0)) as server:
+        for reuse in (0, 1):
+            with socket.socket() as binding, pytest.raises(OSError, match="in use"):
+                _only_port(binding, port)
+                binding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                binding.bind(("127.0.0.1", 0))
+        with socket.socket() as connecting, pytest.raises(OSError, match="annot assign"):
+            _only_port(connecting, port)
+            connecting.connect(server.getsockname())
+
+
+def _only_port(sock: socket.socket, port: int) -> None:
+    """Leave the kernel one port to choose from (IP_LOCAL_PORT_RANGE, Linux 6.3)."""
+    try:
+        sock.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
+    except OSError:
+        pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
+
+
+@pytest.fixture
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Windows of two ports from the one this yields on, drawn in the order 0, 0, 1."""
+    with held_window() as first:  # so that nobody else takes any of these meanwhile
+        monkeypatch.setattr(launch, "PORT_WINDOW", 2)
+        monkeypatch.setattr(launch, "FIRST_PORT", first)
+        monkeypatch.setattr(launch, "LAST_PORT", first + 8)
+        draws = iter([0, 0, 1])
+        monkeypatch.setattr(launch.secrets, "randbelow", lambda _: next(draws))
+        yield first
+
+
+def test_a_window_of_ports_avoids_those_that_are_shared(few_windows: int) -> None:
+    """A port whose listener allows sharing (as an ingress does) is not free: no window with it is chosen."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(("127.0.0.1", few_windows))
+        listener.listen()
+        with held_window() as first:
+            assert first == few_windows + 2
+
+
+def test_two_instances_have_windows_of_their_own(few_windows: int) -> None:
+    """Also where the first one has not begun to listen when the second one looks."""
+    with held_window() as first, held_window() as second:
+        assert (first, second) == (few_windows, few_windows + 2)
+
+
+def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
+    """Only this user may run or change what Ray will execute."""
+    with local_environment():
+        assert Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]).stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,314 @@
+"""Sending a generation: retries, reservations and errors, with replicas that fail in every way they can."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from router.core import RoutingCore
+from router.protocol.block_hash import PrefixScope, extend_chain, hash_blocks
+from router.protocol.request import NoReplicaLeft, RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
+from router.settings import RouterSettings
+from serve_app.engine.protocol import SamplingParams
+from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded, RateLimited
+from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.replica import messages as wire
+
+BLOCK = 4
+SCOPE = PrefixScope("m", "", b"salt")
+ROOT = SCOPE.root(b"secret")
+Chunks = Callable[[wire.GenerateCall, RoutedRequest, str], AsyncIterator[wire.GenerateChunk]]
+
+
+class FakeStream:
+    """What a Serve handle returns for a streaming call."""
+
+    def __init__(self, chunks: AsyncIterator[wire.GenerateChunk]) -> None:
+        self._chunks = chunks
+        self.cancelled = False
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return wire.encode(await anext(self._chunks))
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeHandle:
+    """A Serve handle whose router is a real RoutingCore and whose replicas are one function."""
+
+    def __init__(self, core: RoutingCore, chunks: Chunks) -> None:
+        self.core = core
+        self.chunks = chunks
+        self.decisions = RecentDecisions()
+        self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
+        self.streams: list[FakeStream] = []
+
+    def options(self, **_: Any) -> FakeHandle:
+        return self
+
+    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> FakeStream:
+        call = wire.decode_call(payload)
+        self.calls.append((call, route))
+        chosen = self.core.decide(route)
+        assert chosen is not None
+        self.decisions.add(route.request_id, chosen)
+        self.streams.append(FakeStream(self.chunks(call, route, chosen.replica_id)))
+        return self.streams[-1]
+
+
+class Retries:
+    def __init__(self) -> None:
+        self.after_first_token: list[bool] = []
+
+    def retried(self, after_first_token: bool) -> None:
+        self.after_first_token.append(after_first_token)
+
+
+def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
+    token_ids = np.arange(10, dtype=np.int32)
+    return Generation(
+        request_id="r",
+        token_ids=token_ids,
+        block_hashes=extend_chain(root_of(public_blocks), public_blocks, token_ids, BLOCK),
+        scope=replace(SCOPE, public_blocks=public_blocks),
+        root=root_of(public_blocks),
+        placement_key=b"k" * 16,
+        tenant="t",
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
+    )
+
+
+def root_of(public_blocks: int) -> bytes:
+    return b"p" * 16 + ROOT if public_blocks else ROOT
+
+
+def run(chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0) -> tuple[list[Tokens], FakeHandle, Retries]:
+    core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+    core.update_replicas(["a", "b", "c", "d", "e"])
+    handle, retries = FakeHandle(core, chunks), Retries()
+    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
+
+    async def collect() -> list[Tokens]:
+        return [tokens async for tokens in dispatcher.generate(generation(max_tokens, public_blocks))]
+
+    try:
+        return asyncio.run(collect()), handle, retries
+    finally:
+        assert core.state()["open_reservations"] == 0
+
+
+def token_at(position: int) -> int:
+    """The deterministic model of these tests: a token depends on its position only."""
+    return 100 + position
+
+
+async def answer(call: wire.GenerateCall, replica: str, stop_after: int | None = None) -> Any:
+    """Yield what a sound replica yields, two tokens a chunk; optionally only the first ``stop_after`` tokens."""
+    start = len(call.token_ids) // 4
+    tokens = [token_at(start + i) for i in range(call.sampling.max_tokens)][:stop_after]
+    for i in range(0, len(tokens), 2):
+        last = stop_after is None and i + 2 >= len(tokens)
+        yield wire.GenerateChunk(
+            tuple(tokens[i : i + 2]),
+            replica if i == 0 else "",
+            8 if i == 0 else None,
+            finish_reason="length" if last else None,
+        )
+
+
+def test_tokens_pass_through() -> None:
+    """One call, the tokens in order, cached tokens once, the finish reason last."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica):
+            yield chunk
+
+    got, handle, retries = run(chunks)
+    assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
+    assert [tokens.cached_tokens for tokens in got] == [8, None, None]
+    assert [tokens.finish_reason for tokens in got] == [None, None, "length"]
+    assert retries.after_first_token == []
+    assert len(handle.calls) == 1
+
+
+@pytest.mark.parametrize("received", [0, 2, 4])
+@pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, None])
+def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: type[Exception] | None) -> None:
+    """Before and after the first token: the rest comes from another replica, which gets prompt + received tokens."""
+    failed: list[str] = []
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        if failed:
+            async for chunk in answer(call, replica):
+                yield chunk
+            return
+        failed.append(replica)
+        async for chunk in answer(call, replica, stop_after=received):
+            yield chunk
+        if error is ActorUnavailableError:
+            raise ActorUnavailableError("gone", None)
+        if error is not None:
+            raise error()
+
+    got, handle, retries = run(chunks)
+    assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
+    assert sum(tokens.cached_tokens is not None for tokens in got) == 1
+    assert retries.after_first_token == [received > 0]
+    (_, first), (second_call, second) = handle.calls
+    assert second.request_id != first.request_id
+    assert second.avoid == (failed[0],)
+    resumed = np.frombuffer(second_call.token_ids, dtype="<i4")
+    assert list(resumed) == [*range(10), *(token_at(10 + i) for i in range(received))]
+    assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
+    assert second_call.sampling == replace(generation().sampling, max_tokens=6 - received)
+    assert second_call.scope == SCOPE
+
+
+@pytest.mark.parametrize("public_blocks", [1, 2])
+def test_what_is_sent_again_keeps_its_public_part(public_blocks: int) -> None:
+    """Received tokens go on with the chain, and are private also where the whole prompt was public."""
+    failed: list[str] = []
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        stop_after = None if failed else 4
+        failed.append(replica)
+        async for chunk in answer(call, replica, stop_after=stop_after):
+            yield chunk
+
+    _, handle, _ = run(chunks, public_blocks=public_blocks)
+    call, route = handle.calls[1]
+    resumed = np.frombuffer(call.token_ids, dtype="<i4")
+    assert len(resumed) == 14
+    assert route.block_hashes == extend_chain(root_of(public_blocks), public_blocks, resumed, BLOCK)
+    sent = wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0)
+    assert (sent.scope.public_blocks, sent.root) == (public_blocks, b"p" * 16 + ROOT)
+
+
+def test_everything_received_before_the_loss_is_not_asked_again() -> None:
+    """A replica that dies after the last token, before saying so, needs no second call."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica, stop_after=6):
+            yield chunk
+        raise ActorDiedError
+
+    got, handle, retries = run(chunks)
+    assert retries.after_first_token == []
+    assert len([t for tokens in got for t in tokens.token_ids]) == 6
+    assert got[-1].finish_reason == "length"
+    assert len(handle.calls) == 1
+
+
+def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
+    """A bounded number of attempts, each avoiding the lost ones, then 503 with Retry-After."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        raise ActorDiedError
+        yield
+
+    core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+    core.update_replicas(["a", "b", "c", "d", "e"])
+    handle, retries = FakeHandle(core, chunks), Retries()
+
+    async def collect() -> None:
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
+        async for _ in dispatcher.generate(generation()):
+            pass
+
+    with pytest.raises(Overloaded) as caught:
+        asyncio.run(collect())
+    assert caught.value.retry_after_s
+    assert len(handle.calls) == MAX_ATTEMPTS
+    assert len(retries.after_first_token) == MAX_ATTEMPTS - 1
+    assert len(set(handle.calls[-1][1].avoid)) == MAX_ATTEMPTS - 1
+    assert core.state()["open_reservations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("chunk", "error"),
+    [
+        (wire.GenerateChunk(error="too_long", message="too long"), ContextLengthExceeded),
+        (wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0), RateLimited),
+        (wire.GenerateChunk(error="failed", message="bad"), GenerationFailed),
+    ],
+)
+def test_refusals_become_client_errors(chunk: wire.GenerateChunk, error: type[Exception]) -> None:
+    """What the replica refuses is not retried, and nothing stays reserved."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        yield chunk
+
+    with pytest.raises(error):
+        run(chunks)
+
+
+@pytest.mark.parametrize("raised", [BackPressureError(num_queued_requests=1, max_queued_requests=1)])
+def test_backpressure_is_429(raised: Exception) -> None:
+    """Serve's own bound on waiting requests reads as a full queue."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        raise raised
+        yield
+
+    with pytest.raises(RateLimited):
+        run(chunks)
+
+
+def test_an_exception_in_the_replica_is_a_plain_500() -> None:
+    """A fault inside the replica's code is not retried and shows nothing of the inside."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        raise RayTaskError("generate", "Traceback: secret", ValueError("x"))
+        yield
+
+    with pytest.raises(GenerationFailed) as caught:
+        run(chunks)
+    assert "secret" not in caught.value.message
+
+
+def test_closing_early_cancels_the_call() -> None:
+    """A consumer that leaves cancels the replica's work and frees the reservation."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica):
+            yield chunk
+
+    core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+    core.update_replicas(["a"])
+    handle = FakeHandle(core, chunks)
+
+    async def leave() -> None:
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries())  # type: ignore[arg-type]
+        stream = dispatcher.generate(generation())
+        await anext(stream)
+        await stream.aclose()
+
+    asyncio.run(leave())
+    assert handle.streams[0].cancelled
+    assert core.state()["open_reservations"] == 0
+
+
+def test_no_replica_at_all_is_503_with_retry_after() -> None:
+    """The router's word that there is none becomes an error that says when to come back."""
+
+    async def none(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> AsyncIterator[wire.GenerateChunk]:
+        raise NoReplicaLeft("there has been no replica for 5 s")
+        yield  # makes it a generator
+
+    with pytest.raises(Overloaded) as caught:
+        run(none)
+    assert caught.value.status == 503
+    assert caught.value.retry_after_s == 5.0

@@ -1,0 +1,207 @@
+"""From requests to keys: what is to be saved, what tenants share, and where cold prompts are placed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.config.prompts import PublicPromptConfig
+from serve_app.errors import InvalidRequest
+from serve_app.generation.generation import Generation
+from serve_app.generation.prepare import Preparer
+from serve_app.prompts.registry import PromptNotFound, PublicPrompts
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+SECRET = b"s" * 32
+RULES = "You are a careful clerk. Name the clause, the date and the amount before any advice. " * 3
+
+
+@pytest.fixture(scope="module")
+def model_path() -> Path:
+    return resolve_model("demo")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(model_path)
+
+
+@pytest.fixture(scope="module")
+def preparer(model_path: Path, tokenizer: PromptTokenizer) -> Preparer:
+    return Preparer(
+        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
+        model_name="demo", max_model_len=4096, default_max_tokens=8, save_ttl_s=300.0,
+    )  # fmt: skip
+
+
+def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> Generation:
+    chat = GenerateRequest(
+        kind="chat",
+        model="demo",
+        messages=tuple({"role": role, "content": content} for role, content in messages),
+        **{"save_system_prompt_kv_cache": True, **more},
+    )
+    return asyncio.run(preparer.prepare(chat, Tenant("default"), "id"))[0]
+
+
+def test_the_formatted_system_prompt_is_saved(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+    """Its tokens under the chat template are a prefix of the request's; the key is of its text, in the scope."""
+    generation = prepare(preparer, ("system", RULES), ("user", "Hi"))
+    text = tokenizer.render_chat([{"role": "system", "content": RULES}], add_generation_prompt=False).text
+    assert generation.save is not None
+    assert generation.save.tokens == len(tokenizer.encode(text, generation.root).token_ids) > 16
+    assert generation.save.key == system_prompt_key(generation.root, text)
+    assert generation.save.ttl_s == 300.0
+
+
+def test_equal_system_prompts_have_one_key_and_salts_have_others(preparer: Preparer) -> None:
+    one = prepare(preparer, ("system", RULES), ("user", "Hi")).save
+    two = prepare(preparer, ("system", RULES), ("user", "Something else")).save
+    salted = prepare(preparer, ("system", RULES), ("user", "Hi"), cache_salt="x").save
+    assert one == two
+    assert one is not None
+    assert salted is not None
+    assert salted.key != one.key
+
+
+def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer) -> None:
+    """Both are no-ops, not errors."""
+    assert prepare(preparer, ("user", "Hi")).save is None
+    assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).save is None
+    assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).save is None
+    assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).save is None
+
+
+def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(
+    preparer: Preparer, tokenizer: PromptTokenizer
+) -> None:
+    """Raw text that ends inside a word: the request's ids go another way from there, and only what is common counts."""
+    root = bytes(16)
+    cut = next(
+        end
+        for end in range(len(RULES) - 1, 40, -1)
+        if not _is_prefix(tokenizer.encode(RULES[:end], root).token_ids, tokenizer.encode(RULES, root).token_ids)
+    )
+    generation = prepare(preparer, ("system", RULES[:cut]), ("user", RULES[cut:]), apply_chat_template=False)
+    alone = tokenizer.encode(RULES[:cut], generation.root, add_special_tokens=True).token_ids
+    assert generation.save is not None
+    assert 0 < generation.save.tokens < len(alone)
+    assert np.array_equal(alone[: generation.save.tokens], generation.token_ids[: generation.save.tokens])
+    assert alone[generation.save.tokens] != generation.token_ids[generation.save.tokens]
+
+
+def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:
+    return np.array_equal(part, whole[: len(part)])
+
+
+@pytest.fixture(scope="module")
+def shop(model_path: Path) -> Preparer:
+    """A deployment with one public prompt, in two versions."""
+    tokenizer = PromptTokenizer(model_path)
+    prompts = PublicPrompts(
+        PublicPromptConfig.model_validate({"name": "clerk", "version": version, "text": text})
+        for version, text in (("1", RULES), ("2", RULES + "Be brief."))
+    )
+    return Preparer(
+        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
+        model_name="demo", max_model_len=4096, default_max_tokens=8, prompts=prompts,
+    )  # fmt: skip
+
+
+def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> Generation:
+    chat = GenerateRequest(
+        kind="chat", model="demo",
+        messages=tuple({"role": role, "content": content} for role, content in messages), **more,
+    )  # fmt: skip
+    return asyncio.run(preparer.prepare(chat, tenant, "id"))[0]
+
+
+def shared_blocks(one: Generation, other: Generation) -> int:
+    """How many leading hashes are equal; none may be after those."""
+    chains = [list(split_chain(generation.block_hashes)) for generation in (one, other)]
+    shared = next((i for i, pair in enumerate(zip(*chains, strict=False)) if pair[0] != pair[1]), len(chains[0]))
+    assert not set(chains[0][shared:]) & set(chains[1][shared:])
+    return shared
+
+
+ACME, ZETA = Tenant("acme"), Tenant("zeta")
+LONG = "Which clause is it, and since when? " * 8
+
+
+def test_tenants_share_the_blocks_inside_a_public_prompt(shop: Preparer) -> None:
+    """With no flag; not where the system prompt is another one, and nothing of the question."""
+    one, other = (ask(shop, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA))
+    assert np.array_equal(one.token_ids, other.token_ids)
+    public = one.scope.public_blocks
+    assert shared_blocks(one, other) == public == other.scope.public_blocks >= 2
+    assert len(one.block_hashes) // 16 > public + 2
+    assert one.block_hashes == extend_chain(one.root, public, one.token_ids, 16)
+    assert one.placement_key == other.placement_key, "a public prompt that nobody holds is computed once"
+    foreign = [ask(shop, tenant, ("system", "My own. " + RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
+    assert [generation.scope.public_blocks for generation in foreign] == [0, 0]
+    assert shared_blocks(*foreign) == 0
+    assert foreign[0].placement_key != foreign[1].placement_key
+
+
+def test_what_follows_a_public_prompt_in_one_system_message_is_private(shop: Preparer) -> None:
+    """The blocks that lie wholly inside are shared; the placement is the tenant's own."""
+    one, other = (ask(shop, tenant, ("system", RULES + "Our secret is 42. " * 9)) for tenant in (ACME, ZETA))
+    assert shared_blocks(one, other) == one.scope.public_blocks >= 2
+    assert one.placement_key != other.placement_key
+
+
+def test_trust_groups_share_everything_and_salts_divide_them(shop: Preparer) -> None:
+    """Members of one group with the same cache_salt still share: a salt parts a scope, it does not name a tenant."""
+    members = [Tenant(name, "friends") for name in ("acme", "zeta")]
+    one, other = (ask(shop, tenant, ("system", "Ours alone. " * 9), ("user", LONG)) for tenant in members)
+    assert one.block_hashes == other.block_hashes
+    assert (one.tenant, other.tenant) == ("acme", "zeta"), "each on its own account"
+    salted = [ask(shop, member, ("user", LONG), cache_salt=salt) for member, salt in zip(members, "xy", strict=True)]
+    assert shared_blocks(*salted) == 0
+    same = [ask(shop, member, ("user", LONG), cache_salt="x") for member in members]
+    assert same[0].block_hashes == same[1].block_hashes == salted[0].block_hashes
+    assert shared_blocks(ask(shop, ACME, ("user", LONG)), ask(shop, members[0], ("user", LONG))) == 0
+    assert shared_blocks(ask(shop, Tenant("friends"), ("user", LONG)), ask(shop, members[0], ("user", LONG))) == 0
+
+
+def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
+    """As if the client had sent it: a chat's system message, the beginning of a completion's text."""
+    named = ask(shop, ACME, ("user", LONG), prompt_ref="clerk@1")
+    written = ask(shop, ACME, ("system", RULES), ("user", LONG))
+    assert np.array_equal(named.token_ids, written.token_ids)
+    assert named.block_hashes == written.block_hashes
+    assert named.placement_key == written.placement_key
+    assert not np.array_equal(ask(shop, ACME, ("user", LONG), prompt_ref="clerk@2").token_ids, named.token_ids)
+
+    def complete(*prompts: str | tuple[int, ...], **more: Any) -> list[Generation]:
+        request = GenerateRequest(kind="completion", model="demo", prompts=prompts, **more)
+        return asyncio.run(shop.prepare(request, ACME, "id"))
+
+    texts, whole = complete("One.", "Two.", prompt_ref="clerk@1"), complete(RULES + "One.", RULES + "Two.")
+    assert [t.block_hashes for t in texts] == [w.block_hashes for w in whole]
+    assert all(generation.scope.public_blocks for generation in texts)
+    ids = tuple(whole[0].token_ids.tolist())
+    assert complete(ids)[0].block_hashes == whole[0].block_hashes, "ids are recognised as text is"
+    with pytest.raises(InvalidRequest, match="text, not token ids"):
+        complete(ids, prompt_ref="clerk@1")
+    with pytest.raises(PromptNotFound, match=r"clerk@1, clerk@2"):
+        ask(shop, ACME, ("user", "Hi"), prompt_ref="clerk@9")
+
+
+def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -> None:
+    """Equal keys of two tenants share nothing, two keys with one prompt have one chain; the place follows the key."""
+    keyed = [ask(shop, tenant, ("user", LONG), prompt_cache_key="k") for tenant in (ACME, ZETA)]
+    assert shared_blocks(*keyed) == 0
+    assert keyed[0].placement_key != keyed[1].placement_key
+    other = ask(shop, ACME, ("user", LONG), prompt_cache_key="another")
+    assert other.block_hashes == keyed[0].block_hashes == ask(shop, ACME, ("user", LONG)).block_hashes
+    assert other.placement_key != keyed[0].placement_key
+    assert ask(shop, ACME, ("user", "Else."), prompt_cache_key="k").placement_key == keyed[0].placement_key

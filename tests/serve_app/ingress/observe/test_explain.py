@@ -1,0 +1,121 @@
+"""The explain endpoint's bodies: the routing facts of a real request, in whose name, and errors that name a field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.core import RoutingCore
+from router.policy.policies import POLICIES
+from router.protocol.events import BlocksStored
+from router.settings import RouterSettings
+from serve_app.api.openai.request import parse_chat
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.tenants import TenantConfig
+from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from serve_app.generation.prepare import Preparer
+from serve_app.ingress.observe.explain import Explainer
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+SECRET = b"s" * 32
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Tell me about the harbour. " * 20}]}
+TWO_TENANTS = [TenantConfig(name=name, key_sha256=[digit * 64]) for name, digit in (("acme", "a"), ("globex", "b"))]
+
+
+class Desk:
+    """An Explainer over a core with two replicas."""
+
+    def __init__(self, path: Path, tenants: Tenants) -> None:
+        self.core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0)
+        self.core.update_replicas(["a", "b"])
+        self.preparer = Preparer(
+            load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET,
+            model_name="demo", max_model_len=1024, default_max_tokens=8,
+        )  # fmt: skip
+        self.explainer = Explainer(self.core, self.preparer, tenants)
+
+    def ask(self, body: Any) -> dict[str, Any]:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer: dict[str, Any] = json.loads(json.dumps(asyncio.run(self.explainer.explain(raw))))
+        return answer
+
+    def hold(self, replica_id: str, tenant: str) -> None:
+        """Let a replica hold the chat as one tenant's prompt."""
+        wanted = parse_chat(json.dumps(CHAT).encode())
+        generation = asyncio.run(self.preparer.prepare(wanted, Tenant(tenant), "x"))[0]
+        self.core.apply(replica_id, "e", [BlocksStored(generation.block_hashes)])
+
+
+@pytest.fixture
+def alone(demo_model_path: Path) -> Desk:
+    return Desk(demo_model_path, Tenants([], SECRET))
+
+
+@pytest.fixture
+def shared(demo_model_path: Path) -> Desk:
+    return Desk(demo_model_path, Tenants(TWO_TENANTS, SECRET))
+
+
+def test_a_chat_is_explained_as_it_would_be_routed(alone: Desk) -> None:
+    """The holder of the very prompt that the chat renders to wins, under all policies that look at caches."""
+    alone.hold("b", "default")
+    said = alone.ask(CHAT)
+    assert (said["tenant"], said["policy"], said["model"]) == ("default", "estimated_ttft", "demo")
+    prompt = said["prompts"][0]
+    assert set(prompt["winners"]) == set(POLICIES)
+    assert prompt["winners"]["estimated_ttft"]["replica_id"] == "b"
+    assert prompt["winners"]["lmetric"]["replica_id"] == "b"
+    first = prompt["replicas"][0]
+    assert first["cached_tokens"] == first["cached_tokens_by_tier"]["pool"] > 64
+    assert alone.core.counters.by_policy["estimated_ttft"].by_reason == {}
+
+
+def test_the_tenant_named_is_the_one_asked_for(shared: Desk) -> None:
+    """What one tenant's prompt has cached says nothing of another's; with several tenants one has to be named."""
+    shared.hold("b", "acme")
+    cached = {t: shared.ask({**CHAT, "tenant": t})["prompts"][0]["best_cached_tokens"] for t in ("acme", "globex")}
+    assert cached["acme"] > 64
+    assert cached["globex"] == 0
+    with pytest.raises(InvalidRequest, match="one of acme, globex") as missing:
+        shared.ask(CHAT)
+    assert missing.value.param == "tenant"
+
+
+def test_one_policy_can_be_chosen(alone: Desk) -> None:
+    """With ``policy`` only that one is explained."""
+    assert set(alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]["winners"]) == {"lmetric"}
+
+
+def test_each_prompt_of_a_completion_is_explained_once(alone: Desk) -> None:
+    """Choices share their prompt; prompts are explained one by one."""
+    said = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
+    assert [prompt["prompt_tokens"] > 0 for prompt in said["prompts"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param"),
+    [
+        (b"[", InvalidRequest, None),
+        ({"model": "demo"}, InvalidRequest, None),
+        ({**CHAT, "prompt": "and text"}, InvalidRequest, None),
+        ({**CHAT, "policy": "best"}, InvalidRequest, "policy"),
+        ({**CHAT, "policy": 3}, InvalidRequest, "policy"),
+        ({**CHAT, "tenant": "nobody"}, InvalidRequest, "tenant"),
+        ({**CHAT, "tenant": ["default"]}, InvalidRequest, "tenant"),
+        ({**CHAT, "temperature": 9}, InvalidRequest, "temperature"),
+        ({**CHAT, "model": "other"}, ModelNotFound, "model"),
+        ({"model": "demo", "prompt": "word " * 2000}, ContextLengthExceeded, "prompt"),
+    ],
+)
+def test_bad_bodies_are_refused_as_the_request_would_be(
+    alone: Desk, body: Any, error: type[Exception], param: str | None
+) -> None:
+    """Every wrong body is an error that names its field."""
+    with pytest.raises(error) as caught:
+        alone.ask(body)
+    assert getattr(caught.value, "param", None) == param

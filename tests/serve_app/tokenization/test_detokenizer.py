@@ -1,0 +1,149 @@
+"""Text comes out of a stream as it would come out of the whole, and ends before a stop string."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.tokenization.detokenizer import MAX_HELD_TOKENS, StopChecker
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.tokenization.test_tokenizer import sentencepiece_like
+
+ROOT = b"r" * 16
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return sentencepiece_like(tmp_path_factory.mktemp("sp") / "model", demo_model_path)
+
+
+def _stream(tokenizer: PromptTokenizer, ids: list[int], sizes: list[int]) -> list[str]:
+    decoder = tokenizer.decoder()
+    pieces, start = [], 0
+    for size in [*sizes, len(ids)]:
+        pieces.append(decoder.push(ids[start : start + size]))
+        start += size
+    return [*pieces, decoder.flush()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(0, 4100), max_size=40), sizes=st.lists(st.integers(0, 4), max_size=30))
+def test_any_tokens_stream_to_the_decoding_of_the_whole(
+    tokenizer: PromptTokenizer, ids: list[int], sizes: list[int]
+) -> None:
+    """Random ids make every kind of broken UTF-8, special and unknown tokens; the pieces still add up."""
+    assert "".join(_stream(tokenizer, ids, sizes)) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda text: "<|" not in text))
+def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) -> None:
+    """Token by token, valid text never shows a replacement character of its own."""
+    ids = tokenizer.encode(text, ROOT).token_ids.tolist()
+    pieces = _stream(tokenizer, ids, [1] * len(ids))
+    assert "".join(pieces) == text
+    assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
+
+
+def test_text_appears_with_the_token_that_completes_it(tokenizer: PromptTokenizer) -> None:
+    """Nothing is held longer than needed; special tokens give nothing."""
+    decoder = tokenizer.decoder()
+    for word in ("The", " quick", " fox"):
+        assert decoder.push(tokenizer.encode(word, ROOT).token_ids.tolist()) == word
+    globe = tokenizer.encode("🌍", ROOT).token_ids.tolist()
+    assert len(globe) > 1
+    assert [decoder.push([token_id]) for token_id in globe] == [""] * (len(globe) - 1) + ["🌍"]
+    assert decoder.push(tokenizer.encode("<|im_end|>", ROOT).token_ids.tolist()) == ""
+    assert decoder.flush() == ""
+
+
+def test_work_a_token_does_not_grow(tokenizer: PromptTokenizer) -> None:
+    """The last tokens of a long answer, broken UTF-8 throughout, cost what the first ones did."""
+    broken = tokenizer._backend.token_to_id("Ĥ")
+    decoder = tokenizer.decoder()
+
+    def push_many() -> float:
+        start = time.perf_counter()
+        for _ in range(5000):
+            decoder.push([broken])
+        return time.perf_counter() - start
+
+    push_many()
+    first = min(push_many() for _ in range(3))
+    for _ in range(10):
+        push_many()
+    assert min(push_many() for _ in range(3)) < 4 * first
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), text=st.text(st.sampled_from("the fox jumps  é🌍0\n"), max_size=40))
+def test_sentencepiece_like_text_streams_to_the_decoding_of_the_whole(
+    sentencepiece: PromptTokenizer, data: st.DataObject, text: str
+) -> None:
+    """The first space is dropped as in the whole, the others are kept, characters made of bytes come out whole."""
+    ids = sentencepiece.encode(text + "<|im_end|>" + text, ROOT).token_ids.tolist()
+    sizes = data.draw(st.lists(st.integers(0, 3), max_size=30))
+    whole = sentencepiece._tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(_stream(sentencepiece, ids, sizes)) == whole
+
+
+def test_sentencepiece_like_garbage_is_not_held_for_ever(sentencepiece: PromptTokenizer) -> None:
+    """A run of bytes that never becomes a character is shown after a bounded number of tokens."""
+    broken = sentencepiece._backend.token_to_id("<0x82>")
+    decoder = sentencepiece.decoder()
+    pieces = [decoder.push([broken]) for _ in range(3 * MAX_HELD_TOKENS)]
+    assert pieces[MAX_HELD_TOKENS - 1] == "\ufffd" * MAX_HELD_TOKENS
+    assert len(decoder._shown_ids) <= MAX_HELD_TOKENS
+
+
+def _oracle(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
+    for end in range(1, len(text) + 1):
+        starts = [end - len(word) for word in stop if text[:end].endswith(word)]
+        if starts:
+            return text[: min(starts)], True
+    return text, False
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple),
+)
+def test_a_stop_string_is_found_however_the_text_is_cut(pieces: list[str], stop: tuple[str, ...]) -> None:
+    """Equal to looking at the whole text character by character; nothing shown is ever taken back."""
+    checker = StopChecker(stop)
+    shown, stopped = "", False
+    for piece in pieces:
+        new, stopped = checker.push(piece)
+        shown += new
+        if stopped:
+            break
+    shown += checker.flush()
+    assert (shown, stopped) == _oracle("".join(pieces), stop)
+
+
+def test_only_a_possible_beginning_is_held_back() -> None:
+    """Text that cannot begin a stop string is shown at once."""
+    checker = StopChecker(("END", "\n\n"))
+    assert checker.push("abc") == ("abc", False)
+    assert checker.push("x\nE") == ("x\n", False)
+    assert checker.push("N") == ("", False)
+    assert checker.push("d") == ("ENd", False)
+    assert checker.push("!END?") == ("!", True)
+    assert checker.push("more") == ("", True)
+    assert checker.flush() == ""
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    """It would stop everything before it begins."""
+    with pytest.raises(ValueError, match="must not be empty"):
+        StopChecker(("a", ""))
