@@ -1,1 +1,1 @@
-"""One engine inside Ray Serve. Knows no HTTP, nor where requests should have gone. Imports nothing here: see ``messages``."""
+"""One engine inside Ray Serve. Knows no HTTP. Imports nothing: ingresses read ``messages`` and must not load torch."""

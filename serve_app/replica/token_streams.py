@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from serve_app.engine.protocol import (
-    EngineOutput,
-)
+from serve_app.engine.protocol import EngineOutput
 
 
 class TokenStream:
@@ -20,10 +18,12 @@ class TokenStream:
         self._ready = asyncio.Event()
 
     def push(self, output: EngineOutput) -> None:
+        """Add one output and wake the consumer."""
         self._outputs.append(output)
         self._ready.set()
 
     async def take(self) -> list[EngineOutput]:
+        """Wait for outputs and return all that there are, oldest first."""
         await self._ready.wait()
         self._ready.clear()
         taken = list(self._outputs)
