@@ -12,7 +12,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from serve_app.engine.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterSpec, describe_adapter
+from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, describe_adapter
+from serve_app.engine.protocol import AdapterSpec
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -19,10 +19,11 @@ import numpy as np
 from benchmarks.metrics import spread, write
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.engine.protocol import AdmissionRule, EngineRequest, EngineSettings, SamplingParams
-from serve_app.engine.scheduler import Scheduler
-from serve_app.engine.sequence import Sequence
-from serve_app.engine.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import AdmissionRule, EngineSettings
 
 SCOPE = PrefixScope("simulated")
 ROOT = SCOPE.root(b"admission benchmark")
@@ -75,7 +76,7 @@ def drive(workload: ChatWorkload, rule: AdmissionRule, max_tokens: int | None) -
             ids = np.random.default_rng([workload.seed, number]).integers(0, VOCAB, prompt, dtype=np.int32)
             params = SamplingParams(answer if max_tokens is None else max_tokens)
             request = EngineRequest(str(number), ids, SCOPE, ROOT, params)
-            scheduler.add(Sequence(request, lambda _: None, cache.chain(ROOT, ids), arrival_s))
+            scheduler.add(SequenceState(request, lambda _: None, cache.chain(ROOT, ids), arrival_s))
         chosen = scheduler.schedule()
         preemptions += len(list(scheduler.preempted))
         if not chosen:

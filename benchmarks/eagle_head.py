@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from serve_app.checkpoints.checkpoint import resolve_model
 from serve_app.checkpoints.demo_model import shipped_text
-from serve_app.engine.eagle_config import EagleConfig, read_eagle_config
-from serve_app.engine.eagle_head import EagleHead, load_head
+from serve_app.engine.speculative.eagle_config import EagleConfig, read_eagle_config
+from serve_app.engine.speculative.eagle_head import EagleHead, load_head
 
 WINDOW = 96
 BATCH = 16

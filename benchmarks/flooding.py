@@ -20,10 +20,11 @@ import numpy as np
 from benchmarks.metrics import spread, write
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
-from serve_app.engine.scheduler import Scheduler
-from serve_app.engine.sequence import Sequence
-from serve_app.engine.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
 
 SECRET = b"flooding benchmark"
 FLOODER = "flooder"
@@ -132,7 +133,7 @@ def drive(
                 SamplingParams(answer_tokens),
                 tenant=tenant if protected else "everybody",
             )
-            scheduler.add(Sequence(request, lambda _: None, cache.chain(root, prompt), arrival_s))
+            scheduler.add(SequenceState(request, lambda _: None, cache.chain(root, prompt), arrival_s))
             sides[request.request_id] = tally
         chosen = scheduler.schedule()
         if not chosen:

@@ -24,10 +24,10 @@ from benchmarks.metrics import write
 from benchmarks.paired import ratios
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.adapter import AdapterSpec
-from serve_app.engine.build import build_engine
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import AdapterSpec, EngineRequest, SamplingParams
+from serve_app.engine.settings import EngineSettings
 
 SECRET = b"lora benchmark"
 

@@ -34,11 +34,12 @@ from benchmarks.workloads import text_of, tokenizer_of
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.build import build_engine
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.model_runner import ModelRunner
-from serve_app.engine.protocol import EngineRequest, EngineSettings, SamplingParams
-from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
 
 SCOPE = PrefixScope("overhead benchmark")

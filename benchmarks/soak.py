@@ -30,16 +30,9 @@ from benchmarks.soak_traffic import SECRET, Traffic
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.build import build_engine
-from serve_app.engine.protocol import (
-    EngineRequest,
-    EngineSettings,
-    QueueFull,
-    RequestTooLong,
-    SamplingParams,
-    Save,
-    UnknownAdapter,
-)
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter
+from serve_app.engine.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = SoakSettings(seed=arguments.seed, dtype=arguments.dtype)
     # A save that does not fit is expected here, and counted.
-    logging.getLogger("serve_app.engine.saves").setLevel(logging.ERROR)
+    logging.getLogger("serve_app.engine.kv.prompt_saves").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="warmpath-soak-") as directory:
         soak = Soak(resolve_model(arguments.model), Path(directory), settings)
         try:

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.engine.engine import TorchEngine
+from serve_app.engine.core.engine import TorchEngine
 
 OURS = ("serve_app.", "router.")
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)

@@ -26,8 +26,9 @@ from benchmarks.eagle_head import eagle_pairs
 from benchmarks.metrics import write
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.engine.build import build_engine
-from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.settings import EngineSettings
 
 _SCOPE = PrefixScope("benchmark")
 

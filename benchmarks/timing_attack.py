@@ -26,9 +26,10 @@ from benchmarks.workloads import WORDS, text_of
 from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.engine.build import build_engine
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineOutput, EngineRequest
+from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Preparer
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.tenants import Tenant, Tenants

@@ -5,7 +5,7 @@ Importing it before torch settles two things that torch reads when it is loaded;
 
 import os
 
-from router.private_files import COMPILED
+from serve_app.engine.cpu.private_files import COMPILED
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has

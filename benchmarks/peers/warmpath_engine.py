@@ -13,10 +13,11 @@ import numpy as np
 from benchmarks.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, DECODE_ROWS, Prompt, serve
 from router.protocol.block_hash import PrefixScope
-from serve_app.engine.build import load_runner
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.model_runner import ModelRunner
-from serve_app.engine.protocol import EngineOutput, EngineRequest, EngineSettings, SamplingParams
+from serve_app.engine.core.build import load_runner
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.settings import EngineSettings
 
 _SCOPE = PrefixScope("benchmark")
 _ROOT = _SCOPE.root(b"a benchmark's secret")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.engine.adapter import AdapterError, AdapterSpec, describe_adapter
+from serve_app.engine.lora.peft_files import describe_adapter
+from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.errors import InvalidRequest, ModelNotFound
 
 SHOWN_NAMES = 20

@@ -23,7 +23,7 @@ from serve_app.checkpoints.checkpoint import (
 )
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.engine.eagle_config import read_eagle_config
+from serve_app.engine.speculative.eagle_config import read_eagle_config
 
 
 def drafter_path(config: AppConfig) -> Path | None:

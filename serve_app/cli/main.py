@@ -27,7 +27,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_in
 from serve_app.checkpoints.drafter import with_drafter
 from serve_app.cli.local_ray import local_environment, port_in_use
 from serve_app.config.app import AppConfig
-from serve_app.engine.adapter import AdapterError
+from serve_app.engine.protocol import AdapterError
 from serve_app.tenants.tenants import make_api_key
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

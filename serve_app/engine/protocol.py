@@ -7,18 +7,13 @@ that satisfies ``Engine`` can stand in a replica.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
-from serve_app.cache.tiers import TierSettings
 from serve_app.cache.transfer import KvChain
-from serve_app.engine.adapter import AdapterSpec
-
-AdmissionRule = Literal["optimistic", "worst_case"]
-"""What a sequence is promised when it starts: room for its prompt and a first part of its output, or for all of it."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -228,41 +223,25 @@ class Engine(Protocol):
         """False once the loop has died or stalled."""
 
 
+class AdapterError(ValueError):
+    """The adapter cannot be served; the message says what to change and names no path."""
+
+
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
+class AdapterSpec:
+    """Which adapter: its name, the digest of what it computes, and where the files are."""
 
-    ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
-    ``admission``: what is promised to a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
-    ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
-    ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read.
-    ``compile_model``: on a CPU, compile the forward at load (``compiled_forward``); without a drafter only.
-    ``attention_backend``: a name of ``backend_probe.CANDIDATES``; "auto" takes the first that works.
-    """
+    name: str
+    digest: str
+    path: str
 
-    block_size: int = 16
-    num_blocks: int = 4096
-    max_model_len: int = 32768
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_waiting_requests: int = 256
-    admission: AdmissionRule = "optimistic"
-    enable_prefix_caching: bool = True
-    dtype: str = "auto"
-    device: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    attention_backend: str = "auto"
-    enforce_eager: bool = False
-    compile_model: bool = False
-    num_threads: int = 0
-    speculative_model: str = ""
-    num_speculative_tokens: int = 0
-    pin_budget_blocks: int = 0
-    tenant_shares: Mapping[str, float] = field(default_factory=dict)
-    max_loras: int = 4
-    max_cpu_loras: int = 32
-    max_lora_rank: int = 64
-    labels: tuple[tuple[str, str], ...] = field(default=())
-    model_fingerprint: str = ""
-    speculative_fingerprint: str = ""
-    tiers: TierSettings = field(default_factory=TierSettings)
+    @property
+    def key(self) -> str:
+        """``PrefixScope.lora``: the same name with other weights is another key, and so shares no KV."""
+        return f"{self.name}@{self.digest}"
+
+    @classmethod
+    def of_key(cls, key: str, path: str) -> AdapterSpec:
+        """Return the spec whose ``key`` is given."""
+        name, _, digest = key.rpartition("@")
+        return cls(name, digest, path)

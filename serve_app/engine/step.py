@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from router.protocol.block_hash import TokenArray
 from serve_app.cache.transfer import KvFormat, Row
-from serve_app.engine.adapter_slots import AdapterSlots
-from serve_app.engine.meters import Labels, Sample
-from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.metrics import Labels, Sample
+from serve_app.engine.protocol import AdapterSpec, SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +62,44 @@ class SegmentResult:
     drafted: int | None = None
 
 
+class AdapterSlots(Protocol):
+    """Which LoRA adapters are in memory, which may be in a batch, and who still needs them (any thread).
+
+    An adapter goes by ``AdapterSpec.key``; the key "" is the base model, which needs no slot.
+    """
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Keys of the adapters that requests can name, least recently used first."""
+
+    def load(self, spec: AdapterSpec) -> None:
+        """Make an adapter available. Raises AdapterError, or QueueFull while all in memory are needed."""
+
+    def unload(self, key: str) -> bool:
+        """Refuse new requests for ``key``; False when it is not here."""
+
+    def pin(self, key: str) -> None:
+        """Note a live request. Raises UnknownAdapter when the adapter is not loaded."""
+
+    def pin_too(self, key: str) -> None:
+        """Note another sequence of a request that is live."""
+
+    def unpin(self, key: str) -> None:
+        """Note that a live request ended."""
+
+    def room(self, key: str) -> bool:
+        """Whether ``acquire`` could succeed now."""
+
+    def acquire(self, key: str) -> None:
+        """Give a running sequence's adapter a slot; ask ``room`` first."""
+
+    def release(self, key: str) -> None:
+        """Note that a running sequence ended."""
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield how many adapters are loaded, hold slots and run, and what was loaded and evicted so far."""
+
+
 class Runner(Protocol):
     """Runs steps: the model on a device, or a cost model of it."""
 
@@ -73,7 +110,10 @@ class Runner(Protocol):
     block_bytes: int
     kv_format: KvFormat
     """What KV must be like to be loaded here; ``block_bytes`` of it is what a block really carries."""
-    adapters: AdapterSlots[Any]
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The LoRA adapters that steps may name."""
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield gauges of how it runs (any thread)."""

@@ -18,8 +18,7 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, system_prompt_ke
 from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.adapter import AdapterSpec
-from serve_app.engine.protocol import SamplingParams, Save
+from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.generation import Generation
 from serve_app.prompts.registry import PublicPrompts

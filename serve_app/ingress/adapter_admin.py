@@ -14,7 +14,8 @@ from typing import Any
 from serve_app.api.json_body import Body
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
-from serve_app.engine.adapter import AdapterError, describe_adapter
+from serve_app.engine.lora.peft_files import describe_adapter
+from serve_app.engine.protocol import AdapterError
 from serve_app.errors import InvalidRequest, NotFound, PermissionDenied
 
 MAX_PATH_CHARS = 4096

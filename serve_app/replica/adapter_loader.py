@@ -13,8 +13,15 @@ from collections.abc import Callable
 
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.config.app import AppConfig
-from serve_app.engine.adapter import AdapterError, AdapterSpec
-from serve_app.engine.protocol import Engine, EngineError, EngineRequest, OutputSink, UnknownAdapter
+from serve_app.engine.protocol import (
+    AdapterError,
+    AdapterSpec,
+    Engine,
+    EngineError,
+    EngineRequest,
+    OutputSink,
+    UnknownAdapter,
+)
 
 logger = logging.getLogger(__name__)
 

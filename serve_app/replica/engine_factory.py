@@ -17,14 +17,15 @@ from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
 from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import MIB, AppConfig
-from serve_app.engine.build import build_engine
-from serve_app.engine.device_memory import Work, kv_budget_bytes
-from serve_app.engine.eagle_config import read_eagle_config
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.kv_size import blocks_in_budget, kv_bytes_per_block
-from serve_app.engine.model_runner import choose_device, choose_dtype
-from serve_app.engine.protocol import Engine, EngineSettings, EventSink
-from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import Engine, EventSink
+from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
+from serve_app.engine.runner.memory_budget import Work, kv_budget_bytes
+from serve_app.engine.runner.model_runner import choose_device, choose_dtype
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.speculative.eagle_config import read_eagle_config
 
 CPU_POOL_BYTES = 512 * MIB
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from serve_app.engine.meters import Histogram, Labels, Sample
+from serve_app.engine.metrics import Histogram, Labels, Sample
 
 Refusal = Literal["off", "held", "short", "slow", "busy"]
 """Why a planned pull was not begun: already here, too little, slower than computing, too many under way."""

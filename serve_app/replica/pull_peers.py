@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.request import Decision
 from serve_app.cache.transfer import KvChain
 from serve_app.config.app import AppConfig
-from serve_app.engine.meters import Sample
+from serve_app.engine.metrics import Sample
 from serve_app.engine.protocol import Engine, EngineRequest
 from serve_app.replica.pull import Fetched, HolderLost, Puller, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters

@@ -14,9 +14,9 @@ from benchmarks.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_by
 from benchmarks.engine import ROOT, described, figures
 from benchmarks.peers.warmpath_engine import bandwidth_limit
 from benchmarks.random_models import SHAPES, write_config
-from serve_app.engine.device_memory import weight_bytes
-from serve_app.engine.model_runner import ModelRunner
-from serve_app.engine.protocol import EngineSettings
+from serve_app.engine.runner.memory_budget import weight_bytes
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.settings import EngineSettings
 
 
 def test_the_limit_is_bytes_over_bandwidth() -> None:

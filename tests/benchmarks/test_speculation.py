@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.draft_pairs import LOWER_LAYERS, build_pairs
 from benchmarks.eagle_head import WINDOW, agreeing_pair, unrolled_loss, write_first_layer
 from benchmarks.speculation import Workload, compare, run
-from serve_app.engine.eagle_config import read_eagle_config
-from serve_app.engine.eagle_head import load_head
+from serve_app.engine.speculative.eagle_config import read_eagle_config
+from serve_app.engine.speculative.eagle_head import load_head
 
 
 def test_pairs_share_a_vocabulary_and_an_agreeing_one_reaches_the_bar(demo_model_path: Path, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config.app import AppConfig
-from serve_app.engine.adapter import AdapterError, AdapterSpec
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.protocol import EngineRequest, EngineSettings, UnknownAdapter
-from serve_app.engine.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import AdapterError, AdapterSpec, EngineRequest, UnknownAdapter
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 from serve_app.errors import InvalidRequest, ModelNotFound, NotFound, PermissionDenied
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Preparer

@@ -16,11 +16,11 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
 from serve_app.checkpoints.drafter import with_drafter
 from serve_app.config.app import AppConfig
-from serve_app.engine.eagle_config import read_eagle_config
-from serve_app.engine.eagle_head import EagleHead
-from serve_app.engine.kv_size import kv_bytes_per_block
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.speculative import SpeculativeRunner
+from serve_app.engine.runner.kv_size import kv_bytes_per_block
+from serve_app.engine.speculative.eagle_config import read_eagle_config
+from serve_app.engine.speculative.eagle_head import EagleHead
+from serve_app.engine.speculative.runner import SpeculativeRunner
 from serve_app.errors import InvalidRequest
 from serve_app.replica import messages as wire
 from serve_app.replica.engine_factory import make_engine

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.engine.adapter import AdapterSpec, describe_adapter
+from serve_app.engine.lora.peft_files import describe_adapter
+from serve_app.engine.protocol import AdapterSpec
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from serve_app.cache.transfer import KvFormat, KvPart, Row
-from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.engine.tiny import VOCAB
 
@@ -44,7 +44,9 @@ class CheckedRunner:
     kv_format = KvFormat("", BLOCK, (KvPart("simulated", ()),))
 
     def __init__(self, max_loras: int = 4) -> None:
-        self.adapters: AdapterSlots[str] = AdapterSlots(lambda spec: spec.key, max_loras=max_loras, max_cpu_loras=32)
+        self.adapters: LoadedAdapters[str] = LoadedAdapters(
+            lambda spec: spec.key, max_loras=max_loras, max_cpu_loras=32
+        )
         self.slots: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.steps = 0
 

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from router.protocol.events import Event
-from serve_app.engine.build import build_engine
-from serve_app.engine.engine import TorchEngine
-from serve_app.engine.protocol import EngineSettings
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.settings import EngineSettings
 from tests.serve_app.engine.tiny import save_tiny
 
 MakeEngine = Callable[..., TorchEngine]

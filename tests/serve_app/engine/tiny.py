@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.engine.engine import TorchEngine
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
 
 SCOPE = PrefixScope("tiny")

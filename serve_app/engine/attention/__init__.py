@@ -1,0 +1,1 @@
+"""Ways to attend to the paged pool. Knows no models."""

@@ -1,0 +1,177 @@
+"""Attention backends over FlashAttention kernels, as far as this environment has any.
+
+Owns how each library is called. Knows nothing of which works: a library that is missing raises ImportError here,
+one that does not run on this device raises when the probe calls it. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from serve_app.engine.attention.gather_backends import GatheredVarlen
+from serve_app.engine.attention.page_table import plan_pages
+from serve_app.engine.attention.paging import KvPool, PagedStep, PageTable, write_kv
+from serve_app.engine.step import Segment
+
+PagedKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PageTable, float], torch.Tensor]
+"""(query [T, heads, d], keys and values [blocks, block_size, kv_heads, d], pages, scale) -> [T, heads, d]; causal."""
+
+_CAUSAL = (-1, 0)
+
+
+class PagedVarlen:
+    """A kernel that follows block tables itself: decode and prefill in one call, nothing copied."""
+
+    in_graphs = True
+
+    def __init__(self, name: str, kernel: PagedKernel) -> None:
+        self.name = name
+        self._kernel = kernel
+
+    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+        """Plan a step; see ``AttentionBackend``."""
+        return plan_pages(pool, segments, self, rows)
+
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
+        write_kv(step, layer, key, value)
+        assert step.pages is not None
+        pool = step.pool
+        keys, values = (
+            slots.view(-1, pool.block_size, *slots.shape[1:]) for slots in (pool.keys[layer], pool.values[layer])
+        )
+        return self._kernel(query, keys, values, step.pages, scale)
+
+
+def fa3_through_torch() -> PagedVarlen:
+    """FlashAttention 3 behind ``torch.nn.attention.varlen``. Raises ImportError where either is missing.
+
+    Makes FA3 torch's flash attention in this process until ``restore_torch_flash``.
+    """
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+    importlib.import_module("torch.nn.attention").activate_flash_attention_impl("FA3")
+
+    def kernel(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: PageTable, scale: float
+    ) -> torch.Tensor:
+        found: torch.Tensor = varlen.varlen_attn(
+            query,
+            keys,
+            values,
+            pages.cu_rows,
+            None,
+            pages.most_rows,
+            pages.most_tokens,
+            scale=scale,
+            window_size=_CAUSAL,
+            enable_gqa=query.shape[1] != keys.shape[2],
+            seqused_k=pages.lengths,
+            block_table=pages.blocks,
+        )
+        return found
+
+    return PagedVarlen("fa3_torch", kernel)
+
+
+def restore_torch_flash() -> None:
+    """Undo what ``fa3_through_torch`` did to this process."""
+    attention = importlib.import_module("torch.nn.attention")
+    if attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+def fa3() -> PagedVarlen:
+    """FlashAttention 3 called directly. Raises ImportError where it is not installed."""
+    flash = importlib.import_module("flash_attn_interface")
+
+    def kernel(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: PageTable, scale: float
+    ) -> torch.Tensor:
+        found = flash.flash_attn_with_kvcache(
+            query,
+            keys,
+            values,
+            cache_seqlens=pages.lengths,
+            page_table=pages.blocks,
+            cu_seqlens_q=pages.cu_rows,
+            max_seqlen_q=pages.most_rows,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return _first(found)
+
+    return PagedVarlen("fa3", kernel)
+
+
+def varlen_through_torch() -> GatheredVarlen:
+    """The FlashAttention 2 that torch carries, over copied KV. Raises ImportError where torch has no varlen."""
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_rows: torch.Tensor,
+        cu_tokens: torch.Tensor,
+        most_rows: int,
+        most_tokens: int,
+        scale: float,
+    ) -> torch.Tensor:
+        found: torch.Tensor = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            cu_rows,
+            cu_tokens,
+            most_rows,
+            most_tokens,
+            scale=scale,
+            window_size=_CAUSAL,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return found
+
+    return GatheredVarlen("varlen_torch", kernel)
+
+
+def fa2() -> GatheredVarlen:
+    """The flash-attn package, over copied KV. Raises ImportError where it is not installed."""
+    flash = importlib.import_module("flash_attn")
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_rows: torch.Tensor,
+        cu_tokens: torch.Tensor,
+        most_rows: int,
+        most_tokens: int,
+        scale: float,
+    ) -> torch.Tensor:
+        return _first(
+            flash.flash_attn_varlen_func(
+                query,
+                key,
+                value,
+                cu_rows,
+                cu_tokens,
+                most_rows,
+                most_tokens,
+                softmax_scale=scale,
+                causal=True,
+            )
+        )
+
+    return GatheredVarlen("fa2", kernel)
+
+
+def _first(found: Any) -> torch.Tensor:
+    """Some versions return the output alone, some with the log-sum-exp after it."""
+    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return output

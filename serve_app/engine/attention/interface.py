@@ -1,0 +1,76 @@
+"""Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
+
+Owns the backend that suits any CPU: decode rows and prefill chunks by partial results
+merged through their log-sum-exp. Knows nothing of scheduling; where things lie, and another backend where
+there is one, comes in a PagedStep. Refuses what it does not compute (sliding windows, soft-capping, sinks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from serve_app.engine.attention.paging import PagedStep
+from serve_app.engine.attention.runs_backend import RUNS
+
+IMPLEMENTATION = "paged_kv"
+
+
+class UnsupportedModel(Exception):
+    """The model needs attention that this engine does not compute."""
+
+
+def refuse_unsupported(config: Any, model: torch.nn.Module | None = None) -> None:
+    """Raise UnsupportedModel, with the reason, unless every layer is plain causal softmax attention."""
+    name = getattr(config, "model_type", "this model")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(kinds - {'full_attention'}))}")
+    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
+        raise UnsupportedModel(f"{name}: sliding_window={config.sliding_window}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # One scale for the whole packed row, taken from its longest sequence: neighbours would change each other.
+        raise UnsupportedModel(f"{name}: rope_type={rope['rope_type']}")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{name}: soft-capped attention logits")
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name}: not a decoder with plain keys and values")
+    if model is not None and any(part.endswith("sinks") for part, _ in model.named_parameters()):
+        raise UnsupportedModel(f"{name}: attention sinks")
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedStep | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write ``key`` and ``value`` [1, kv_heads, T, head_dim], then attend ``query`` [1, heads, T, head_dim].
+
+    Returns [1, T, heads, head_dim]. Mutates the pool's layer ``module.layer_idx`` at the step's slots.
+    """
+    if sliding_window or softcap or s_aux is not None or position_bias is not None or attention_mask is not None:
+        raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        # What a compiled forward calls in place of this function, with the step that is current then.
+        return torch.ops.warmpath.attend(query, key, value, layer, scale), None
+    assert paged is not None
+    query, key, value = (given[0].transpose(0, 1) for given in (query, key, value))
+    return (paged.backend or RUNS).attend(paged, layer, query, key, value, scale)[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,0 +1,301 @@
+"""The built-in engine: one loop thread around a scheduler, a prefix cache and a runner.
+
+Owns the engine's parts and what happens in a step, in which order. Knows nothing of Ray, HTTP, text or routing
+policy. Requests flow in from any thread; outputs, cache events and load flow out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from router.protocol.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
+from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
+from serve_app.cache.block_index import count_leading
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.transfer import KvChain
+from serve_app.engine.core.inbox import Inbox
+from serve_app.engine.core.load_reporter import LoadView
+from serve_app.engine.core.loop import STALL_AFTER_S, Clock, EngineLoop
+from serve_app.engine.core.output_processor import Settlement
+from serve_app.engine.kv.prompt_saves import Saves
+from serve_app.engine.kv.tier_loader import open_tiers
+from serve_app.engine.kv.transfer import PrefixTransfer
+from serve_app.engine.metrics import EngineMeters, gauge_samples
+from serve_app.engine.protocol import AdapterSpec, EngineRequest, EventSink, ImportedPrefix, OutputSink
+from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState, check_request
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Runner, run_step
+
+
+class TorchEngine:
+    """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
+
+    The inbox's condition guards the load view too; scheduler and cache belong to the loop.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: EngineSettings,
+        event_sink: EventSink,
+        *,
+        clock: Clock = time.monotonic,
+        stall_after_s: float = STALL_AFTER_S,
+        hash_chain: ChainHasher = hash_blocks,
+    ) -> None:
+        if settings.max_num_batched_tokens <= settings.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
+        self.settings = replace(settings, max_model_len=min(settings.max_model_len, runner.max_positions))
+        self._runner = runner
+        self._event_sink = event_sink
+        self._clock = clock
+        self._cache = PrefixCache(
+            settings.num_blocks,
+            settings.block_size,
+            enabled=settings.enable_prefix_caching,
+            hash_chain=hash_chain,
+            pin_budget_blocks=settings.pin_budget_blocks,
+            shares=settings.tenant_shares,
+            clock=clock,
+        )
+        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters)
+        self._meters = EngineMeters()
+        self._saves = Saves(self._cache, self._meters)
+        self._inbox = Inbox(self.settings)
+        self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
+        self._lower = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
+        host_rows = None
+        if self._lower is not None:
+            self._scheduler.fetch, self._saves.file = self._lower.fetch, self._lower.save
+            host_rows = self._lower.host_rows
+        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
+        self._settlement = Settlement(
+            self._cache, runner, self._scheduler, self._saves, self._lower, self._inbox, self._meters
+        )
+        self._load = LoadView(self.settings)
+        self._labels = (*settings.labels, ("engine", runner.kind))
+
+    def start(self) -> None:
+        """Start the loop thread. Raises EngineError when it was started before."""
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Stop the loop after its current step; unfinished requests get an "error" output."""
+        self._loop.stop()
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Queue a request (any thread).
+
+        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
+        """
+        settings = self.settings
+        check_request(
+            request,
+            vocab_size=self._runner.vocab_size,
+            max_model_len=settings.max_model_len,
+            max_blocks=settings.num_blocks - settings.pin_budget_blocks,
+            block_size=settings.block_size,
+        )
+        ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        chain = b""
+        if self._cache.enabled:
+            chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
+        sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
+        sequence.held_blocks_hint = self._cache.count_held(chain, self._cache.reusable_blocks(len(ids)))
+        with self._inbox.changed:
+            self._inbox.check(request.request_id, request.tenant, self._load.retry_after_s())
+            self._runner.adapters.pin(request.scope.lora)
+            self._inbox.put(sequence)
+            self._load.arrived(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
+        with self._inbox.changed:
+            self._inbox.put_cancel(request_id)
+
+    def load(self) -> LoadReport:
+        """Return the load as of the last step, with everything submitted since."""
+        with self._inbox.changed:
+            return self._load.report(self._clock())
+
+    def stats(self) -> StatsReport:
+        """Return counters and gauges as Prometheus-style samples."""
+        with self._inbox.changed:
+            waiting = self._scheduler.waiting_count + len(self._inbox.arrivals)
+        gauges = gauge_samples(
+            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
+        )
+        counted = (*self._meters.samples(self._labels), *self._settlement.speculation.samples(self._labels))
+        tiers = self._lower.samples(self._labels) if self._lower is not None else ()
+        runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
+        return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
+
+    def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
+        """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.
+
+        ``tiers``: also what lies below the pool.
+        """
+        return self._loop.call(lambda: self._reset(tiers))
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's KV."""
+        return self._runner.block_bytes
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
+        return count_leading(
+            block_hashes, most, lambda block_hash: self._cache.held(block_hash) or self._scheduler.computes(block_hash)
+        )
+
+    def wake(self) -> None:
+        """Look again at requests whose ``arrival`` is done by now (any thread)."""
+        self._inbox.wake()
+
+    def export_prefix(
+        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+    ) -> KvChain | None:
+        """Return the KV of the pool's longest prefix of ``token_ids``, from block ``first`` on, in whole blocks.
+
+        ``most_blocks`` bounds them. None when there is none. Waits for the loop.
+        """
+        return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks)
+
+    def import_prefix(
+        self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
+    ) -> ImportedPrefix:
+        """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
+        return self._transfer.import_prefix(chain, scope, root, tenant)
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        """Take a prompt's blocks from ``first`` on, as far as there is room. Raises a TransferError."""
+        return self._transfer.import_part(part, scope, token_ids, block_hashes, first, tenant)
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
+
+        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
+        """
+        self._runner.adapters.load(spec)
+
+    def unload_adapter(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+        return self._runner.adapters.unload(key)
+
+    def adapters(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
+        return self._runner.adapters.loaded
+
+    def healthy(self) -> bool:
+        """Return whether the loop is alive and its current step has not run for too long."""
+        return self._loop.healthy()
+
+    def take_in(self) -> bool:
+        """For the loop: wait for work, take in what was asked for since the last step; False once stopping."""
+        inbox = self._inbox
+        with inbox.changed:
+            while not (inbox.has_news or self._has_work()):
+                inbox.changed.wait(self._until_expiry_s())
+                self._cache.expire_pins()
+            if inbox.stopping:
+                return False
+            self._cache.expire_pins()
+            for sequence in inbox.take_arrivals():
+                first = self._saves.arrived(sequence)
+                if first is not None:
+                    inbox.begins(first)
+                    self._runner.adapters.pin_too(first.request.scope.lora)
+                    self._scheduler.add(first)
+                self._scheduler.add(sequence)
+            for request_id in inbox.take_cancels():
+                self._settlement.cancel(request_id)
+            self._load.update(self._scheduler, self._meters, ())
+            calls = inbox.take_calls()
+        for call in calls:
+            call()
+        if self._lower is not None:
+            self._lower.begin_step()
+        self.deliver()
+        return True
+
+    def _until_expiry_s(self) -> float | None:
+        """Return how long an idle loop may sleep before a pin's time is over."""
+        expiry_s = self._cache.pins.next_expiry_s
+        return None if expiry_s is None else min(max(0.05, expiry_s - self._clock()), 3600.0)
+
+    def _has_work(self) -> bool:
+        if self._scheduler.running_count:
+            return True
+        lower, startable = self._lower, self._scheduler.waiting_count - self._scheduler.arriving_count
+        if lower is None:
+            return startable > 0
+        return startable > lower.loading or lower.tiers.has_news
+
+    def step(self) -> None:
+        """For the loop: choose, compute and settle one step."""
+        chosen = self._scheduler.schedule()
+        for sequence in self._scheduler.preempted:
+            self._settlement.preempted(sequence)
+        if not chosen:
+            return
+        started = self._clock()
+        prefill_tokens = prompt_tokens = recomputed = 0
+        for item in chosen:
+            if item.admitted:
+                self._settlement.admitted(item.sequence, started)
+            if item.sequence.prefilling:
+                fresh, again = item.sequence.split_prefill(item.tokens)
+                prefill_tokens += item.tokens
+                prompt_tokens += fresh
+                recomputed += again
+        with self._inbox.changed:
+            self._load.step_begins(chosen)
+        results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
+        now = self._clock()
+        self._meters.stepped(prefill_tokens, now - started)
+        self._meters.computed_prompt_tokens += prompt_tokens
+        self._meters.recomputed_tokens += recomputed
+        with self._inbox.changed:
+            for item, result in zip(chosen, results, strict=True):
+                self._settlement.settle(item, result, now)
+            self._load.update(self._scheduler, self._meters, self._inbox.arrivals.values())
+        self.deliver()
+
+    def deliver(self) -> tuple[Event, ...]:
+        """For the loop: send cache events, then outputs; return the events."""
+        events: tuple[Event, ...] = self._cache.take_events()
+        if self._lower is not None:
+            events = (*events, *self._lower.take_events())
+        self._settlement.outbox.deliver(events, self._event_sink)
+        return events
+
+    def fail_all(self, reason: str) -> None:
+        """For the loop, when it ends: end every request with an error, and close what is open."""
+        inbox = self._inbox
+        with inbox.changed:
+            inbox.stopping = inbox.closed = True
+            for sequence in [*inbox.take_arrivals(), *self._scheduler.waiting, *self._scheduler.running]:
+                self._settlement.end(sequence, "error", error=reason)
+            self._load.update(self._scheduler, self._meters, ())
+            calls = inbox.take_calls()
+        for call in calls:
+            call()
+        self.deliver()
+        if self._lower is not None:
+            self._lower.close()
+
+    def _reset(self, tiers: bool) -> bool:
+        if self._lower is not None and tiers:
+            self._lower.tiers.clear()
+            self.deliver()
+        complete = self._cache.reset()
+        # A cleared pool is announced as a cleared replica: what stays below has to be told again.
+        if CacheCleared() in self.deliver() and self._lower is not None:
+            self._lower.tiers.announce()
+        return complete

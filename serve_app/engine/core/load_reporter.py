@@ -1,0 +1,149 @@
+"""The load of one engine as routers see it: work queued, by router, and measured rates.
+
+Owns the figures between two steps, so that a request counts from the moment it was submitted. Knows nothing of
+policies. Not thread-safe: the engine's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+from router.protocol.events import LoadReport, RouterShare
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.scheduling.fair_queue import quantum_tokens
+from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+
+ROUTERS_REMEMBERED = 256
+"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
+
+_UNKNOWN_RETRY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is left of a prefill. ``rank``: see ``Scheduler.rank``; infinite where it waits for more than its turn.
+
+    ``under_way``: tokens of the step that is running. ``waits``: it counts as a waiting sequence.
+    """
+
+    router_id: str
+    tenant: str
+    tokens: int
+    rank: float
+    waits: bool
+    under_way: int = 0
+
+
+class LoadView:
+    """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
+        self._work: dict[str, _Work] = {}
+        self._reservations: OrderedDict[str, int] = OrderedDict()
+        self._running = 0
+        self._waiting = 0
+        self._prefill_tokens_per_s = 0.0
+        self._decode_step_s = 0.0
+
+    def arrived(self, sequence: SequenceState) -> None:
+        """Count a request that was just submitted."""
+        request = sequence.request
+        self._waiting += 1
+        self._add(sequence, inf, waits=True)
+        if request.router_id:
+            last = self._reservations.get(request.router_id, 0)
+            self._reservations[request.router_id] = max(last, request.reservation)
+            self._reservations.move_to_end(request.router_id)
+            if len(self._reservations) > ROUTERS_REMEMBERED:
+                self._reservations.popitem(last=False)
+
+    def update(self, scheduler: Scheduler, meters: EngineMeters, inbox: Collection[SequenceState]) -> None:
+        """Recount after a step was settled or the inbox taken in; ``inbox``: what arrived since."""
+        self._work.clear()
+        self._running, self._waiting = scheduler.running_count, scheduler.waiting_count + len(inbox)
+        for sequence in scheduler.running:
+            if sequence.prefilling:
+                self._add(sequence, scheduler.rank(sequence), waits=False)
+        for line in (scheduler.waiting, inbox):
+            for sequence in line:
+                self._add(sequence, inf, waits=True)
+        first: set[bytes] = set()
+        for sequence in sorted(scheduler.ready(), key=scheduler.rank):
+            wanted = scheduler.missing_block(sequence)
+            if wanted and (wanted in first or scheduler.computes(wanted)):
+                continue  # it is going to wait for whoever computes that block
+            first.add(wanted)
+            self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
+        self._prefill_tokens_per_s = meters.prefill_tokens_per_s
+        self._decode_step_s = meters.decode_step_s
+
+    def step_begins(self, chosen: Collection[Scheduled]) -> None:
+        """Note what the step that begins computes: nothing that comes from now on is before it."""
+        for item in chosen:
+            work = self._work.get(item.sequence.request.request_id)
+            if work is not None:
+                work.under_way = min(item.tokens, work.tokens)
+
+    def report(self, now_s: float) -> LoadReport:
+        """Return the load as one message."""
+        routers = dict.fromkeys(self._reservations, 0)
+        for work in self._work.values():
+            if work.router_id:
+                routers[work.router_id] = routers.get(work.router_id, 0) + work.tokens
+        committed_tokens, committed_sequences = self._committed(now_s)
+        return LoadReport(
+            queued_prefill_tokens=self._queued_tokens(),
+            running_sequences=self._running,
+            waiting_sequences=self._waiting,
+            max_running_sequences=self._settings.max_num_seqs,
+            max_waiting_sequences=self._settings.max_waiting_requests,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
+            decode_step_s=self._decode_step_s,
+            shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
+            committed_prefill_tokens=committed_tokens,
+            committed_sequences=committed_sequences,
+        )
+
+    def retry_after_s(self) -> float:
+        """Return when a refused request might fit: the time to compute half of what is queued."""
+        if self._prefill_tokens_per_s <= 0.0:
+            return _UNKNOWN_RETRY_S
+        return max(0.1, self._queued_tokens() / self._prefill_tokens_per_s / 2)
+
+    def _committed(self, now_s: float) -> tuple[int, int]:
+        """Return the tokens that run before a request of one token that comes now, and how many waiting ones have them.
+
+        The rest of the step, and what is too old to be overtaken within its tenant. Among several tenants the next
+        request may be anyone's: what is before it then is the least of what any of them would find.
+        """
+        latest_rank = 1 + AGING_TOKENS_PER_S * now_s
+        under_way = sequences = 0
+        queued: Counter[str] = Counter()
+        old: Counter[str] = Counter()
+        for work in self._work.values():
+            rest = work.tokens - work.under_way
+            is_old = work.rank <= latest_rank
+            under_way += work.under_way
+            if work.rank < inf:
+                queued[work.tenant] += rest
+                old[work.tenant] += rest if is_old else 0
+            sequences += work.waits and (is_old or not rest)
+        if len(self._settings.tenant_shares) <= 1:
+            return under_way + old.total(), sequences
+        turns = sum(min(tokens, self._quantum_tokens) for tokens in queued.values())
+        return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
+
+    def _queued_tokens(self) -> int:
+        return sum(work.tokens for work in self._work.values())
+
+    def _add(self, sequence: SequenceState, rank: float, *, waits: bool) -> None:
+        request = sequence.request
+        tokens = sequence.uncached_tokens(self._settings.block_size)
+        self._work[request.request_id] = _Work(request.router_id, request.tenant, tokens, rank, waits)

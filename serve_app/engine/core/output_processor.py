@@ -1,0 +1,114 @@
+"""What becomes of requests: a step's results are taken, and whatever ends is ended everywhere.
+
+Owns the order in which a request's parts let go of it. Knows nothing of threads or of how a step is chosen. In: a
+scheduled part and its result; out: tokens and ends in the outbox, blocks published or free.
+"""
+
+from __future__ import annotations
+
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.core.inbox import Inbox
+from serve_app.engine.core.outbox import Outbox
+from serve_app.engine.kv.prompt_saves import Saves
+from serve_app.engine.kv.tier_loader import LowerTiers
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import FinishReason
+from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.speculative.meters import SpeculationMeters
+from serve_app.engine.step import Runner, SegmentResult
+
+
+class Settlement:
+    """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        scheduler: Scheduler,
+        saves: Saves,
+        lower: LowerTiers | None,
+        inbox: Inbox,
+        meters: EngineMeters,
+    ) -> None:
+        self.outbox = Outbox(meters)
+        self.speculation = SpeculationMeters()
+        self._adapters = runner.adapters
+        self._cache = cache
+        self._scheduler = scheduler
+        self._saves = saves
+        self._lower = lower
+        self._inbox = inbox
+        self._meters = meters
+
+    def admitted(self, sequence: SequenceState, now: float) -> None:
+        """Note that a sequence is in a step for the first time. Takes the condition itself."""
+        sequence.scheduled_s = now
+        with self._inbox.changed:
+            self._inbox.waits_no_more(sequence)
+        self._meters.queue_time.observe(now - sequence.arrival_s)
+        self._meters.admitted(
+            sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
+        )
+
+    def preempted(self, sequence: SequenceState) -> None:
+        """Note that a sequence gave its blocks back and waits again: the tiers are asked anew when it starts."""
+        self._meters.preempted(sequence.request.tenant)
+        if self._lower is not None:
+            self._lower.forget(sequence.request.request_id)
+
+    def settle(self, item: Scheduled, result: SegmentResult, now: float) -> None:
+        """Take one segment's result: publish its blocks, append its token, or end its request."""
+        sequence = item.sequence
+        if result.error:
+            self.end(sequence, "error", error=result.error)
+            return
+        reason: FinishReason | None = "length"
+        tokens: tuple[int, ...] = ()
+        taken = 0
+        if result.token is not None:
+            tokens = (*result.accepted, result.token)
+            taken, reason = sequence.append_tokens(tokens)
+            tokens = tokens[: taken - 1 if reason == "stop" else taken]
+            self._meters.generation_tokens += taken
+        if result.drafted is not None:
+            sequence.drafted = result.drafted
+            self.speculation.settled(result, taken)
+        self._scheduler.computed(item, max(taken - 1, 0))
+        if sequence.prefilling:
+            return
+        if reason is not None:
+            self.end(sequence, reason, tokens=tokens, now=now)
+        else:
+            self.outbox.progress(sequence, tokens, now)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request, and the save that nobody else waits for; unknown ids are ignored."""
+        found = self._scheduler.find(request_id)
+        if found is None:
+            return
+        self.end(found, "cancelled")
+        unwanted = self._scheduler.find(self._saves.abandoned(found) or "")
+        if unwanted is not None:
+            self.end(unwanted, "cancelled")
+
+    def end(
+        self,
+        sequence: SequenceState,
+        reason: FinishReason,
+        *,
+        tokens: tuple[int, ...] = (),
+        error: str = "",
+        now: float | None = None,
+    ) -> None:
+        """End a request and free its blocks. ``now``: when it ended by generating; None when it was cut short."""
+        request_id = sequence.request.request_id
+        is_save = self._saves.ended(sequence, reason)
+        self._scheduler.remove(request_id)
+        if self._lower is not None:
+            self._lower.forget(request_id)
+        self._adapters.unpin(sequence.request.scope.lora)
+        self._inbox.ends(sequence)
+        if not is_save:
+            self.outbox.end(sequence, reason, tokens=tokens, error=error, now=now)

@@ -1,0 +1,1 @@
+"""What exists for CPUs only: a leaf that the GPU path never enters."""

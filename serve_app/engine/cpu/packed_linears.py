@@ -1,0 +1,96 @@
+"""Linear layers with weights packed once, and sibling layers computed in one product.
+
+Owns which layers are computed together. The model's modules stay what and where they are (LoRA's hooks too); only how
+they compute is replaced, by ``packed_products``. Knows nothing of steps. CPUs and bfloat16 only: elsewhere nothing is
+done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from serve_app.engine.cpu.packed_products import Pack, choose_packing
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that Llama- and Qwen-style models call one after the other with the same input."""
+
+
+class PackedLinear:
+    """One product for layers that get the same input: the first one called computes for all.
+
+    The others find their part of it as long as they are called with the very same tensor; with another one they compute
+    anew, so that a model which calls them otherwise is slower and not wrong.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Linear], pack: Pack, number: int = 0) -> None:
+        self._number = number
+        self._sizes = [layer.out_features for layer in layers]
+        weight = (
+            torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
+        )
+        biases = [layer.bias for layer in layers]
+        bias: torch.Tensor | None = None
+        if any(one is not None for one in biases):
+            zeros = [weight.new_zeros(size) for size in self._sizes]
+            bias = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
+        self._compute = pack(weight, bias)
+        self._input: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._left = 0
+
+    def product(self, given: torch.Tensor) -> torch.Tensor:
+        """Return all layers' outputs side by side, [..., sum of out_features]."""
+        if torch.compiler.is_compiling():
+            # A compiled forward cannot hold packed weights; it calls back by number (`compiled_forward`).
+            called: torch.Tensor = torch.ops.warmpath.packed_product(given, self._number, sum(self._sizes))
+            return called
+        return self._compute(given)
+
+    def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
+        """Return one layer's output [..., out_features]; replaces that layer's ``forward``."""
+        if len(self._sizes) == 1:
+            return self.product(given)
+        if self._input is not given:
+            self._input, self._left = given, len(self._sizes)
+            self._outputs = torch.split(self.product(given), self._sizes, dim=-1)
+        out = self._outputs[index]
+        self._left -= 1
+        if not self._left:  # everybody has had theirs: keep no memory of this step
+            self._input, self._outputs = None, ()
+        return out
+
+
+def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
+    """Replace how the model's linear layers compute; return their products by number, none where packing does not help.
+
+    The plain weights of packed layers are given up, but for the embeddings' and the output layer's, which others read.
+    """
+    weights = {weight.dtype for weight in model.parameters()} | {weight.device.type for weight in model.parameters()}
+    if weights != {torch.bfloat16, "cpu"} or (pack := choose_packing()) is None:
+        return []
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    packed: list[PackedLinear] = []
+    for parent in model.modules():
+        linears = {name: one for name, one in parent.named_children() if type(one) is torch.nn.Linear}
+        for names in _groups(linears):
+            layers = [linears[name] for name in names]
+            together = PackedLinear(layers, pack, len(packed))
+            packed.append(together)
+            for index, layer in enumerate(layers):
+                layer.forward = partial(together.part, index)  # type: ignore[method-assign]
+                if layer is not output:
+                    layer.weight = torch.nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+    return packed
+
+
+def _groups(linears: dict[str, torch.nn.Linear]) -> list[tuple[str, ...]]:
+    found = [
+        names
+        for names in SIBLINGS
+        if linears.keys() >= set(names) and len({linears[name].in_features for name in names}) == 1
+    ]
+    grouped = {name for names in found for name in names}
+    return [*found, *((name,) for name in linears if name not in grouped)]

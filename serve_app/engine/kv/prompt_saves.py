@@ -1,0 +1,140 @@
+"""Explicit saves: a prefix is computed before the request that asks for it, and pinned.
+
+Owns the saves on their way: for each a sequence of its own, whose client is nobody. Knows nothing of text or of
+who runs it. In: sequences that arrive or end; out: the sequence to run first, pins in the cache, and each
+request's outcome. A save that cannot be had is a warning, never the request's failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from router.protocol.block_hash import HASH_BYTES
+from serve_app.cache.block_index import CachedBlock
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
+from serve_app.engine.scheduling.sequence import SequenceState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A save being computed, and the requests that wait for it; the first of them asked for it."""
+
+    save: Save
+    blocks: int
+    followers: list[SequenceState] = field(default_factory=list)
+
+
+class Saves:
+    """Starts and ends saves; belongs to the engine's loop."""
+
+    def __init__(self, cache: PrefixCache, meters: EngineMeters) -> None:
+        self._cache = cache
+        self._meters = meters
+        self._under_way: dict[str, _UnderWay] = {}
+        self._by_key: dict[bytes, str] = {}
+        self._numbers = count()
+        self.file: Callable[[list[CachedBlock]], bool] | None = None
+        """Asked to write what is saved for good (children first) to disk; see ``LowerTiers.save``."""
+
+    def arrived(self, sequence: SequenceState) -> SequenceState | None:
+        """Return the sequence that has to run before ``sequence``, if its save needs a new one."""
+        save, cache = sequence.request.save, self._cache
+        if save is None:
+            return None
+        blocks = min(save.tokens, sequence.prompt_tokens) // cache.block_size
+        known = self._by_key.get(save.key)
+        if known is not None:
+            self._follow(sequence, known)
+        elif not cache.enabled:
+            self._note(sequence, "off")
+        elif not blocks:
+            self._note(sequence, "too_short")
+        elif cache.renew_pin(save.key, save.ttl_s):
+            self._note(sequence, "present")
+        elif not cache.may_pin(sequence.chain, blocks, sequence.request.tenant):
+            self._note(sequence, "over_budget")
+        else:
+            return self._begin(sequence, save, blocks)
+        return None
+
+    def ended(self, sequence: SequenceState, reason: FinishReason) -> bool:
+        """Note that a sequence is about to give its blocks back; return whether it was a save's own."""
+        under_way = self._under_way.pop(sequence.request.request_id, None)
+        if under_way is None:
+            return False
+        save = under_way.save
+        del self._by_key[save.key]
+        outcome: SaveOutcome = "failed"
+        # Fewer are published only if a hash is taken by other content: such a prefix can never be hit.
+        if reason == "length" and sequence.published >= under_way.blocks:
+            pinned = self._cache.pin(
+                save.key, sequence.blocks[: under_way.blocks], save.ttl_s, tenant=sequence.request.tenant
+            )
+            outcome = "saved" if pinned == "pinned" else pinned
+            if outcome == "saved" and save.ttl_s is None:
+                self._file(sequence.blocks[: under_way.blocks])
+        for follower in under_way.followers:
+            self._note(follower, outcome)
+            outcome = "present" if outcome == "saved" else outcome
+        return True
+
+    def abandoned(self, sequence: SequenceState) -> str | None:
+        """Note that a request was cancelled; return the id of the save that nobody waits for any more, if any."""
+        under_way = self._under_way.get(sequence.after)
+        if under_way is None or sequence not in under_way.followers:
+            return None
+        under_way.followers.remove(sequence)
+        return None if under_way.followers else sequence.after
+
+    def _begin(self, sequence: SequenceState, save: Save, blocks: int) -> SequenceState:
+        request, size = sequence.request, self._cache.block_size
+        chain = sequence.chain[: blocks * HASH_BYTES]
+        first = replace(
+            request,
+            request_id=f"save {next(self._numbers)} of {request.request_id}",
+            token_ids=request.token_ids[: blocks * size],
+            block_hashes=chain,
+            sampling=replace(request.sampling, max_tokens=0),
+            save=None,
+        )
+        self._under_way[first.request_id] = _UnderWay(save, blocks)
+        self._by_key[save.key] = first.request_id
+        self._follow(sequence, first.request_id)
+        return SequenceState(first, lambda _: None, chain, sequence.arrival_s)
+
+    def _follow(self, sequence: SequenceState, save_id: str) -> None:
+        under_way = self._under_way[save_id]
+        under_way.followers.append(sequence)
+        sequence.after = save_id
+        # These tokens are counted as the save's work, not twice.
+        sequence.held_blocks_hint = max(
+            sequence.held_blocks_hint,
+            min(under_way.blocks, self._cache.reusable_blocks(sequence.prompt_tokens)),
+        )
+
+    def _file(self, blocks: list[int]) -> None:
+        """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
+        if self.file is None:
+            return
+        entries = [self._cache.entry(block) for block in reversed(blocks)]
+        if not self.file([entry for entry in entries if entry is not None]):
+            _log.info(
+                "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
+            )
+
+    def _note(self, sequence: SequenceState, outcome: SaveOutcome) -> None:
+        sequence.save_outcome = outcome
+        self._meters.saved(outcome)
+        if outcome not in ("saved", "present"):
+            pins = self._cache.pins
+            _log.warning(
+                "request %s: its prompt was not saved (%s); %d of %d blocks are pinned",
+                sequence.request.request_id, outcome, pins.blocks, pins.budget_blocks,
+            )  # fmt: skip

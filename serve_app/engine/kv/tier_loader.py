@@ -1,0 +1,311 @@
+"""The engine's side of the tiers: blocks go down when they are evicted and come up before a prefill.
+
+Owns who waits for a load. Knows nothing of files or slabs. Called by the loop alone, except ``samples``. A block comes
+up only if its lineage, the digest of scope and all tokens to its end, is the request's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from serve_app.cache.block_index import CachedBlock
+from serve_app.cache.disk_queue import DiskLoad
+from serve_app.cache.lineage import extend_lineage, next_lineage, scope_digest
+from serve_app.cache.load_rule import LoadRule
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.tier_block import TierBlock
+from serve_app.cache.tiers import ReadRows, TierEvent, Tiers
+from serve_app.cache.transfer import Row
+from serve_app.engine.kv.install import install_blocks
+from serve_app.engine.metrics import EngineMeters, Histogram, Labels, Sample
+from serve_app.engine.scheduling.scheduler import Fetched
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Runner
+
+STEP_BYTES = 64 * 1024 * 1024
+"""Copied into the pool between two steps at most: about ten milliseconds of memcpy."""
+
+LOADING_BYTES = 512 * 1024 * 1024
+"""Read from disk and not yet in the pool at most; who would exceed it waits."""
+
+CLOSE_S = 5.0
+"""How long a stopping engine may write to disk what only memory holds."""
+
+CLOSE_BLOCKS = 64
+
+MOST_LOADS = 64
+"""Loads for one request: what is evicted again before its admission is not brought up for ever."""
+
+_LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One request's dealings with the tiers."""
+
+    load: DiskLoad | None = None
+    worthwhile: bool | None = None
+    turned_away: bool = False
+    loads: int = 0
+
+
+class LowerTiers:
+    """Spills, loads and waits of one engine."""
+
+    def __init__(
+        self, cache: PrefixCache, runner: Runner, tiers: Tiers, load_ratio: float, prefill_rate: Callable[[], float]
+    ) -> None:
+        self.tiers = tiers
+        self._cache = cache
+        self._runner = runner
+        self._rule = LoadRule(load_ratio)
+        self._prefill_rate = prefill_rate
+        self._fetches: dict[str, _Fetch] = {}
+        self._step_blocks = max(1, STEP_BYTES // tiers.size_bytes)
+        self._room_blocks = self._step_blocks
+        self._times = {tier: Histogram("warmpath_kv_tier_load_seconds", _LOAD_BUCKETS_S) for tier in ("host", "disk")}
+        cache.on_evict = self.spill
+
+    @property
+    def loading(self) -> int:
+        """Waiting requests that can do nothing until a load is done."""
+        under_way = any(self._under_way())
+        return sum(
+            1
+            for fetch in self._fetches.values()
+            if (fetch.load is not None and not fetch.load.done) or (under_way and fetch.turned_away)
+        )
+
+    def begin_step(self) -> None:
+        """Allow another step's worth of copying."""
+        self._room_blocks = self._step_blocks
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was kept for a request that ended."""
+        self._fetches.pop(request_id, None)
+
+    def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> Fetched:
+        """Bring up the blocks that continue ``matched``; the pool must have room for the sequence."""
+        fetch = self._fetches.get(sequence.request.request_id)
+        load = fetch.load if fetch is not None else None
+        if load is not None and not load.done:
+            return Fetched.WAIT
+        hits = len(matched)
+        missing = sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]
+        if load is None and self.tiers.find(missing) is None:
+            return Fetched.NOTHING
+        if fetch is None:
+            fetch = self._fetches[sequence.request.request_id] = _Fetch()
+        fetch.load, fetch.turned_away = None, False
+        if load is not None and not load.observed:
+            self._observe(load)
+        staged = load.blocks if load is not None else {}
+        run = self._run(sequence, matched, staged)
+        if not run or fetch.loads >= MOST_LOADS or not self._worthwhile(fetch, run):
+            return Fetched.NOTHING
+        if run[0][1] == "disk":
+            return self._await_disk(fetch, run)
+        # What was read from disk and does not fit this step stays with the request.
+        fetch.load = load
+        if self._room_blocks <= 0:
+            return Fetched.WAIT
+        fetch.loads += 1
+        return Fetched.LOADED if self._install(sequence, matched, run, staged) else Fetched.NOTHING
+
+    def spill(self, evicted: Sequence[CachedBlock]) -> None:
+        """Take what is evicted from the pool, children first."""
+        self.tiers.spill(self.describe(evicted), self._reader(evicted))
+
+    def save(self, entries: Sequence[CachedBlock]) -> bool:
+        """Write blocks of the pool, children first, to disk as saved; False where they cannot all be."""
+        return self.tiers.save(self.describe(entries), self._reader(entries))
+
+    def host_rows(
+        self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, matched: Sequence[int], first: int, last: int
+    ) -> list[Row]:
+        """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
+
+        ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's lineage.
+        The rows are views until the next spill.
+        """
+        size, parent = self._cache.block_size, self._lineage(matched)
+        rows: list[Row] = []
+        hashes: list[bytes] = []
+        for i in range(len(matched), last):
+            block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
+            (parent,) = extend_lineage(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
+            if known is None or row is None or known[0].lineage != parent:
+                break
+            hashes.append(block_hash)
+            if i >= first:
+                rows.append(row)
+        self.tiers.use(hashes)
+        return rows
+
+    def describe(self, entries: Sequence[CachedBlock]) -> list[TierBlock]:
+        """Return what tiers know of pool blocks; a parent is in ``entries`` or still in the cache."""
+        batch = {entry.block: entry for entry in entries}
+        described = []
+        for entry in entries:
+            unknown: list[CachedBlock] = []
+            above: CachedBlock | None = entry
+            while above is not None and not above.lineage:
+                unknown.append(above)
+                parent = above.parent
+                above = None if parent is None else batch.get(parent) or self._cache.entry(parent)
+            lineage = above.lineage if above is not None else b""
+            for block in reversed(unknown):
+                lineage = block.lineage = next_lineage(lineage, scope_digest(block.scope), block.token_bytes)
+            scope = entry.scope
+            described.append(
+                TierBlock(entry.block_hash, entry.lineage, scope_digest(scope), scope.lora, entry.token_bytes)
+            )
+        return described
+
+    def close(self) -> None:
+        """Let pool and host memory go to disk, where there is one, and end its thread."""
+        self._cache.on_evict = None
+        for key in self._cache.pins:
+            self._cache.unpin(key)
+        deadline_s = monotonic() + CLOSE_S
+        if self.tiers.disk is not None:
+            idle = self._cache.idle_leaves_first()
+            for start in range(0, len(idle), CLOSE_BLOCKS):
+                self.tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
+                self.spill(idle[start : start + CLOSE_BLOCKS])
+        self.tiers.close(deadline_s)
+
+    def take_events(self) -> list[TierEvent]:
+        """Return the tiers' events since the last call."""
+        return self.tiers.take_events()
+
+    def samples(self, labels: Labels) -> list[Sample]:
+        """Return the tiers' gauges, counters and load times (any thread)."""
+        found = list(self.tiers.samples(labels))
+        for tier, histogram in self._times.items():
+            found.extend(histogram.samples((*labels, ("tier", tier))))
+        return found
+
+    def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:
+        return lambda wanted, rows: self._runner.read_blocks([entries[i].block for i in wanted], rows)
+
+    def _under_way(self) -> list[DiskLoad]:
+        loads = {id(f.load): f.load for f in self._fetches.values() if f.load is not None and not f.load.done}
+        return list(loads.values())
+
+    def _run(
+        self, sequence: SequenceState, matched: Sequence[int], staged: Mapping[bytes, tuple[TierBlock, Row]]
+    ) -> list[tuple[TierBlock, str]]:
+        """Return the verified blocks that continue ``matched``, each with its tier ("staged": read from disk)."""
+        size, scope = self._cache.block_size, sequence.request.scope
+        parent = self._lineage(matched)
+        first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
+        found: list[tuple[TierBlock, str]] = []
+        for i in range(first, limit):
+            block_hash = sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            known = self.tiers.find(block_hash)
+            if block_hash in staged and (known is None or known[1] == "disk"):
+                known = staged[block_hash][0], "staged"
+            ids = sequence.tokens[size * i : size * (i + 1)]
+            (parent,) = extend_lineage(parent, scope.at(i), ids, size)
+            if known is None or known[0].lineage != parent:
+                break
+            found.append(known)
+        return found
+
+    def _lineage(self, matched: Sequence[int]) -> bytes:
+        """Return the lineage of a matched prefix's last block, b"" for none."""
+        if not matched:
+            return b""
+        last = self._cache.entry(matched[-1])
+        assert last is not None
+        return self.describe([last])[0].lineage
+
+    def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
+        """Decide once a request, so that nobody waits for a load and then computes it after all."""
+        if fetch.worthwhile is None:
+            sizes: dict[str, int] = {}
+            for _, tier in run:
+                name = "host" if tier == "host" else "disk"
+                sizes[name] = sizes.get(name, 0) + self.tiers.size_bytes
+            tokens = len(run) * self._cache.block_size
+            fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._prefill_rate())
+        return fetch.worthwhile
+
+    def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> Fetched:
+        hashes = [block.block_hash for block, tier in run if tier == "disk"]
+        under_way = self._under_way()
+        joined = next((load for load in under_way if hashes[0] in load.wanted), None)
+        if joined is None:
+            taken = sum(len(load.hashes) for load in under_way)
+            room = LOADING_BYTES // self.tiers.size_bytes - taken
+            if room <= 0 and under_way:
+                fetch.turned_away = True
+                return Fetched.WAIT
+            joined = self.tiers.load(hashes[: max(1, room)])
+        fetch.load = joined
+        fetch.loads += 1
+        return Fetched.WAIT
+
+    def _install(
+        self,
+        sequence: SequenceState,
+        matched: Sequence[int],
+        run: Sequence[tuple[TierBlock, str]],
+        staged: Mapping[bytes, tuple[TierBlock, Row]],
+    ) -> int:
+        ready = next((i for i, (_, tier) in enumerate(run) if tier == "disk"), len(run))
+        run = run[: min(ready, self._room_blocks)]
+        self.tiers.use([block.block_hash for block, tier in run if tier == "host"])
+
+        def rows() -> list[Row]:
+            found: list[Row] = []
+            for block, tier in run:
+                row = staged[block.block_hash][1] if tier == "staged" else self.tiers.row(block.block_hash)
+                if row is None:
+                    break
+                found.append(row)
+            return found
+
+        request = sequence.request
+        started_s = perf_counter()
+        loaded = install_blocks(
+            self._cache,
+            self._runner,
+            request.scope,
+            sequence.tokens,
+            sequence.chain,
+            matched,
+            len(run),
+            rows,
+            request.tenant,
+        )
+        duration_s = perf_counter() - started_s
+        self._room_blocks -= loaded
+        for _, tier in run[:loaded]:
+            self.tiers.counts["disk" if tier == "staged" else "host"].hits += 1
+        if loaded and not staged:
+            self._rule.observe("host", loaded * self.tiers.size_bytes, duration_s)
+            self._times["host"].observe(duration_s)
+        return loaded
+
+    def _observe(self, load: DiskLoad) -> None:
+        load.observed = True
+        if load.blocks:
+            self._rule.observe("disk", len(load.blocks) * self.tiers.size_bytes, load.duration_s)
+        self._times["disk"].observe(load.duration_s)
+
+
+def open_tiers(
+    settings: EngineSettings, cache: PrefixCache, runner: Runner, meters: EngineMeters, wake: Callable[[], None]
+) -> LowerTiers | None:
+    """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
+    if not (settings.tiers.on and settings.enable_prefix_caching):
+        return None
+    tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake)
+    return LowerTiers(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

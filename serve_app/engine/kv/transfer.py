@@ -1,0 +1,164 @@
+"""Export and import of cached prefixes between engines.
+
+Owns the order of pinning, copying and publishing. Knows nothing of how a chain travels. Called from any thread; what
+touches cache and pool runs on the engine's loop, a bounded number of bytes between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.transfer import KvChain, Row, make_header, verify_chain, verify_part
+from serve_app.engine.kv.install import install_blocks
+from serve_app.engine.protocol import ImportedPrefix
+from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.step import Runner
+
+STEP_BYTES = 32 * 1024 * 1024
+"""Copied between two steps at most, so that sequences keep decoding."""
+
+T = TypeVar("T", covariant=True)
+
+
+RowsBelow = Callable[[PrefixScope, TokenArray, bytes, Sequence[int], int, int], Sequence[Row]]
+"""See ``LowerTiers.host_rows``."""
+
+
+class OnLoop(Protocol):
+    """Runs work on the engine's loop and returns what it returns."""
+
+    def __call__(self, work: Callable[[], T], /) -> T:
+        """Run ``work`` between two steps."""
+
+
+class PrefixTransfer:
+    """One engine's way in and out for KV."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        scheduler: Scheduler,
+        on_loop: OnLoop,
+        below: RowsBelow | None = None,
+    ) -> None:
+        self._cache = cache
+        self._below = below
+        self._runner = runner
+        self._scheduler = scheduler
+        self._on_loop = on_loop
+        self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
+
+    def export_prefix(
+        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+    ) -> KvChain | None:
+        """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
+
+        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile.
+        """
+        size = self._cache.block_size
+        ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        if most_blocks is not None:
+            ids = ids[: (first + most_blocks) * size]
+        chain = self._cache.prompt_chain(scope, root, ids)
+        payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
+        blocks: list[int] | None = None
+        copied = 0
+
+        def copy() -> bool:
+            """Copy one step's worth, letting go of the pool's blocks with the last of it; return whether more is left.
+
+            All of it in one visit where it is little, for each visit waits for a step.
+            """
+            nonlocal blocks, copied
+            if blocks is None:
+                blocks = self._match(scope, ids, chain)
+                self._cache.acquire(blocks)
+            rows = list(payload[copied : copied + self._step_blocks])
+            at, end = first + copied, first + copied + len(rows)
+            held = blocks[at:end]
+            if held:
+                self._runner.read_blocks(held, rows[: len(held)])
+            below: Sequence[Row] = ()
+            if len(held) < len(rows) and self._below is not None:
+                below = self._below(scope, ids, chain, blocks, at + len(held), end)
+                for row, source in zip(rows[len(held) :], below, strict=False):
+                    row[...] = source
+            copied += len(held) + len(below)
+            if len(held) + len(below) == len(rows) and copied < len(payload):
+                return True
+            self._cache.release(blocks)
+            blocks = []
+            return False
+
+        try:
+            while self._on_loop(copy):
+                pass
+        except BaseException:
+            self._on_loop(lambda: self._cache.release(blocks or []))
+            raise
+        if not copied:
+            return None
+        end, payload = first + copied, payload[:copied]
+        held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
+        return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
+
+    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes, tenant: str = "default") -> ImportedPrefix:
+        """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing.
+
+        New blocks go on the account of ``tenant``.
+        """
+        cache = self._cache
+        if not cache.enabled:
+            return ImportedPrefix(0, 0)
+        ids = verify_chain(chain, self._runner.kv_format, scope, root, lambda parent, ids, _: cache.chain(parent, ids))
+        return self._import(chain, scope, ids, chain.header.hashes, 0, tenant)
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
+
+        Nothing is taken where blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
+        """
+        if not self._cache.enabled:
+            return ImportedPrefix(0, 0)
+        verify_part(part, self._runner.kv_format, scope, token_ids, hashes, first)
+        end = first + part.header.blocks
+        ids, chain = token_ids[: end * self._cache.block_size], hashes[: end * HASH_BYTES]
+        return self._import(part, scope, ids, chain, first, tenant)
+
+    def _import(
+        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
+    ) -> ImportedPrefix:
+        new = 0
+        while True:
+            held, more = self._on_loop(lambda: self._take(part, scope, ids, chain, first, tenant))
+            new += more
+            if not more or held >= first + part.header.blocks:
+                return ImportedPrefix(held, new)
+
+    def _match(self, scope: PrefixScope, ids: TokenArray, chain: bytes) -> list[int]:
+        """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""
+        return self._cache.match(scope, np.append(ids, np.int32(0)), chain)
+
+    def _take(
+        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
+    ) -> tuple[int, int]:
+        """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
+        cache = self._cache
+        matched = self._match(scope, ids, chain)
+        held = len(matched)
+        idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
+        room = cache.available_blocks - idle_hits - self._scheduler.promised_blocks
+        count = min(first + part.header.blocks - held, self._step_blocks, room)
+        if count <= 0 or held < first:
+            return held, 0
+        rows = list(part.payload[held - first : held - first + count])
+        new = install_blocks(cache, self._runner, scope, ids, chain, matched, count, lambda: rows, tenant)
+        return held + new, new

@@ -1,0 +1,240 @@
+"""LoRA on a packed step: every row gets its own sequence's adapter, over an unmodified transformers model.
+
+Owns forward hooks on linear layers, and the plan of a step: parts of neighbouring rows, each with the adapters they
+need side by side in one pair of products, a mask keeping every row to its own. Knows nothing of files, slots' LRU
+or requests. A step without adapters has no hooks at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from serve_app.engine.attention.paging import PADDED_ROWS
+from serve_app.engine.cpu.amx.library import LINEAR_DIM
+from serve_app.engine.cpu.packed_products import Pack, Product
+from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.lora.weights import AdapterWeights, LoraPair
+from serve_app.engine.step import Segment
+
+_NOBODY = -2
+
+SMALL_STEP_ROWS = 64
+"""Up to so many rows a step is one part: fewer, larger products cost less than skipping rows of other adapters."""
+
+
+class _Stack:
+    """One layer's adapters side by side. ``owners`` [sum of ranks]: whose row it is; ``ranks`` says so as a key.
+
+    With a ``pack`` the products are its own: plain ones in bfloat16 are oneDNN's on a CPU, which compiles and keeps a
+    kernel for every shape that it meets, and ragged steps have thousands. ``columns``: the owners of their columns.
+    """
+
+    def __init__(self, pair: LoraPair, owners: torch.Tensor, ranks: tuple[int, ...], pack: Pack | None) -> None:
+        self.pair = pair
+        self.owners = self.columns = owners
+        self.ranks = ranks
+        self._products: tuple[Product, Product] | None = None
+        if pack is not None:
+            # The product by `up` takes so many numbers at once: what is added are zeros, and belongs to nobody.
+            more = -pair.rank % LINEAR_DIM
+            down, up = (torch.nn.functional.pad(one, (0, 0, 0, more)) for one in (pair.down, pair.up))
+            self.columns = torch.nn.functional.pad(owners, (0, more), value=_NOBODY)
+            self._products = pack(down, None), pack(up.t(), None)
+
+    def add(self, given: torch.Tensor, made: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Add the adapters' part of ``given`` [rows, in] to ``made`` [rows, out]; ``mask``: see ``_Part.mask``."""
+        hidden = torch.mm(given, self.pair.down.t()) if self._products is None else self._products[0](given)
+        if mask is not None:
+            hidden.masked_fill_(mask, 0)
+        if self._products is None:
+            made.addmm_(hidden, self.pair.up)
+        else:
+            made.add_(self._products[1](hidden))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """Adapters that are applied together, by layer; ``keys[i]`` is the adapter whose number is i."""
+
+    keys: tuple[str, ...]
+    stacks: Mapping[str, _Stack]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows ``first`` to ``last`` - 1 of the step. ``rows``: the number of each row's adapter, -1 for none.
+
+    Without ``rows`` all of them belong to the bundle's only adapter.
+    """
+
+    first: int
+    last: int
+    bundle: _Bundle
+    rows: torch.Tensor | None
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, stack: _Stack) -> torch.Tensor:
+        """Return where a row meets an adapter that is not its own, [rows, sum of ranks]; once for equal ranks."""
+        assert self.rows is not None
+        found = self.masks.get(stack.ranks)
+        if found is None:
+            found = self.masks[stack.ranks] = self.rows[:, None] != stack.columns[None, :]
+        return found
+
+
+class LoraLayers:
+    """The adapters of one model's linear layers. Used by the engine's thread alone, but for ``slots``."""
+
+    def __init__(
+        self,
+        layers: Mapping[str, torch.nn.Linear],
+        slots: LoadedAdapters[AdapterWeights],
+        device: torch.device,
+        pack: Pack | None = None,
+    ) -> None:
+        self._pack = pack
+        self._layers = layers
+        self._slots = slots
+        self._device = device
+        self._singles: dict[str, _Bundle] = {}
+        self._together: _Bundle | None = None
+        self._parts: tuple[_Part, ...] = ()
+        self._hooks: dict[str, RemovableHandle] = {}
+
+    @contextmanager
+    def applied(self, segments: Sequence[Segment], order: Iterable[int], rows: int) -> Iterator[None]:
+        """Apply each segment's adapter to its rows while the context lasts; ``rows`` counts padding too."""
+        spans = _spans(segments, order)
+        if not spans:
+            self._detach()
+            yield
+            return
+        self._forget_evicted()
+        self._parts = tuple(self._part(first, last, spans) for first, last in _cuts(spans, rows))
+        self._attach()
+        try:
+            yield
+        finally:
+            self._parts = ()
+
+    def _part(self, first: int, last: int, spans: Sequence[tuple[str, int, int]]) -> _Part:
+        inside = [span for span in spans if span[1] < last and span[2] > first]
+        bundle = self._bundle(tuple(dict.fromkeys(key for key, _, _ in inside)))
+        covered = sum(min(stop, last) - max(start, first) for _, start, stop in inside)
+        if len(bundle.keys) == 1 and covered == last - first:
+            return _Part(first, last, bundle, None)
+        numbers = {key: number for number, key in enumerate(bundle.keys)}
+        rows = torch.full((last - first,), -1, dtype=torch.int32)
+        for key, start, stop in inside:
+            rows[max(start - first, 0) : stop - first] = numbers[key]
+        return _Part(first, last, bundle, rows.to(self._device))
+
+    def _bundle(self, keys: tuple[str, ...]) -> _Bundle:
+        if len(keys) == 1:
+            return self._single(keys[0])
+        together = self._together
+        if together is None or not set(keys) <= set(together.keys):
+            # All that hold slots, so that the stack is not built anew whenever another mix of them is in a step.
+            singles = [self._single(key) for key in {*self._slots.in_slots, *keys}]
+            together = self._together = _stacked(singles, self._pack)
+        return together
+
+    def _single(self, key: str) -> _Bundle:
+        bundle = self._singles.get(key)
+        if bundle is None:
+            stacks = {}
+            for name, pair in self._slots.weights(key).items():
+                placed = pair.to(self._device)
+                owners = torch.zeros(pair.rank, dtype=torch.int32, device=self._device)
+                stacks[name] = _Stack(placed, owners, (pair.rank,), self._pack)
+            bundle = self._singles[key] = _Bundle((key,), stacks)
+        return bundle
+
+    def _forget_evicted(self) -> None:
+        """Let go of what no longer holds a slot; on a GPU this is what frees its memory."""
+        kept = set(self._slots.in_slots)
+        for key in self._singles.keys() - kept:
+            del self._singles[key]
+        if self._together is not None and not set(self._together.keys) <= kept:
+            self._together = None
+
+    def _attach(self) -> None:
+        for part in self._parts:
+            for name in part.bundle.stacks.keys() - self._hooks.keys():
+                self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
+
+    def _detach(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _hook(self, name: str) -> Any:
+        def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            given, made = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
+            for part in self._parts:
+                stack = part.bundle.stacks.get(name)
+                if stack is None:
+                    continue
+                mask = None if part.rows is None else part.mask(stack)
+                stack.add(given[part.first : part.last], made[part.first : part.last], mask)
+
+        return add
+
+
+def _spans(segments: Sequence[Segment], order: Iterable[int]) -> list[tuple[str, int, int]]:
+    """Return (key, first row, row after the last) of neighbouring rows with one adapter; base rows are left out."""
+    spans: list[tuple[str, int, int]] = []
+    row = 0
+    for i in order:
+        key, stop = segments[i].lora, row + len(segments[i].token_ids)
+        if key:
+            if spans and spans[-1][0] == key and spans[-1][2] == row:
+                spans[-1] = (key, spans[-1][1], stop)
+            else:
+                spans.append((key, row, stop))
+        row = stop
+    return spans
+
+
+def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, int]]:
+    """Return the parts' rows: whole multiples of the padding in a large step, for the few shapes that gives.
+
+    Long spans are parts of their own; short ones that lie close together (decoding rows, mostly) share one.
+    """
+    if rows <= SMALL_STEP_ROWS:
+        return [(spans[0][1], spans[-1][2])]
+    cuts: list[tuple[int, int]] = []
+    small = False
+    for _, start, stop in spans:
+        first = start // PADDED_ROWS * PADDED_ROWS
+        last = min(-(-stop // PADDED_ROWS) * PADDED_ROWS, rows)
+        is_small = stop - start <= SMALL_STEP_ROWS
+        before = cuts[-1][1] if cuts else 0
+        if cuts and small and is_small and first - before <= SMALL_STEP_ROWS:
+            cuts[-1] = (cuts[-1][0], max(last, before))
+        elif last > before:
+            # Rows in two parts would get their adapter twice.
+            cuts.append((max(first, before), last))
+            small = is_small
+    return cuts
+
+
+def _stacked(singles: Sequence[_Bundle], pack: Pack | None) -> _Bundle:
+    stacks = {}
+    for name in dict.fromkeys(name for single in singles for name in single.stacks):
+        having = [(number, found) for number, one in enumerate(singles) if (found := one.stacks.get(name)) is not None]
+        ranks = [0] * len(singles)
+        for number, stack in having:
+            ranks[number] = stack.pair.rank
+        pair = LoraPair(
+            torch.cat([stack.pair.down for _, stack in having]), torch.cat([stack.pair.up for _, stack in having])
+        )
+        owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in having])
+        stacks[name] = _Stack(pair, owners, tuple(ranks), pack)
+    return _Bundle(tuple(single.keys[0] for single in singles), stacks)

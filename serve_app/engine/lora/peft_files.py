@@ -1,0 +1,161 @@
+"""A LoRA adapter on disk, in PEFT's format: which files, what its config means, and its digest.
+
+Owns what of PEFT's config is supported and the sentences for what is not. Reads bytes; knows no tensors, no model
+and no tenants, so that an ingress can name an adapter without loading torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from serve_app.engine.protocol import AdapterError, AdapterSpec
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
+"""What an adapter may be called: no "@", which divides name and digest in a key."""
+
+_INERT = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+    "exclude_modules lora_alpha lora_dropout bias use_rslora init_lora_weights layers_to_transform layers_pattern "
+    "rank_pattern alpha_pattern megatron_core qalora_group_size runtime_config eva_config loftq_config".split()
+)
+"""Fields that are read below, or that say nothing of how a finished adapter is applied."""
+
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations after which the adapter fits only a base model whose weights were changed with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How an adapter is applied: ranks and scales, by module where patterns say so."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, float], ...] = ()
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module, by its name in the base model."""
+        return _by_pattern(self.rank_pattern, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return what the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
+        rank = self.rank_of(module)
+        return _by_pattern(self.alpha_pattern, module, self.alpha) / (rank**0.5 if self.use_rslora else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter as read: ``weights`` are the bytes of its safetensors file, the same that ``digest`` covers."""
+
+    config: AdapterConfig
+    weights: bytes
+    digest: str
+
+
+def read_adapter(path: str | Path) -> AdapterFile:
+    """Read an adapter's directory, or its safetensors file with the config beside it.
+
+    The digest is a SHA-256 over the file's bytes and the effective config. Raises AdapterError.
+    """
+    where = Path(path)
+    file = where / WEIGHTS_FILE if where.is_dir() else where
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise AdapterError(f"there is no {WEIGHTS_FILE} at this path; give an adapter's directory, as PEFT saves it")
+    config_file = file.parent / CONFIG_FILE
+    if not config_file.is_file():
+        raise AdapterError(f"{CONFIG_FILE} is missing beside {file.name}; copy it too")
+    try:
+        raw_config, weights = config_file.read_bytes(), file.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"the adapter's files cannot be read ({error.strerror})") from error
+    config = parse_config(raw_config)
+    digest = sha256(msgspec.json.encode(config))
+    digest.update(b"\n" + weights)
+    return AdapterFile(config, weights, digest.hexdigest())
+
+
+def describe_adapter(name: str, path: str | Path) -> AdapterSpec:
+    """Return the spec of the adapter at ``path``. Raises AdapterError, also for a name that cannot be used."""
+    if not NAME.fullmatch(name):
+        raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
+    where = Path(path).expanduser().resolve()
+    return AdapterSpec(name, read_adapter(where).digest, str(where))
+
+
+def read_described(spec: AdapterSpec) -> AdapterFile:
+    """Read what ``spec`` names. Raises AdapterError when the files are no longer those that were described."""
+    found = read_adapter(spec.path)
+    if found.digest != spec.digest:
+        raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
+    return found
+
+
+def parse_config(raw: bytes) -> AdapterConfig:
+    """Read PEFT's adapter_config.json. Raises AdapterError for what would be computed wrongly if it were ignored."""
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG_FILE} is not a JSON object") from error
+    if str(fields.get("peft_type", "LORA")).upper() != "LORA":
+        raise AdapterError(f"peft_type {fields['peft_type']!r} is not supported: only LORA is")
+    if fields.get("bias", "none") not in (None, "none"):
+        raise AdapterError("adapters with trained biases (bias) are not supported; train with bias='none'")
+    start = fields.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGING):
+        raise AdapterError(f"init_lora_weights {start!r} changes the base model; convert it to plain LoRA when saving")
+    for name, value in fields.items():
+        # A number or a word only tunes a feature that a switch, a list or an object turns on.
+        if name not in _INERT and (value is True or (isinstance(value, dict | list) and value)):
+            raise AdapterError(f"{name} is not supported; save the adapter as plain LoRA")
+    return AdapterConfig(
+        rank=_rank("r", fields.get("r")),
+        alpha=_alpha("lora_alpha", fields.get("lora_alpha")),
+        use_rslora=bool(fields.get("use_rslora")),
+        rank_pattern=tuple((key, _rank(key, value)) for key, value in _pattern(fields, "rank_pattern").items()),
+        alpha_pattern=tuple((key, _alpha(key, value)) for key, value in _pattern(fields, "alpha_pattern").items()),
+    )
+
+
+def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise AdapterError(f"{name} must be an object of module names")
+    for key in value:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise AdapterError(f"{name} holds {key[:64]!r}, which is no pattern") from error
+    return value
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise AdapterError(f"{name[:64]} must be a whole number of at least 1")
+    return value
+
+
+def _alpha(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < float("inf"):
+        raise AdapterError(f"{name[:64]} must be a number")
+    return float(value)
+
+
+def _by_pattern(pattern: tuple[tuple[str, T], ...], module: str, otherwise: T) -> T:
+    """Return the value of the first pattern that ends ``module``. Source: PEFT's ``get_pattern_key``."""
+    for key, value in pattern:
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return otherwise

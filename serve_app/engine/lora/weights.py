@@ -1,0 +1,104 @@
+"""An adapter's tensors, checked against the model that is to wear them.
+
+Owns the reading of PEFT's tensor names and every shape check. Knows nothing of steps or slots. An adapter file and
+the model's linear layers flow in; per layer a pair of matrices, the scale folded in, flows out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import safetensors
+import safetensors.torch
+import torch
+
+from serve_app.engine.lora.peft_files import AdapterConfig, AdapterFile
+from serve_app.engine.protocol import AdapterError
+
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """One layer's adapter: y += (x @ ``down``.T) @ ``up``; ``down`` [rank, in], ``up`` [rank, out]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    @property
+    def rank(self) -> int:
+        """Rows of either matrix."""
+        return int(self.down.shape[0])
+
+    def to(self, device: torch.device) -> LoraPair:
+        """Return the pair on ``device``; the same tensors if they are there already."""
+        return LoraPair(self.down.to(device), self.up.to(device))
+
+
+AdapterWeights = Mapping[str, LoraPair]
+"""Pairs by the layer's name in the base model."""
+
+
+def adaptable_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Return the layers that an adapter may target, by name: linear ones that see every row of a packed step.
+
+    The output layer is none of them (it sees only the rows whose logits are wanted), nor are routed experts.
+    """
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not output and ".experts." not in name
+    }
+
+
+def adapter_weights(
+    file: AdapterFile, layers: Mapping[str, torch.nn.Linear], *, max_rank: int, dtype: torch.dtype
+) -> AdapterWeights:
+    """Parse an adapter for a model with ``layers``. Raises AdapterError unless every tensor has its place."""
+    try:
+        tensors = safetensors.torch.load(file.weights)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = _TENSOR.fullmatch(name)
+        if found is None:
+            raise AdapterError(f"the tensor {name[:128]!r} is not supported: only lora_A and lora_B of linear layers")
+        if found["module"] not in layers:
+            raise AdapterError(f"the model has no linear layer {found['module'][:128]!r} that an adapter may change")
+        parts.setdefault(found["module"], {})[found["part"]] = tensor
+    if not parts:
+        raise AdapterError("the adapter holds no weights")
+    return {
+        module: _pair(module, found, file.config, layers[module], max_rank, dtype) for module, found in parts.items()
+    }
+
+
+def _pair(
+    module: str,
+    parts: Mapping[str, torch.Tensor],
+    config: AdapterConfig,
+    layer: torch.nn.Linear,
+    max_rank: int,
+    dtype: torch.dtype,
+) -> LoraPair:
+    if parts.keys() != {"A", "B"}:
+        raise AdapterError(f"{module} has only one of lora_A and lora_B")
+    down, up, rank = parts["A"], parts["B"], config.rank_of(module)
+    wanted = (rank, layer.in_features), (layer.out_features, rank)
+    if (tuple(down.shape), tuple(up.shape)) != wanted:
+        raise AdapterError(
+            f"{module}: lora_A is {list(down.shape)} and lora_B {list(up.shape)}; this model and rank need "
+            f"{list(wanted[0])} and {list(wanted[1])}"
+        )
+    if rank > max_rank:
+        raise AdapterError(f"{module} has rank {rank}, over max_lora_rank {max_rank}")
+    scaled = up.float().t() * config.scale_of(module)
+    pair = LoraPair(down.to(dtype).contiguous(), scaled.to(dtype).contiguous())
+    # A product with another adapter's rows is zero only while all numbers are finite.
+    if not bool(torch.isfinite(pair.down).all()) or not bool(torch.isfinite(pair.up).all()):
+        raise AdapterError(f"{module} holds numbers that are not finite")
+    return pair

@@ -1,0 +1,177 @@
+"""What an engine counts and measures: counters, histograms, smoothed rates.
+
+Owns metric names (vLLM's suffixes under ``warmpath_``) and Prometheus' cumulative buckets. Knows nothing of
+schedulers or caches. Written by the engine's thread alone; samples may be read from any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+from serve_app.cache.prefix_cache import PrefixCache
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[str, Labels, float]
+
+TENANT_LABELS = 100
+"""Tenants counted under their own name; later ones are counted as "other", so that /metrics stays bounded."""
+
+_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
+
+_PREFILL_MEMORY_TOKENS = 8192.0
+_PREFILL_LEAST_TOKENS = 128
+_DECODE_WEIGHT = 0.1
+
+
+class Histogram:
+    """Counts of observations by upper bound."""
+
+    def __init__(self, name: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield cumulative ``_bucket`` samples with ``le``, then ``_sum`` and ``_count``."""
+        total = 0
+        for bound, count in zip((*map(_number, self._bounds), "+Inf"), tuple(self._counts), strict=True):
+            total += count
+            yield f"{self._name}_bucket", (*labels, ("le", bound)), float(total)
+        yield f"{self._name}_sum", labels, self._sum
+        yield f"{self._name}_count", labels, float(total)
+
+
+class EngineMeters:
+    """Counters of one engine's life."""
+
+    def __init__(self) -> None:
+        self.prefill_tokens_per_s = 0.0
+        self.decode_step_s = 0.0
+        self.prompt_tokens = 0
+        self.computed_prompt_tokens = 0
+        self.recomputed_tokens = 0
+        self.generation_tokens = 0
+        self.finished: dict[str, int] = {}
+        self.saves: dict[str, int] = {}
+        self.ttft = Histogram("warmpath_time_to_first_token_seconds", _TTFT_BUCKETS)
+        self.inter_token = Histogram("warmpath_inter_token_latency_seconds", _TOKEN_BUCKETS)
+        self.queue_time = Histogram("warmpath_request_queue_time_seconds", _QUEUE_BUCKETS)
+        self._queries: dict[str, int] = {}
+        self._hits: dict[str, int] = {}
+        self._preemptions: dict[str, int] = {}
+        self._rate_tokens = 0.0
+        self._rate_s = 0.0
+
+    def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
+        """Count a request's prefix-cache query, once, when it is first scheduled."""
+        self.prompt_tokens += prompt_tokens
+        if not caching:
+            return
+        name = tenant if tenant in self._queries or len(self._queries) < TENANT_LABELS else "other"
+        self._queries[name] = self._queries.get(name, 0) + prompt_tokens
+        self._hits[name] = self._hits.get(name, 0) + cached_tokens
+
+    def stepped(self, prefill_tokens: int, duration_s: float) -> None:
+        """Smooth the measured rates: prefill over about the last 8,192 tokens, decode over about ten steps.
+
+        Prefill steps of a few tokens say nothing of throughput and are left out once there is a figure.
+        """
+        if prefill_tokens == 0:
+            last = self.decode_step_s
+            self.decode_step_s = duration_s if last == 0.0 else last + _DECODE_WEIGHT * (duration_s - last)
+        elif duration_s > 0.0 and (prefill_tokens >= _PREFILL_LEAST_TOKENS or self.prefill_tokens_per_s == 0.0):
+            kept = math.exp(-prefill_tokens / _PREFILL_MEMORY_TOKENS)
+            self._rate_tokens = self._rate_tokens * kept + prefill_tokens
+            self._rate_s = self._rate_s * kept + duration_s
+            self.prefill_tokens_per_s = self._rate_tokens / self._rate_s
+
+    def preempted(self, tenant: str) -> None:
+        """Count a sequence that gave its blocks back before its end."""
+        counts = self._preemptions
+        name = tenant if tenant in counts or len(counts) < TENANT_LABELS else "other"
+        counts[name] = counts.get(name, 0) + 1
+
+    def finish(self, reason: str) -> None:
+        """Count a finished request."""
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def saved(self, outcome: str) -> None:
+        """Count what became of a request's save."""
+        self.saves[outcome] = self.saves.get(outcome, 0) + 1
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield every counter, histogram and rate."""
+        hits = dict(self._hits)
+        for tenant, queries in dict(self._queries).items():
+            by_tenant = (*labels, ("tenant", tenant))
+            yield "warmpath_prefix_cache_queries_total", by_tenant, float(queries)
+            yield "warmpath_prefix_cache_hits_total", by_tenant, float(hits.get(tenant, 0))
+        yield "warmpath_prompt_tokens_total", labels, float(self.prompt_tokens)
+        yield "warmpath_prompt_tokens_computed_total", labels, float(self.computed_prompt_tokens)
+        yield "warmpath_prompt_tokens_saved_total", labels, float(sum(hits.values()))
+        yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)
+        for reason, count in dict(self.finished).items():
+            yield "warmpath_requests_finished_total", (*labels, ("finished_reason", reason)), float(count)
+        for tenant, count in dict(self._preemptions).items():
+            yield "warmpath_num_preemptions_total", (*labels, ("tenant", tenant)), float(count)
+        yield "warmpath_recomputed_tokens_total", labels, float(self.recomputed_tokens)
+        for outcome, count in dict(self.saves).items():
+            yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
+        yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s
+        yield "warmpath_decode_step_seconds", labels, self.decode_step_s
+        for histogram in (self.ttft, self.inter_token, self.queue_time):
+            yield from histogram.samples(labels)
+
+
+def _number(bound: float) -> str:
+    return repr(float(bound))
+
+
+def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running: int, waiting: int) -> Iterable[Sample]:
+    """Yield the pool's blocks and bytes by state, the index's size, and how many requests run and wait."""
+    pool = cache.pool
+    # A block that only a pin holds is in use to the pool, and cached to whoever asks.
+    kept = min(cache.pinned_idle_blocks(), pool.used_blocks)
+    yield "warmpath_num_requests_running", labels, float(running)
+    yield "warmpath_num_requests_waiting", labels, float(waiting)
+    yield "warmpath_kv_cache_usage_perc", labels, (pool.used_blocks - kept) / pool.total_blocks
+    yield "warmpath_prefix_cache_blocks", labels, float(cache.indexed_blocks)
+    yield "warmpath_prefix_cache_bytes", labels, float(cache.indexed_blocks * block_bytes)
+    pins = cache.pins
+    yield "warmpath_pinned_prefixes", labels, float(len(pins))
+    yield "warmpath_pinned_blocks", labels, float(pins.blocks)
+    yield "warmpath_pinned_bytes", labels, float(pins.blocks * block_bytes)
+    yield "warmpath_pin_budget_bytes", labels, float(pins.budget_blocks * block_bytes)
+    yield "warmpath_pins_recalled_total", labels, float(cache.recalled_pins)
+    for tenant, blocks in bounded(pins.holdings()).items():
+        yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
+    for tenant, blocks in bounded(cache.quota.holdings()).items():
+        by_tenant = (*labels, ("tenant", tenant))
+        yield "warmpath_tenant_kv_cache_blocks", by_tenant, float(blocks)
+        yield "warmpath_tenant_kv_cache_bytes", by_tenant, float(blocks * block_bytes)
+    yield "warmpath_prefix_cache_evicted_blocks_total", labels, float(cache.evicted_blocks)
+    states = (("used", pool.used_blocks - kept), ("cached", pool.idle_blocks + kept), ("free", pool.free_blocks))
+    for state, blocks in states:
+        by_state = (*labels, ("state", state))
+        yield "warmpath_kv_cache_blocks", by_state, float(blocks)
+        yield "warmpath_kv_cache_bytes", by_state, float(blocks * block_bytes)
+
+
+def bounded(by_tenant: Mapping[str, int]) -> dict[str, int]:
+    """Return the largest ``TENANT_LABELS`` figures by tenant, and the sum of the rest as "other"."""
+    if len(by_tenant) <= TENANT_LABELS:
+        return dict(by_tenant)
+    ordered = sorted(by_tenant.items(), key=lambda item: (-item[1], item[0]))
+    shown = dict(ordered[:TENANT_LABELS])
+    shown["other"] = shown.get("other", 0) + sum(blocks for _, blocks in ordered[TENANT_LABELS:])
+    return shown

@@ -1,0 +1,83 @@
+"""Blocks out of pool tensors and back, as raw bytes: a base model's, and a drafter's after it.
+
+Owns the copy on either kind of device. Knows nothing of which blocks, or why. On the CPU a copy per block through
+numpy is three times as fast as torch's gather (65 MB: 10 ms against 35) and wakes no OpenMP workers. Elsewhere the
+blocks are gathered on the device and cross in one transfer through pinned memory; only reading waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from serve_app.cache.transfer import KvPart, Row
+from serve_app.engine.attention.page_table import upload
+
+
+def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:
+    """Describe what a block of ``pool`` carries."""
+    layers, pair, _, *rest = pool.shape
+    return KvPart(str(pool.dtype).removeprefix("torch."), (layers, pair, *rest), model)
+
+
+def copy_out(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill each row with its block of every pool, one after another."""
+    start = 0
+    for pool in pools:
+        end = start + pool[:, :, 0].nbytes
+        _copy_out(pool, blocks, [row[start:end] for row in rows])
+        start = end
+
+
+def copy_in(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of every pool from rows; mutates the pools."""
+    start = 0
+    for pool in pools:
+        end = start + pool[:, :, 0].nbytes
+        _copy_in(pool, blocks, [row[start:end] for row in rows])
+        start = end
+
+
+def _copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill ``rows`` with the blocks of ``pool`` [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        shape = (*raw.shape[:2], *raw.shape[3:])
+        for block, row in zip(blocks, rows, strict=True):
+            row.reshape(shape)[...] = raw[:, :, block]
+        return
+    for taken, row in zip(gather_blocks(pool, blocks), rows, strict=True):
+        row[...] = taken
+
+
+def _copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of ``pool`` from ``rows``; mutates the pool."""
+    if pool.device.type == "cpu":
+        raw = pool.view(torch.uint8).numpy()
+        shape = (*raw.shape[:2], *raw.shape[3:])
+        for block, row in zip(blocks, rows, strict=True):
+            raw[:, :, block] = row.reshape(shape)
+        return
+    scatter_blocks(pool, blocks, rows)
+
+
+def gather_blocks(pool: torch.Tensor, blocks: Sequence[int]) -> Row:
+    """Return blocks of a pool on any device as bytes [len(blocks), bytes per block]."""
+    (index,) = upload((np.array(blocks, dtype=np.int64),), pool.device)
+    gathered = pool.index_select(2, index).movedim(2, 0).contiguous().view(torch.uint8).view(len(blocks), -1)
+    host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
+    host.copy_(gathered, non_blocking=True)
+    if pool.is_cuda:
+        torch.cuda.current_stream(pool.device).synchronize()
+    return host.numpy()
+
+
+def scatter_blocks(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+    """Fill blocks of a pool on any device; mutates it. Later work on the device comes after; the host does not wait."""
+    (index,) = upload((np.array(blocks, dtype=np.int64),), pool.device)
+    host = torch.empty((len(rows), pool[:, :, 0].nbytes), dtype=torch.uint8, pin_memory=pool.is_cuda)
+    np.stack(rows, out=host.numpy())
+    there = host.to(pool.device, non_blocking=True).view(pool.dtype)
+    pool.index_copy_(2, index, there.view(len(blocks), *pool.shape[:2], *pool.shape[3:]).movedim(0, 2))

@@ -1,0 +1,87 @@
+"""How many bytes of a GPU the KV pool may take: what the utilization leaves after weights and one step's work.
+
+Owns that estimate; a model is counted on torch's meta device, nothing is allocated. Knows nothing of blocks. Configs
+and settings flow in, bytes flow out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from serve_app.engine.attention.gather_backends import GATHER_TOKENS
+from serve_app.engine.lora.weights import adaptable_layers
+from serve_app.engine.runner.cuda_graphs import GRAPH_BYTES
+from serve_app.engine.runner.kv_size import kv_shape
+
+_SLACK_BYTES = 512 * 1024**2
+"""Workspaces of the matrix library, and what the allocator cannot hand out again."""
+
+_SAMPLING_BYTES = 64
+"""Per row and token of the vocabulary: logits, their float64 copy, its sort and sums, the noise."""
+
+_LIVE_TENSORS = 8
+"""Of a layer's widest tensors, how many live at once, generously."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a replica is set up to do at once. ``lora_ranks``: ranks of all adapters in the batch; 0 without LoRA."""
+
+    batched_tokens: int
+    sequences: int
+    lora_ranks: int
+    graphs: bool
+
+
+def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
+    """Return the bytes of a model's weights, shared ones once, and of its adapters' up to ``lora_ranks`` together."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    elements = sum(weight.numel() for weight in model.parameters())
+    if lora_ranks:
+        # Alone and in the stack of all that are in the batch.
+        widths = sum(layer.in_features + layer.out_features for layer in adaptable_layers(model).values())
+        elements += 2 * lora_ranks * widths
+    return int(elements * dtype.itemsize)
+
+
+def step_bytes(config: Any, dtype: torch.dtype, work: Work) -> int:
+    """Return what one step may need beside weights and KV: activations, copied KV, sampling, graphs."""
+    _, kv_heads, head_dim = kv_shape(config)
+    hidden = int(config.hidden_size)
+    widest = max(int(getattr(config, "intermediate_size", None) or 4 * hidden), hidden)
+    activations = work.batched_tokens * _LIVE_TENSORS * widest * dtype.itemsize
+    copied = 2 * GATHER_TOKENS * kv_heads * head_dim * dtype.itemsize
+    sampling = work.sequences * int(config.vocab_size) * _SAMPLING_BYTES
+    return activations + copied + sampling + (GRAPH_BYTES if work.graphs else 0) + _SLACK_BYTES
+
+
+def kv_budget_bytes(
+    memory: tuple[int, int], utilization: float, models: Sequence[Any], dtype: torch.dtype, work: Work
+) -> int:
+    """Return the bytes left to KV. ``memory``: (free, total) of the device; ``models``: configs, the base first.
+
+    ``utilization`` is the part of the whole device that this replica may take, as vLLM counts it.
+    Raises ValueError when weights and a step take it all.
+    """
+    free, total = memory
+    weights = sum(weight_bytes(config, dtype, 0 if i else work.lora_ranks) for i, config in enumerate(models))
+    steps = sum(step_bytes(config, dtype, work) for config in models)
+    allowed = min(int(total * utilization), free)
+    left = allowed - weights - steps
+    if left <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization={utilization:g} allows {_gib(allowed)} of {_gib(total)} ({_gib(free)} free); the "
+            f"weights take {_gib(weights)} and a step up to {_gib(steps)}, which leaves no KV: raise it, lower "
+            "max_num_batched_tokens or max_num_seqs, or set kv_cache_bytes"
+        )
+    return left
+
+
+def _gib(count: int) -> str:
+    return f"{count / 1024**3:.1f} GiB"

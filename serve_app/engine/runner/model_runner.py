@@ -1,0 +1,216 @@
+"""Runs steps on an unmodified transformers causal language model over the paged KV pool.
+
+Owns the model's weights, its dtype and device, and the pool. Knows nothing of scheduling, prefixes or requests.
+Segments flow in; sampled tokens, or the reason a segment failed, flow out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from serve_app.cache.transfer import KvFormat, Row
+from serve_app.engine.attention.interface import IMPLEMENTATION, refuse_unsupported
+from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
+from serve_app.engine.cpu.compiled_forward import CompiledForward, NotCompiled, compile_forward
+from serve_app.engine.cpu.packed_linears import pack_linears
+from serve_app.engine.cpu.packed_products import amx_packing
+from serve_app.engine.lora.layers import LoraLayers
+from serve_app.engine.lora.peft_files import read_described
+from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
+from serve_app.engine.metrics import Labels, Sample
+from serve_app.engine.protocol import AdapterSpec
+from serve_app.engine.runner.attention_selector import choose_backend
+from serve_app.engine.runner.cuda_graphs import DecodeGraphs, cuda_recorder
+from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
+from serve_app.engine.runner.kv_size import kv_bytes_per_block, kv_shape
+from serve_app.engine.runner.sampling import choose_tokens
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Segment, SegmentResult
+
+_KERNELS_KEPT = "4096"
+"""oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
+
+_DUMMY_SEED = 20
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the named device; "auto" is CUDA where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the named dtype; "auto" is bfloat16 where the device multiplies it natively, else float32.
+
+    Raises ValueError on an unknown name.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ValueError(f"dtype must be auto or one of {', '.join(_DTYPES)}, not {name!r}")
+        return _DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    probes = (getattr(torch.cpu, probe, None) for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return torch.bfloat16 if any(probe() for probe in probes if probe is not None) else torch.float32
+
+
+class ModelRunner:
+    """A transformers model, its KV pool, and one packed forward a step."""
+
+    kind = "torch"
+
+    def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
+        """Load a local checkpoint. Raises UnsupportedModel, NotCompiled, or FileNotFoundError where there is none."""
+        if not (Path(model_path) / "config.json").is_file():
+            raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        self.device = choose_device(settings.device)
+        self.dtype = choose_dtype(settings.dtype, self.device)
+        self.config: Any = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+        refuse_unsupported(self.config)
+        model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
+        refuse_unsupported(self.config, model)
+        self.model = model.eval()
+        linears = pack_linears(self.model)
+        layers, kv_heads, head_dim = kv_shape(self.config)
+        self.vocab_size = int(self.config.vocab_size)
+        self.max_positions = int(self.config.max_position_embeddings)
+        self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
+        heads = Heads(int(self.config.num_attention_heads), kv_heads, head_dim, settings.block_size, self.dtype)
+        self.attention = choose_backend(settings.attention_backend, self.device, heads)
+        self.pool = KvPool(
+            layers,
+            settings.num_blocks,
+            settings.block_size,
+            kv_heads,
+            head_dim,
+            self.dtype,
+            self.device,
+            scratch_block=self.device.type == "cuda",
+        )
+        self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
+        self._linears = adaptable_layers(self.model)
+        self._max_lora_rank = settings.max_lora_rank
+        self.adapters: LoadedAdapters[AdapterWeights] = LoadedAdapters(
+            self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
+        )
+        on_amx = self.dtype is torch.bfloat16 and self.device.type == "cpu"
+        self._lora = LoraLayers(self._linears, self.adapters, self.device, amx_packing() if on_amx else None)
+        self._compiled: CompiledForward | None = None
+        if settings.compile_model:
+            if self.device.type != "cpu":
+                raise NotCompiled("compile_model is for CPUs (a GPU's decode steps are CUDA graphs): leave it out")
+            self._compiled = compile_forward(self.model, linears, self.pool, self.attention.backend)
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and not settings.enforce_eager:
+            self._graphs = DecodeGraphs(
+                self.pool,
+                self.attention.backend,
+                self.forward,
+                max_rows=settings.max_num_seqs * (1 + settings.num_speculative_tokens),
+                max_tokens=min(settings.max_model_len, self.max_positions),
+                record=cuda_recorder(),
+            )
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield 1 for the attention backend that serves, 0 for those refused before it; how many graphs there are."""
+        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name), ("refused", "")), 1.0
+        for name, reason in self.attention.refused:
+            yield "warmpath_attention_backend", (*labels, ("backend", name), ("refused", reason)), 0.0
+        yield "warmpath_model_compiled", labels, float(self._compiled is not None)
+        yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
+
+    def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
+        copy_out([self.pool.tensor], blocks, rows)
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Copy rows into blocks: the inverse of ``read_blocks``."""
+        copy_in([self.pool.tensor], blocks, rows)
+
+    def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
+        file = read_described(spec)
+        # In a thread that ends, as the model itself: OpenMP workers that stay would slow every step from then on.
+        with ThreadPoolExecutor(max_workers=1) as loader:
+            parsed = loader.submit(adapter_weights, file, self._linears, max_rank=self._max_lora_rank, dtype=self.dtype)
+            return parsed.result()
+
+    @torch.inference_mode()
+    def forward(self, step: PagedStep, logit_rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Compute a step, write its KV, and return float32 logits [len(logit_rows), vocab] of those packed rows."""
+        if not isinstance(logit_rows, torch.Tensor):
+            logit_rows = torch.tensor(list(logit_rows), dtype=torch.long, device=self.device)
+        output = self.model(
+            input_ids=step.input_ids,
+            position_ids=step.position_ids,
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            paged=step,
+        )
+        logits: torch.Tensor = output.logits[0].float()
+        return logits
+
+    @torch.inference_mode()
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        """Compute one step and sample; a segment whose logits are not numbers fails alone."""
+        step, logits = self._compute(segments)
+        results = [SegmentResult()] * len(segments)
+        wanted = [(i, sampling) for i in step.order if (sampling := segments[i].sampling) is not None]
+        if wanted:
+            tokens = choose_tokens(logits, [sampling for _, sampling in wanted], [segments[i].end for i, _ in wanted])
+            for (i, _), token in zip(wanted, tokens, strict=True):
+                error = "the model's logits are not numbers" if token is None else ""
+                results[i] = SegmentResult(token=token, error=error)
+        return results
+
+    def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:
+        """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
+        if self._graphs is not None and (done := self._graphs.run(segments)) is not None:
+            step, logits = done
+            assert step.logit_rows is not None
+            if len(step.logit_rows) < len(logits):
+                logits = logits.index_select(0, step.logit_rows)
+            return step, logits
+        step = self.attention.backend.plan(self.pool, segments)
+        rows: Sequence[int] | torch.Tensor | None = step.logit_rows
+        if rows is None:
+            rows = [row for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
+        if self._compiled is not None and not any(segment.lora for segment in segments):
+            assert not isinstance(rows, torch.Tensor)
+            return step, self._compiled(step, rows)
+        with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
+            return step, self.forward(step, rows)
+
+
+def load_model(
+    path: str | Path, config: Any, dtype: torch.dtype, device: torch.device, *, random: bool = False
+) -> torch.nn.Module:
+    """Load a local checkpoint onto ``device``.
+
+    ``random``: only its config is read, and weights are drawn on the device, the same ones for the same device.
+    """
+    if not random:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        )
+        loaded: torch.nn.Module = model.to(device)
+        return loaded
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(_DUMMY_SEED)
+        drawn: torch.nn.Module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
+    return drawn.to(device)

@@ -1,0 +1,197 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, batched.
+
+Owns the random numbers: those for position p depend on (seed, p) alone, never on the batch, so a request that is
+sent again with the tokens it already has goes on identically. Each token has a number of its own and the largest
+sum of logit and Gumbel noise wins: logits that differ by little, as a drafter's or another batch's do, choose the
+same token. (Inverting the cumulative distribution shifts every token behind a difference.) Knows no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from serve_app.engine.attention.page_table import upload
+from serve_app.engine.protocol import SamplingParams
+
+_MASK = (1 << 64) - 1
+_FIRST_CANDIDATES = 256
+_STRIDE = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def position_uniform(seed: int, position: int) -> float:
+    """Return a uniform number in [0, 1) from (seed, position): two rounds of splitmix64 over both."""
+    return (_key(seed, position) >> 11) * 2.0**-53
+
+
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> torch.Tensor:
+    """Return standard Gumbel numbers [n, vocab], float32: row i is a splitmix64 stream from (seed, position) i."""
+    return _noise(torch.tensor(_keys(seeds, positions), device=device), vocab)
+
+
+def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
+    state = keys[:, None] + torch.arange(1, vocab + 1, device=keys.device) * _signed(_STRIDE)
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        state ^= _shifted(state, shift)
+        state *= _signed(factor)
+    state ^= _shifted(state, 31)
+    # The winners' numbers come from those near 0, where float32 is fine enough; the bounds keep both logarithms finite.
+    uniform = _shifted(state, 1).float().mul_(2.0**-63).clamp_(2.0**-63, 1.0 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift right without dragging the sign along: torch's shift of int64 is arithmetic."""
+    return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
+    return [_signed(_key(s, p)) for s, p in zip(seeds, positions, strict=True)]
+
+
+def _key(seed: int, position: int) -> int:
+    return _mix((seed & _MASK) ^ _mix(position & _MASK))
+
+
+def _mix(value: int) -> int:
+    value = (value + _STRIDE) & _MASK
+    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
+    """Return one token a row of ``logits`` [n, vocab], None where they are not numbers; see ``sample``."""
+    if logits.device.type != "cpu":
+        chosen: list[int] = sample_at_once(logits, params, positions).tolist()
+        return [None if token < 0 else token for token in chosen]
+    # One reading of the logits: a row's largest is not a number if one of them is not, and infinite if nothing else is.
+    largest, best = torch.max(logits, dim=-1)
+    sound = torch.isfinite(largest).tolist()
+    tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), sound, strict=True)]
+    drawn = [i for i, p in enumerate(params) if sound[i] and _draws(p)]
+    if drawn:
+        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
+        for i, token in zip(drawn, found, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
+    """Return ``sample``'s tokens [n], int64, on the device of ``logits``; -1 where logits are not numbers.
+
+    Nothing waits for the device: the host reads the result with one transfer. Costs a sort of every filtered row.
+    """
+    broken = torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))
+    tokens = torch.argmax(logits, dim=-1)
+    drawn = [i for i, p in enumerate(params) if _draws(p)]
+    if drawn:
+        chosen = [params[i] for i in drawn]
+        vocab = logits.shape[-1]
+        rows, keys, top_k, temperature, top_p = upload(
+            (
+                np.array(drawn, dtype=np.int64),
+                np.array(_keys([p.seed for p in chosen], [positions[i] for i in drawn]), dtype=np.int64),
+                np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], dtype=np.int64),
+                np.array([p.temperature for p in chosen], dtype=np.float64),
+                np.array([p.top_p for p in chosen], dtype=np.float64),
+            ),
+            logits.device,
+        )
+        scaled = logits.index_select(0, rows).double() / temperature[:, None]
+        if any(0 < p.top_k < vocab or p.top_p < 1.0 for p in chosen):
+            scaled = scaled.masked_fill(scaled < _floors(scaled, top_k, top_p), float("-inf"))
+        scaled += _noise(keys, vocab)
+        tokens = tokens.index_copy(0, rows, torch.argmax(scaled, dim=-1))
+    return tokens.masked_fill(broken, -1)
+
+
+def _floors(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return each row's smallest logit to keep [n, 1]; ``top_k`` [n] and ``top_p`` [n] as ``_threshold`` has them."""
+    best = torch.sort(scaled, dim=-1, descending=True).values
+    floor = best.gather(1, top_k[:, None] - 1)
+    kept = best.masked_fill(best < floor, float("-inf"))
+    mass = torch.exp(kept - torch.logsumexp(kept, dim=-1, keepdim=True)).cumsum(dim=-1)
+    reached = mass >= top_p[:, None]
+    first = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), best.shape[-1] - 1)
+    # Without a top-p, and where rounding never reaches it, top-k decides alone.
+    by_mass = torch.where(top_p < 1.0, best.gather(1, first[:, None])[:, 0], float("-inf"))
+    return torch.maximum(floor[:, 0], by_mass)[:, None]
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """Return one token a row of ``logits`` [n, vocab]; ``positions[i]`` is where row i's token will stand.
+
+    Filters apply in the order temperature, top-k, top-p. Tokens tied with the last one kept are kept too, so the
+    result does not depend on how a sort breaks ties.
+    """
+    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    drawn = [i for i, p in enumerate(params) if _draws(p)]
+    if drawn:
+        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
+        for i, token in zip(drawn, found, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _draws(params: SamplingParams) -> bool:
+    return params.temperature > 0.0 and params.top_k != 1
+
+
+def _drawn(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """Return the tokens [n] of rows that all draw."""
+    scaled = logits.double()
+    scaled /= torch.tensor([[p.temperature] for p in params], dtype=torch.float64, device=logits.device)
+    scaled = _filtered(scaled, params)
+    scaled += gumbel_noise([p.seed for p in params], positions, logits.shape[-1], logits.device)
+    tokens: list[int] = torch.argmax(scaled, dim=-1).tolist()
+    return tokens
+
+
+def _filtered(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return ``scaled`` with -inf wherever top-k or top-p drops a token."""
+    vocab = scaled.shape[-1]
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1.0]
+    if not rows:
+        return scaled
+    floor = torch.full((len(params), 1), float("-inf"), dtype=scaled.dtype, device=scaled.device)
+    width = max([_FIRST_CANDIDATES, *(params[i].top_k for i in rows)])
+    while rows:
+        width = min(width, vocab)
+        best = torch.topk(scaled[rows], width, dim=-1).values
+        again = []
+        for i, candidates in zip(rows, best, strict=True):
+            threshold = _threshold(scaled[i], candidates, params[i])
+            if threshold is None and width < vocab:
+                again.append(i)
+            else:
+                floor[i] = candidates[-1] if threshold is None else threshold
+        rows, width = again, width * 8
+    return scaled.masked_fill(scaled < floor, float("-inf"))
+
+
+def _threshold(row: torch.Tensor, best: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Return the smallest logit to keep, or None when ``best`` (the row's highest, sorted) is too short to tell."""
+    kept = best
+    if 0 < params.top_k < len(row):
+        floor = best[params.top_k - 1]
+        if params.top_p >= 1.0:
+            return floor
+        kept = best[best >= floor]
+        if len(kept) == len(best) and len(best) < len(row):
+            return None
+        total = torch.logsumexp(kept, dim=0)
+    else:
+        total = torch.logsumexp(row, dim=0)
+    mass = torch.exp(kept - total).cumsum(dim=0)
+    reached = torch.nonzero(mass >= params.top_p)
+    if len(reached):
+        return kept[reached[0, 0]]
+    return kept[-1] if len(kept) < len(best) or len(best) == len(row) else None

@@ -1,0 +1,113 @@
+"""A cost model in place of a model: the same steps, simulated durations, pseudo-random tokens.
+
+Owns the arithmetic of how long a step takes and which tokens it "generates" (a hash of seed and position). Knows
+nothing of scheduling or caching, which are the real ones. Whatever ran on it has to say "simulated".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from serve_app.cache.transfer import KvFormat, KvPart, Row
+from serve_app.engine.lora.peft_files import read_described
+from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.metrics import Labels, Sample
+from serve_app.engine.runner.sampling import position_uniform
+from serve_app.engine.step import Segment, SegmentResult
+
+Sleep = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Time of a step = base + prefill tokens / rate + decoding sequences * per sequence, in seconds.
+
+    A step without prefill costs ``decode_base_s``; one with prefill costs that only if it decodes too.
+    """
+
+    prefill_tokens_per_s: float = 5000.0
+    decode_base_s: float = 0.02
+    decode_per_sequence_s: float = 0.0005
+    vocab_size: int = 32000
+    max_positions: int = 1 << 20
+    block_bytes: int = 2 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if not self.prefill_tokens_per_s > 0 or self.decode_base_s < 0 or self.decode_per_sequence_s < 0:
+            raise ValueError("a simulated prefill rate must be over 0, and decode times at least 0")
+
+    def step_s(self, prefill_tokens: int, decodes: int) -> float:
+        """Return how long a step of that much work takes."""
+        decode_s = self.decode_base_s + decodes * self.decode_per_sequence_s if decodes else 0.0
+        return prefill_tokens / self.prefill_tokens_per_s + decode_s
+
+
+class VirtualClock:
+    """A clock that advances only when slept on; both ``clock`` and ``sleep`` of a simulation."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def __call__(self) -> float:
+        """Return the virtual time."""
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Advance the virtual time."""
+        self._now_s += seconds
+
+
+class SimulatedRunner:
+    """Stands where a ``ModelRunner`` would; sleeps instead of computing."""
+
+    kind = "simulated"
+
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        sleep: Sleep = time.sleep,
+        model_fingerprint: str = "",
+        block_size: int = 16,
+        max_loras: int = 4,
+        max_cpu_loras: int = 32,
+    ) -> None:
+        self.cost = cost
+        self.kv_format = KvFormat(model_fingerprint, block_size, (KvPart("simulated", ()),))
+        # Adapters are read and told apart, and change no token: only their scope and their slots are real.
+        self.adapters = LoadedAdapters(
+            lambda spec: read_described(spec).config, max_loras=max_loras, max_cpu_loras=max_cpu_loras
+        )
+        self.vocab_size = cost.vocab_size
+        self.max_positions = cost.max_positions
+        self.block_bytes = cost.block_bytes
+        self._sleep = sleep
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield nothing: no device is in use."""
+        return ()
+
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        """Sleep for the step's simulated duration and return deterministic pseudo-random tokens."""
+        decodes = sum(1 for segment in segments if segment.start > 0 and len(segment.token_ids) == 1)
+        tokens = sum(len(segment.token_ids) for segment in segments)
+        self._sleep(self.cost.step_s(tokens - decodes, decodes))
+        return [SegmentResult(token=self._token(s) if s.sampling else None) for s in segments]
+
+    def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: simulated KV has no bytes."""
+
+    def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
+        """Do nothing: simulated KV has no bytes."""
+
+    def _token(self, segment: Segment) -> int:
+        """Draw from (last token, position, seed), avoiding stop tokens so that lengths are as asked for."""
+        sampling = segment.sampling
+        assert sampling is not None
+        seed = sampling.seed * self.vocab_size + int(segment.token_ids[-1])
+        token = int(position_uniform(seed, segment.end) * self.vocab_size)
+        while token in sampling.stop_token_ids:
+            token = (token + 1) % self.vocab_size
+        return token

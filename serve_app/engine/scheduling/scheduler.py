@@ -1,0 +1,294 @@
+"""Which sequences run in the next step, and with how many tokens.
+
+Owns the waiting line. Knows nothing of tensors, threads or clients. Rules: decode first; then prefill in turns of
+tenants (``turns``), a tenant's least uncached work first, aged; a sequence whose next missing block another one is
+computing waits for that block (``flights``); who starts is promised blocks (``admission``), and where more are needed
+than there are somebody gives way (``running_set``). Mutates sequences and the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+
+from router.protocol.block_hash import HASH_BYTES
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.scheduling.admission import Verdict
+from serve_app.engine.scheduling.fair_queue import TenantTurns
+from serve_app.engine.scheduling.pending_blocks import Flights
+from serve_app.engine.scheduling.running_set import RunningSet, promised_blocks
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import AdapterSlots
+
+AGING_TOKENS_PER_S = 2000.0
+"""A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
+seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence's share of a step. ``admitted``: this is its first. ``drafts``: tokens that may be drafted."""
+
+    sequence: SequenceState
+    tokens: int
+    admitted: bool = False
+    drafts: int = 0
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over one prefix cache."""
+
+    def __init__(self, settings: EngineSettings, cache: PrefixCache, adapters: AdapterSlots | None = None) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._adapters = adapters
+        self._waiting: dict[str, SequenceState] = {}
+        self._flights = Flights()
+        self._running = RunningSet(settings, cache, self._flights, adapters)
+        self._turns = TenantTurns(settings.max_num_batched_tokens)
+        self._claim: SequenceState | None = None
+        self._slot_claim: str | None = None
+        self._stopped: set[str] = set()
+        self._numbers = count()
+        self._preempted: list[SequenceState] = []
+        self.fetch: Callable[[SequenceState, list[int]], Fetched] | None = None
+        """Asked before a prefill for the blocks that continue what the pool holds; see ``LowerTiers.fetch``."""
+
+    @property
+    def waiting(self) -> Iterable[SequenceState]:
+        """Sequences that are not running: new ones, those parked behind another's prefill, preempted ones."""
+        return self._waiting.values()
+
+    @property
+    def running(self) -> Iterable[SequenceState]:
+        """Admitted sequences."""
+        return self._running.sequences.values()
+
+    @property
+    def waiting_count(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @property
+    def arriving_count(self) -> int:
+        """How many of those wait for KV that is on its way from elsewhere."""
+        return sum(1 for sequence in self._waiting.values() if sequence.arriving)
+
+    @property
+    def running_count(self) -> int:
+        """How many run."""
+        return len(self._running.sequences)
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks promised to running sequences and not taken yet."""
+        return self._running.admission.promised_blocks
+
+    @property
+    def preempted(self) -> Iterable[SequenceState]:
+        """Sequences that had to give way in the last ``schedule``; they wait again."""
+        return self._preempted
+
+    def ready(self) -> list[SequenceState]:
+        """Return the waiting sequences that wait for their turn and for nothing else."""
+        parked = self._flights.parked()
+        return [
+            sequence
+            for sequence in self._waiting.values()
+            if id(sequence) not in parked
+            and not sequence.arriving
+            and not (sequence.after and self.find(sequence.after))
+        ]
+
+    def add(self, sequence: SequenceState) -> None:
+        """Put a sequence in the waiting line. It must fit the pool (``check_request``)."""
+        sequence.number = next(self._numbers)
+        self._waiting[sequence.request.request_id] = sequence
+        self._cache.quota.touch(sequence.request.tenant)
+
+    def computes(self, block_hash: bytes) -> bool:
+        """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
+        return self._flights.has(block_hash)
+
+    def missing_block(self, sequence: SequenceState) -> bytes:
+        """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
+        first = sequence.held_blocks_hint
+        if first >= self._cache.reusable_blocks(sequence.prefill_tokens):
+            return b""
+        return sequence.chain[HASH_BYTES * first : HASH_BYTES * (first + 1)]
+
+    def find(self, request_id: str) -> SequenceState | None:
+        """Return a sequence that waits or runs here."""
+        return self._waiting.get(request_id) or self._running.sequences.get(request_id)
+
+    def remove(self, request_id: str) -> SequenceState | None:
+        """Drop a sequence, running or not, and free its blocks; None if it is not here."""
+        sequence = self._waiting.pop(request_id, None)
+        if sequence is not None:
+            return sequence
+        sequence = self._running.sequences.get(request_id)
+        if sequence is not None:
+            self._running.end(sequence)
+        return sequence
+
+    def schedule(self) -> list[Scheduled]:
+        """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption."""
+        self._preempted = self._running.make_room()
+        self._waiting.update((sequence.request.request_id, sequence) for sequence in self._preempted)
+        budget = self._settings.max_num_batched_tokens
+        chosen: list[Scheduled] = []
+        prefilling: list[SequenceState] = []
+        # Drafts never take more than half of a step from prefill, nor a decode's own token.
+        spare = budget // 2 - self.running_count if self._settings.num_speculative_tokens else 0
+        for sequence in self.running:
+            if sequence.prefilling:
+                prefilling.append(sequence)
+            elif budget > 0:
+                drafts = 0
+                if spare > 0:
+                    drafts = self._running.drafts(sequence, min(self._settings.num_speculative_tokens, spare))
+                    spare -= drafts
+                chosen.append(Scheduled(sequence, 1, drafts=drafts))
+                budget -= 1 + drafts
+        if budget > 0:
+            self._schedule_prefill(budget, prefilling, chosen)
+        return chosen
+
+    def computed(self, item: Scheduled, accepted: int = 0) -> None:
+        """Note that a scheduled part's forward succeeded: its complete blocks become reusable.
+
+        ``accepted`` drafted tokens, appended already, have KV too; what was drafted beyond is forgotten.
+        """
+        sequence = item.sequence
+        sequence.computed += item.tokens + accepted
+        sequence.publish(self._cache)
+        self._running.land(sequence, sequence.computed)
+
+    def _schedule_prefill(self, budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]) -> None:
+        if not prefilling and self.running_count >= self._settings.max_num_seqs:
+            return
+        candidates = self.ready()
+        lines: dict[str, deque[SequenceState]] = {}
+        for sequence in candidates:
+            self._refresh_hint(sequence)
+        for sequence in sorted([*prefilling, *candidates], key=self.rank):
+            lines.setdefault(sequence.request.tenant, deque()).append(sequence)
+        self._turns.begin(lines)
+        self._stopped.clear()
+        if self._claim not in candidates:
+            self._claim = None
+        plan: dict[SequenceState, Scheduled] = {}
+        while budget > 0 and (turn := self._turns.turn()):
+            tenant, credit = turn
+            spent = self._serve(lines[tenant], min(budget, credit), plan)
+            budget -= spent
+            if lines[tenant]:
+                self._turns.charge(tenant, spent)
+            else:
+                self._turns.leave(tenant)
+        chosen.extend(plan.values())
+
+    def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
+        """Plan up to ``limit`` tokens of one tenant's line; return how many. Leaves in it what has more to compute."""
+        spent = 0
+        while line and spent < limit:
+            sequence = line[0]
+            planned = plan.get(sequence)
+            starts = not sequence.blocks
+            if starts and not self._start(sequence):
+                line.popleft()
+                continue
+            before = planned.tokens if planned is not None else 0
+            left = sequence.prefill_tokens - sequence.computed - before
+            tokens = min(left, limit - spent)
+            spent += tokens
+            first = starts and not sequence.preemptions
+            plan[sequence] = Scheduled(sequence, before + tokens, first or (planned is not None and planned.admitted))
+            if tokens == left:
+                line.popleft()
+        return spent
+
+    def _start(self, sequence: SequenceState) -> bool:
+        """Admit a waiting sequence if its turn, the slots and the blocks allow it."""
+        tenant = sequence.request.tenant
+        if self.running_count >= self._settings.max_num_seqs or tenant in self._stopped:
+            return False
+        if self._preempted or (self._claim is not None and self._claim.request.tenant != tenant):
+            return False
+        if not self._has_slot(sequence):
+            return False
+        verdict = self._admit(sequence)
+        # Nobody overtakes a sequence within its share for which there are no blocks yet, or it might wait for ever.
+        self._claim = sequence if verdict == "no_room" else None
+        if verdict in ("no_room", "over_share"):
+            self._stopped.add(tenant)
+            claimant = self._waiting.get(self._slot_claim or "")
+            if claimant is not None and claimant.request.tenant == tenant:
+                self._slot_claim = None
+        return verdict == "admitted"
+
+    def _has_slot(self, sequence: SequenceState) -> bool:
+        """Whether a sequence needs no adapter slot or may take one now.
+
+        Nobody with an adapter overtakes one that waits for a slot, or the slots might never be idle.
+        """
+        request, adapters = sequence.request, self._adapters
+        if adapters is None or not request.scope.lora:
+            return True
+        if self._slot_claim not in (None, request.request_id) and self._slot_claim in self._waiting:
+            return False
+        room = adapters.room(request.scope.lora)
+        self._slot_claim = None if room else request.request_id
+        return room
+
+    def rank(self, sequence: SequenceState) -> float:
+        """Return a sequence's place among those of its tenant: the lowest is computed first."""
+        # Who had to give way was overtaken already: it counts as having nothing to compute.
+        work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
+        return work + AGING_TOKENS_PER_S * sequence.arrival_s
+
+    def _refresh_hint(self, sequence: SequenceState) -> None:
+        """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
+        limit = self._cache.reusable_blocks(sequence.prefill_tokens)
+        hint, chain = sequence.held_blocks_hint, sequence.chain
+        if hint and not self._cache.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
+            hint = self._cache.count_held(chain, hint)
+        elif hint < limit and self._cache.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
+            hint = self._cache.count_held(chain, limit)
+        sequence.held_blocks_hint = hint
+
+    def _admit(self, sequence: SequenceState) -> Verdict:
+        """Admit a waiting sequence, park it behind a flight or a load, or say what it lacks."""
+        cache, size = self._cache, self._cache.block_size
+        matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
+        limit = cache.reusable_blocks(sequence.prefill_tokens)
+        hits = len(matched)
+        if hits < limit and self._flights.park(sequence, sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]):
+            return "parked"
+        needed = promised_blocks(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
+        idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
+        tenant = sequence.request.tenant
+        verdict = self._running.admission.verdict(tenant, needed, idle_hits)
+        if verdict != "admitted":
+            return verdict
+        if hits < limit and self.fetch is not None:
+            fetched = self.fetch(sequence, matched)
+            if fetched is Fetched.WAIT:
+                return "parked"
+            if fetched is Fetched.LOADED:
+                return self._admit(sequence)
+        del self._waiting[sequence.request.request_id]
+        self._running.start(sequence, matched, needed)
+        return verdict
+
+
+class Fetched(Enum):
+    """What a fetch did: nothing to be had, more blocks are in the pool now, or come back later."""
+
+    NOTHING = 0
+    LOADED = 1
+    WAIT = 2

@@ -1,0 +1,243 @@
+"""One request inside the engine: its tokens, how many of them have KV, and the blocks that hold it.
+
+Owns a request's mutable state and its chain of block hashes. Knows nothing of queues, clocks or other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES, TokenArray
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
+from serve_app.engine.step import BlockRun, Segment, block_runs
+
+
+class SequenceState:
+    """A request on its way. Positions 0 to ``computed`` - 1 have KV; ``published`` leading blocks are indexed.
+
+    ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
+    positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
+    ``after``: the request that has to end before this one may start; ``save_outcome``: of the save it asked for.
+    ``prefill_tokens``: those to compute before the next one can be sampled: the prompt, and after a preemption also
+    what was generated until then. ``number``: its place in the order of arrival. ``beyond_promise``: it holds more
+    blocks than it was promised. ``farthest``: the most positions that ever had KV at once.
+    """
+
+    __slots__ = (
+        "_runs",
+        "_runs_cover",
+        "_tokens",
+        "after",
+        "arrival_s",
+        "beyond_promise",
+        "blocks",
+        "cached_tokens",
+        "chain",
+        "computed",
+        "drafted",
+        "farthest",
+        "held_blocks_hint",
+        "landed",
+        "last_token_s",
+        "length",
+        "number",
+        "preemptions",
+        "prefill_tokens",
+        "published",
+        "request",
+        "reserved_blocks",
+        "save_outcome",
+        "scheduled_s",
+        "sink",
+    )
+
+    def __init__(self, request: EngineRequest, sink: OutputSink, chain: bytes, arrival_s: float) -> None:
+        self.request = request
+        self.sink = sink
+        self.chain = chain
+        self.arrival_s = arrival_s
+        prompt = request.token_ids
+        self._tokens = np.empty(len(prompt) + request.sampling.max_tokens, dtype=np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self.length = self.prefill_tokens = len(prompt)
+        self.number = 0
+        self.preemptions = 0
+        self.farthest = 0
+        self.blocks: list[int] = []
+        self.computed = 0
+        self.drafted: int | None = None
+        self.published = 0
+        self.landed = 0
+        self.cached_tokens = 0
+        self.reserved_blocks = 0
+        self.beyond_promise = False
+        self.held_blocks_hint = 0
+        self.after = ""
+        self.save_outcome: SaveOutcome | None = None
+        self.scheduled_s: float | None = None
+        self.last_token_s: float | None = None
+        self._runs: list[BlockRun] = []
+        self._runs_cover = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.token_ids)
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.length - self.prompt_tokens
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Prompt and generated tokens (a view)."""
+        return self._tokens[: self.length]
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether tokens remain to be computed before the next one can be sampled."""
+        return self.computed < self.prefill_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Most positions that can ever have KV: the last sampled token never does."""
+        return self.prompt_tokens + max(self.request.sampling.max_tokens - 1, 0)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether KV for this request is on its way from elsewhere."""
+        arrival = self.request.arrival
+        return arrival is not None and not arrival.done
+
+    def uncached_tokens(self, block_size: int) -> int:
+        """Tokens of the prefill still to be computed; while waiting, by the hint of what is cached or on its way."""
+        done = self.computed if self.blocks else self.held_blocks_hint * block_size
+        if self.arriving and self.request.arrival is not None:
+            done = max(done, self.request.arrival.tokens)
+        return max(self.prefill_tokens - done, 0)
+
+    def add_blocks(self, blocks: Sequence[int]) -> None:
+        """Append blocks for positions to come."""
+        self.blocks.extend(blocks)
+
+    def wanted_drafts(self, most: int) -> int:
+        """Return how many tokens are worth drafting in a decode step; their KV fits what admission promised."""
+        sampling = self.request.sampling
+        return 0 if sampling.disable_spec_decode else min(most, sampling.max_tokens - self.generated_tokens - 1)
+
+    def segment(self, tokens: int, drafts: int = 0) -> Segment:
+        """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""
+        end = self.computed + tokens
+        wanted = end == self.length and self.request.sampling.max_tokens > 0
+        return Segment(
+            token_ids=self._tokens[self.computed : end],
+            start=self.computed,
+            blocks=self.blocks,
+            runs=self._current_runs(),
+            sampling=self.request.sampling if wanted else None,
+            drafts=drafts,
+            behind=None if self.drafted is None else self._tokens[self.drafted : self.computed],
+            lora=self.request.scope.lora,
+        )
+
+    def append_token(self, token: int) -> FinishReason | None:
+        """Take a sampled token; return why generation ends here, if it does. A stop token is not appended."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids:
+            return "stop"
+        self._tokens[self.length] = token
+        self.length += 1
+        return "length" if self.generated_tokens >= sampling.max_tokens else None
+
+    def append_tokens(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Take tokens up to the one that ends generation; return how many were looked at, and why it ends."""
+        for taken, token in enumerate(tokens, 1):
+            reason = self.append_token(token)
+            if reason is not None:
+                return taken, reason
+        return len(tokens), None
+
+    def publish(self, cache: PrefixCache) -> None:
+        """Index every complete block computed so far; generated tokens go on with the prompt's chain."""
+        full = self.computed // cache.block_size
+        if not cache.enabled or full <= self.published:
+            return
+        self._extend_chain(cache, full)
+        before = self.blocks[self.published : full]
+        self.published = cache.publish(self.request.scope, self._tokens, self.chain, self.blocks, self.published, full)
+        if before != self.blocks[full - len(before) : full]:
+            self._runs_cover = 0
+
+    def preempt(self, cache: PrefixCache) -> None:
+        """Give all blocks back and be as before the start, except that what was generated belongs to the prefill."""
+        self.preemptions += 1
+        self.farthest = max(self.farthest, self.computed)
+        self.prefill_tokens = self.length
+        if cache.enabled:
+            self._extend_chain(cache, self.length // cache.block_size)
+        self.held_blocks_hint = self.published
+        self.release(cache)
+        self.computed = self.published = self.landed = 0
+        self.beyond_promise = False
+
+    def split_prefill(self, tokens: int) -> tuple[int, int]:
+        """Return how many of the next ``tokens`` positions are the prompt's, and how many had KV before already."""
+        start, end = self.computed, self.computed + tokens
+        again = max(min(end, self.farthest) - start, 0)
+        return max(min(end, self.prompt_tokens) - start - again, 0), again
+
+    def release(self, cache: PrefixCache) -> None:
+        """Give all blocks back."""
+        cache.release(self.blocks)
+        self.blocks = []
+        self._runs_cover = 0
+
+    def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
+        if len(self.chain) // HASH_BYTES < blocks:
+            tokens = self._tokens[: blocks * cache.block_size]
+            self.chain = cache.prompt_chain(self.request.scope, self.request.root, tokens, self.chain)
+
+    def _current_runs(self) -> list[BlockRun]:
+        if self._runs_cover == 0:
+            self._runs = []
+        for first, count in block_runs(self.blocks[self._runs_cover :]):
+            if self._runs and sum(self._runs[-1]) == first:
+                self._runs[-1] = (self._runs[-1][0], self._runs[-1][1] + count)
+            else:
+                self._runs.append((first, count))
+        self._runs_cover = len(self.blocks)
+        return self._runs
+
+
+def check_request(
+    request: EngineRequest, *, vocab_size: int, max_model_len: int, max_blocks: int, block_size: int
+) -> None:
+    """Raise ValueError on malformed input and RequestTooLong on what can never fit, before anything is queued."""
+    ids, sampling = request.token_ids, request.sampling
+    if ids.ndim != 1 or len(ids) == 0 or ids.dtype.kind not in "iu":
+        raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"token ids must be 0 to {vocab_size - 1}")
+    if sampling.max_tokens < 0:
+        raise ValueError("max_tokens must not be negative")
+    if not sampling.temperature >= 0.0 or sampling.temperature == float("inf"):
+        raise ValueError("temperature must be a finite number of at least 0")
+    if not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0:
+        raise ValueError("top_p must be over 0 and at most 1, and top_k at least 0")
+    if len(request.root) != (2 * HASH_BYTES if request.scope.public_blocks else HASH_BYTES):
+        raise ValueError(f"root must have {HASH_BYTES} bytes, and the public scope's as many where blocks are public")
+    if not 0 <= request.scope.public_blocks <= len(ids) // block_size:
+        raise ValueError("public_blocks must not exceed the full blocks of the prompt")
+    if request.block_hashes and len(request.block_hashes) != len(ids) // block_size * HASH_BYTES:
+        raise ValueError("block_hashes must hold one hash for each full block of the prompt")
+    wanted = len(ids) + sampling.max_tokens
+    if wanted > max_model_len:
+        raise RequestTooLong(
+            f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} exceed the limit of {max_model_len} tokens"
+        )
+    if -(-wanted // block_size) > max_blocks:
+        raise RequestTooLong(f"{wanted} tokens exceed the KV pool of {max_blocks * block_size} tokens")

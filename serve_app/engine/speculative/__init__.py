@@ -1,0 +1,1 @@
+"""Draft models and EAGLE-3 heads: guesses that the model verifies."""

@@ -1,0 +1,233 @@
+"""Attention backends against the formula, the plan they follow, and the probe that chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.engine.attention import gather_backends
+from serve_app.engine.attention.gather_backends import GatheredVarlen, SdpaBackend
+from serve_app.engine.attention.page_table import packed_upload, plan_pages
+from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool, PagedStep, lay_out
+from serve_app.engine.attention.runs_backend import RUNS
+from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.runner.attention_selector import Candidate, Case, NoBackend, choose_backend, fault, formula, probe
+from serve_app.engine.step import Segment, block_runs
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+HEADS = Heads(query=6, kv=2, dim=16, block_size=4, dtype=torch.float32)
+
+
+def formula_kernel(*given: Any) -> torch.Tensor:
+    """What a variable-length kernel computes, sequence by sequence."""
+    query, key, value, cu_rows, cu_tokens, most_rows, most_tokens, scale = given
+    rows, tokens = cu_rows.tolist(), cu_tokens.tolist()
+    assert most_rows == max(np.diff(rows))
+    assert most_tokens == max(np.diff(tokens))
+    parts = [
+        formula(query[r:r2].cpu(), key[t:t2].cpu(), value[t:t2].cpu(), scale)
+        for r, r2, t, t2 in zip(rows, rows[1:], tokens, tokens[1:], strict=False)
+    ]
+    return torch.cat(parts).to(query)
+
+
+BACKENDS = [RUNS, SdpaBackend(), GatheredVarlen("formula", formula_kernel)]
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> list[Case]:
+    """Steps of several sequences over distinct scattered blocks of four."""
+    shapes = draw(
+        st.lists(
+            st.tuples(st.one_of(st.just(1), st.integers(1, 30)), st.one_of(st.just(0), st.integers(0, 90))),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    needed = [-(-(new + past) // 4) for new, past in shapes]
+    blocks = draw(st.permutations(range(sum(needed))))
+    cases = []
+    for (new, past), count in zip(shapes, needed, strict=True):
+        cases.append((new, past, blocks[:count]))
+        blocks = blocks[count:]
+    return cases
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@given(cases=ragged(), heads=st.sampled_from([HEADS, replace(HEADS, query=2), replace(HEADS, dtype=torch.bfloat16)]))
+@settings(max_examples=40, deadline=None)
+def test_every_backend_computes_the_formula(backend: AttentionBackend, cases: list[Case], heads: Heads) -> None:
+    assert fault(backend, torch.device("cpu"), heads, cases) == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_every_backend_passes_the_probe(backend: AttentionBackend, size: int, device: torch.device) -> None:
+    assert fault(backend, device, replace(HEADS, block_size=size)) == ""
+
+
+def test_copies_are_cut_where_they_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of sequences, and masks of a chunk's rows, in bounded pieces that give the same result."""
+    monkeypatch.setattr(gather_backends, "GATHER_TOKENS", 24)
+    monkeypatch.setattr(gather_backends, "MASK_ENTRIES", 40)
+    for backend in BACKENDS[1:]:
+        assert fault(backend, torch.device("cpu"), HEADS, [(40, 30, list(range(18, 0, -1)))]) == ""
+        assert fault(backend, torch.device("cpu"), HEADS) == ""
+
+
+@given(cases=ragged(), wanted=st.sets(st.integers(0, 5)))
+@settings(max_examples=60, deadline=None)
+def test_a_page_plan_is_what_the_segments_say(cases: list[Case], wanted: set[int]) -> None:
+    """Ids, positions, slots, tables and zeroed slots against the plain loops, and against the default plan."""
+    pools = [KvPool(2, 1 + max(b for *_, bs in cases for b in bs), 4, 1, 2, torch.float32, torch.device("cpu"))] * 2
+    pools[1] = KvPool(2, len(pools[0].tensor[0, 0]), 4, 1, 2, torch.float32, torch.device("cpu"))
+    for pool in pools:
+        pool.tensor.fill_(7)
+    sampling = [SamplingParams(1) if i in wanted else None for i in range(len(cases))]
+    segments = [
+        Segment(np.arange(i, i + new, dtype=np.int32), past, blocks, block_runs(blocks), sampling[i])
+        for i, (new, past, blocks) in enumerate(cases)
+    ]
+    step, plain = plan_pages(pools[0], segments), lay_out(pools[1], segments)
+    assert torch.equal(pools[0].tensor, pools[1].tensor)
+    assert sorted(step.order) == list(range(len(cases)))
+    single = [len(segments[i].token_ids) == 1 for i in step.order]
+    assert single == sorted(single, reverse=True)
+    pages = step.pages
+    assert pages is not None
+    assert step.logit_rows is not None
+    logit_rows, row = [], 0
+    by_segment = dict(zip(plain.order, plain.last_rows, strict=True))
+    for k, i in enumerate(step.order):
+        new, past, blocks = cases[i]
+        rows = slice(row, row + new)
+        there = slice(by_segment[i] - new + 1, by_segment[i] + 1)
+        for mine, theirs in ((step.input_ids, plain.input_ids), (step.position_ids, plain.position_ids)):
+            assert torch.equal(mine[0, rows], theirs[0, there])
+        assert torch.equal(step.slots[rows], plain.slots[there])
+        assert (pages.cu_rows[k].item(), pages.lengths[k].item()) == (row, past + new)
+        assert (pages.rows[k], pages.tokens[k], step.last_rows[k]) == (new, past + new, row + new - 1)
+        assert pages.blocks[k, : len(blocks)].tolist() == blocks
+        logit_rows += [row + new - 1] * (i in wanted)
+        row += new
+    assert pages.cu_rows[-1].item() == row == step.input_ids.shape[1]
+    assert step.logit_rows.tolist() == logit_rows
+    assert (pages.singles, pages.most_rows) == (sum(single), max(new for new, *_ in cases))
+
+
+def test_padding_rows_write_to_the_scratch_block_alone() -> None:
+    pool = KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu"), scratch_block=True)
+    one = Segment(np.array([3], dtype=np.int32), 5, [4, 2], block_runs([4, 2]), SamplingParams(1))
+    step = plan_pages(pool, [one], rows=4)
+    assert step.slots.tolist() == [2 * 4 + 1, 6 * 4, 6 * 4, 6 * 4]
+    assert step.pages is not None
+    assert step.pages.lengths.tolist() == [6, 1, 1, 1]
+    assert step.pages.blocks.tolist() == [[4, 2], [6, 6], [6, 6], [6, 6]]
+    with pytest.raises(ValueError, match="scratch block"):
+        plan_pages(KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu")), [one], rows=4)
+    with pytest.raises(ValueError, match="do not fit"):
+        plan_pages(pool, [one, one], rows=1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([np.int32, np.int64, np.float64]), st.lists(st.integers(-9, 9), max_size=7)),
+        min_size=1,
+    )
+)
+def test_one_copy_carries_arrays_of_every_kind(given_arrays: list[tuple[Any, list[int]]]) -> None:
+    arrays = [np.array(values, dtype=kind).reshape(1, -1) for kind, values in given_arrays]
+    found = packed_upload(arrays, torch.device("cpu"), pin_memory=False)
+    for tensor, array in zip(found, arrays, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(array))
+
+
+class _Spoiled(SdpaBackend):
+    """Right but for one thing: where a chunk's row looks, or the scale."""
+
+    def __init__(self, how: str) -> None:
+        self.name = how
+
+    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+        step = super().plan(pool, segments, rows)
+        if self.name == "beyond the end":
+            jobs = [replace(job, mask=torch.zeros_like(job.mask)) if hasattr(job, "mask") else job for job in step.jobs]
+            return replace(step, jobs=tuple(jobs))
+        return step
+
+    def attend(
+        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if self.name == "raises":
+            raise RuntimeError("no kernel image is available\nfor execution on the device")
+        if self.name == "not a number":
+            return torch.full_like(query, float("nan"))
+        return super().attend(step, layer, query, key, value, scale * 2 if self.name == "scale" else scale)
+
+
+def test_the_probe_takes_the_first_that_runs_and_agrees(device: torch.device) -> None:
+    """Missing, raising and wrong ones are passed over with a reason, and what they changed is undone."""
+    undone: list[str] = []
+
+    def missing(_: Heads) -> AttentionBackend:
+        raise ImportError("No module named 'flash'")
+
+    spoiled = ["raises", "beyond the end", "scale", "not a number"]
+    candidates = [
+        Candidate("missing", missing, lambda: undone.append("missing")),
+        *(Candidate(how, lambda _, how=how: _Spoiled(how), lambda how=how: undone.append(how)) for how in spoiled),  # type: ignore[misc]
+        Candidate("sdpa", lambda _: SdpaBackend(), lambda: undone.append("sdpa")),
+        Candidate("runs", lambda _: RUNS),
+    ]
+    if device.type == "cpu":
+        assert choose_backend("auto", device, HEADS, candidates).backend is RUNS
+        with pytest.raises(NoBackend, match="missing: ImportError: No module named 'flash'"):
+            choose_backend("missing", device, HEADS, candidates)
+        assert choose_backend("sdpa", device, HEADS, candidates).refused == ()
+        undone.clear()
+    found = probe(candidates, device, HEADS)
+    assert found.backend.name == "sdpa"
+    reasons = dict(found.refused)
+    assert list(reasons) == undone == ["missing", *spoiled]
+    assert reasons["raises"] == "RuntimeError: no kernel image is available"
+    assert "off by" in reasons["beyond the end"]
+    assert "off by" in reasons["scale"]
+    assert "off by nan" in reasons["not a number"]
+
+
+def test_settings_name_a_backend_or_get_an_error() -> None:
+    with pytest.raises(ValueError, match=r"attention_backend must be auto or one of fa3_torch, .*, not 'fast'"):
+        choose_backend("fast", torch.device("cpu"), HEADS)
+
+
+def test_kernels_made_for_a_gpu_are_refused_here_with_a_reason() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    for name in ("fa3_torch", "fa3", "varlen_torch", "fa2"):
+        with pytest.raises(NoBackend, match=f"{name}: .+"):
+            choose_backend(name, torch.device("cpu"), HEADS)
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_requests_get_the_same_tokens_over_torchs_own_attention(
+    make_engine: MakeEngine, reference: Reference, device: torch.device
+) -> None:
+    """Cold, cached, forked and long prompts at once; and the engine says which backend it uses."""
+    engine = make_engine(attention_backend="sdpa", device=str(device))
+    run_all(engine, [request("cold", prompt(100), 1)])
+    prompts = {"warm": prompt(100), "fork": np.concatenate([prompt(100)[:70], prompt(30, 5)]), "long": prompt(400, 3)}
+    got = run_all(engine, [request(name, ids, 12) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 12), name
+    assert got.cached["warm"] == 96
+    shown = {dict(labels)["backend"]: value for name, labels, value in engine.stats().samples
+             if name == "warmpath_attention_backend"}  # fmt: skip
+    assert shown == {"sdpa": 1.0}

@@ -1,0 +1,153 @@
+"""Public blocks inside an engine: shared by everybody, with nothing after them, in the pool and below it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.events import BlocksStored, Event
+from serve_app.cache.quota import PUBLIC
+from serve_app.cache.tiers import TierSettings
+from serve_app.cache.transfer import KvChain, TransferError, WrongScope
+from serve_app.engine.protocol import EngineRequest, ImportedPrefix, Save
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.tiny import prompt, request, root_of, run_all
+
+PUBLIC_IDS = prompt(72, 99)
+"""Four whole blocks and half of a fifth."""
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+
+
+def scope_of(tenant: str, public_blocks: int = 4) -> PrefixScope:
+    return PrefixScope("tiny", salt=tenant.encode(), public_blocks=public_blocks)
+
+
+def chat(request_id: str, tenant: str, private: int, seed: int, max_tokens: int = 4) -> EngineRequest:
+    """The public prompt, then ``private`` tokens that depend on ``seed``."""
+    ids = np.concatenate((PUBLIC_IDS, prompt(private, seed)))
+    return request(request_id, ids, max_tokens, scope=scope_of(tenant), tenant=tenant)
+
+
+def test_tenants_share_what_is_public_and_nothing_after_it(make_engine: MakeEngine, reference: Reference) -> None:
+    """The very same prompt: 64 of its tokens for another tenant, all full blocks for its own; equal answers."""
+    events: list[Event] = []
+    engine = make_engine(events=events)
+    got = run_all(engine, [chat("a1", "a", 40, 1)])
+    for name, tenant in (("b1", "b"), ("a2", "a"), ("b2", "b")):
+        got.cached |= (more := run_all(engine, [chat(name, tenant, 40, 1)])).cached
+        got.tokens |= more.tokens
+    assert got.cached == {"a1": 0, "b1": 64, "a2": 96 + 15 // 16 * 16, "b2": 96}
+    expected = reference("qwen3", np.concatenate((PUBLIC_IDS, prompt(40, 1))), 4)
+    assert all(tokens == expected for tokens in got.tokens.values())
+    stored = b"".join(event.hashes for event in events if isinstance(event, BlocksStored))
+    assert stored[: 16 * 7] == extend_chain(root_of(scope_of("a")), 4, chat("x", "a", 40, 1).token_ids, 16)
+    assert engine._cache.quota.holdings()[PUBLIC] == 4
+
+
+def test_a_chain_that_the_engine_makes_is_the_routers(make_engine: MakeEngine) -> None:
+    """With hashes from outside or without, the same blocks are hit."""
+    engine = make_engine()
+    bare = chat("bare", "a", 40, 1)
+    run_all(engine, [bare])
+    hashes = extend_chain(bare.root, 4, bare.token_ids, 16)
+    assert run_all(engine, [replace(bare, request_id="keyed", block_hashes=hashes)]).cached["keyed"] == 96
+
+
+def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
+    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked."""
+    engine = make_engine()
+    ids = PUBLIC_IDS[:64]
+    answer = run_all(engine, [request("a", ids, 40, scope=scope_of("a"), tenant="a")]).tokens["a"]
+    whole = np.concatenate((ids, np.array(answer, dtype=np.int32)))
+    again = [request(name, whole, 1, scope=scope_of(name[0]), tenant=name[0]) for name in ("b-too", "a-too")]
+    got = run_all(engine, again[:1]).cached | run_all(engine, again[1:]).cached
+    assert got == {"b-too": 64, "a-too": 96}
+
+
+def test_a_hundred_tenants_of_one_cold_public_prompt_compute_it_once(make_engine: MakeEngine) -> None:
+    """Single flight crosses tenants where the blocks do."""
+    engine = make_engine(num_blocks=512, max_num_seqs=32)
+    requests = [chat(f"r{i}", f"tenant {i}", 24, i, max_tokens=1) for i in range(24)]
+    got = run_all(engine, requests)
+    assert sorted(got.cached.values()) == [0] + [64] * 23
+    assert sample(engine, "warmpath_prompt_tokens_computed_total") == 96 + 23 * 32
+
+
+def test_a_wrong_count_of_public_blocks_is_refused(make_engine: MakeEngine) -> None:
+    """More than the prompt has, or without a root for them: a fault of the caller, before anything is queued."""
+    engine = make_engine()
+    ids = prompt(40)
+    for bad in (
+        request("many", ids, scope=scope_of("a", 3)),
+        replace(request("short", ids, scope=scope_of("a", 2)), root=scope_of("a", 0).root(b"k")),
+        replace(request("long", ids), root=bytes(32)),
+    ):
+        with pytest.raises(ValueError, match=r"public_blocks|root"):
+            engine.submit(bad, lambda _: None)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_public_blocks_come_back_from_below_for_anybody(kind: str, tmp_path: Path, make_engine: MakeEngine) -> None:
+    """Evicted after one tenant computed them, loaded for another, which still gets nothing private."""
+    room = {"host": (400 * BLOCK, 0), "disk": (0, 400 * BLOCK)}[kind]
+    settings = TierSettings(*room, tmp_path, load_ratio=1e9)
+    engine = make_engine(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=64, tiers=settings)
+    run_all(engine, [chat("a", "a", 40, 1)])
+    run_all(engine, [request("whole pool", prompt(24 * 16 - 8), 1, scope=scope_of("c", 0), tenant="c")])
+    got = run_all(engine, [chat("b", "b", 40, 1)])
+    assert got.cached["b"] == 64
+    assert sample(engine, "warmpath_kv_tier_hits_total", tier=kind) == 4
+
+
+def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
+    """With a private end only for its tenant; a wholly public one for every tenant."""
+    first, second = make_engine(), make_engine()
+    mine = chat("a", "a", 40, 1)
+    run_all(first, [mine])
+    exported = first.export_prefix(mine.scope, mine.root, mine.token_ids)
+    public = first.export_prefix(mine.scope, mine.root, PUBLIC_IDS[:64])
+    assert exported is not None
+    assert public is not None
+    theirs = chat("b", "b", 40, 1)
+    whole = KvChain.from_bytes(exported.to_bytes())
+    with pytest.raises(WrongScope):
+        second.import_prefix(whole, theirs.scope, theirs.root)
+    with pytest.raises(TransferError):
+        second.import_prefix(whole, replace(mine.scope, public_blocks=2), mine.root)
+    shared = KvChain.from_bytes(public.to_bytes())
+    assert second.import_prefix(shared, theirs.scope, theirs.root) == ImportedPrefix(4, 4)
+    assert second.import_prefix(whole, mine.scope, mine.root, tenant="a") == ImportedPrefix(7, 3)
+    assert second._cache.quota.holdings() == {PUBLIC: 4, "a": 3}
+    assert run_all(second, [theirs]).cached["b"] == 64
+
+
+@pytest.mark.parametrize("first", [2, 4, 5])
+def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_engine: MakeEngine) -> None:
+    """What one replica pulls from another may begin in the public part or after it."""
+    one, other = make_engine(), make_engine()
+    mine = chat("a", "a", 40, 1)
+    run_all(one, [mine])
+    head, scope = mine.token_ids[: 16 * first + 1], scope_of("a", min(4, first))
+    run_all(other, [request("head", head, 1, scope=scope, tenant="a")])
+    part = one.export_prefix(mine.scope, mine.root, mine.token_ids, first)
+    assert part is not None
+    hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
+    assert other.import_part(part, mine.scope, mine.token_ids, hashes, first, "a") == ImportedPrefix(7, 7 - first)
+    theirs = chat("b", "b", 40, 1)
+    with pytest.raises(TransferError):
+        other.import_part(part, theirs.scope, theirs.token_ids, hashes, first, "b")
+
+
+def test_a_saved_public_prompt_serves_everybody(make_engine: MakeEngine) -> None:
+    """One tenant pins it under its own name; the others hit it while it stays."""
+    engine = make_engine(num_blocks=64, pin_budget_blocks=16)
+    run_all(engine, [replace(chat("a", "a", 40, 1), save=Save(b"k" * 16, 72))])
+    assert engine._cache.pins.blocks == 4
+    for seed in range(2, 8):
+        run_all(engine, [request(f"flood {seed}", prompt(600, seed), 1, scope=scope_of("c", 0), tenant="c")])
+    assert run_all(engine, [chat("b", "b", 40, 1)]).cached["b"] == 64

@@ -1,0 +1,269 @@
+"""Blocks that left the pool come back from host memory and disk, and change no token."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import PrefixScope, TokenArray, split_chain
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from serve_app.cache import disk_tier
+from serve_app.cache.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+
+BLOCK = 2 * 2 * 16 * 2 * 16 * 4
+"""Bytes of a block of the tiny fp32 model."""
+
+SMALL = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+def tiers(kind: str, directory: Path, blocks: int = 400) -> TierSettings:
+    """Tiers that are always worth it, "host", "disk" or a host memory of twenty blocks over a disk."""
+    host = {"host": blocks, "disk": 0, "both": 20}[kind] * BLOCK
+    disk = 0 if kind == "host" else blocks * 2 * BLOCK
+    return TierSettings(host, disk, directory, load_ratio=1e9)
+
+
+def settle(engine: TorchEngine) -> None:
+    """Wait until nothing waits to be written."""
+    done = threading.Event()
+    for _ in range(2000):
+        if sample(engine, "warmpath_kv_tier_pending_blocks") == 0:
+            return
+        done.wait(0.005)
+    raise AssertionError("the disk queue did not empty")
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "both"])
+def test_blocks_from_below_change_no_token(
+    kind: str, tmp_path: Path, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Five prefixes in a pool for two, in turn: every second turn is served from below, and tokens are the same."""
+    engine = make_engine(tiers=tiers(kind, tmp_path), **SMALL)
+    prompts = {seed: prompt(150 + seed, seed) for seed in range(5)}
+    for turn in range(3):
+        for seed, ids in prompts.items():
+            got = run_all(engine, [request(f"{turn}-{seed}", ids, 6)])
+            settle(engine)
+            assert got.tokens[f"{turn}-{seed}"] == reference("qwen3", ids, 6), (turn, seed)
+            if turn:
+                assert got.cached[f"{turn}-{seed}"] == (len(ids) - 1) // 16 * 16
+    lower = {"host": ("host",), "disk": ("disk",), "both": ("host", "disk")}[kind]
+    for tier in lower:
+        assert sample(engine, "warmpath_kv_tier_hits_total", tier=tier) > 0
+        assert sample(engine, "warmpath_kv_tier_load_seconds_count", tier=tier) > 0
+    assert sum(sample(engine, "warmpath_kv_tier_hits_total", tier=tier) for tier in ("host", "disk")) >= 60
+    assert sample(engine, "warmpath_prompt_tokens_computed_total") < 5 * 155 + 10 * 16
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "both"])
+def test_churn_with_many_at_once_stays_right_and_bounded(
+    kind: str, tmp_path: Path, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Forty requests at once over nine prefixes, tiers too small for all: tokens, bounds and announcements hold."""
+    events: list[Event] = []
+    engine = make_engine(tiers=tiers(kind, tmp_path, blocks=30), events=events, **SMALL)
+    rng = np.random.default_rng(3)
+    prompts = {
+        f"r{i}": np.concatenate([prompt(96, 100 + int(rng.integers(9))), prompt(int(rng.integers(1, 20)), i)])
+        for i in range(40)
+    }
+    got = run_all(engine, [request(name, ids, 5) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 5), name
+    settle(engine)
+    run_all(engine, [request("last", prompt(3), 1)])
+    replayed = replay(events)
+    for tier in ("host", "disk"):
+        assert len(replayed.get(tier, ())) == sample(engine, "warmpath_kv_tier_blocks", tier=tier)
+    assert len(replayed["pool"]) == sample(engine, "warmpath_prefix_cache_blocks")
+    assert sample(engine, "warmpath_kv_tier_bytes", tier="host") <= 30 * BLOCK
+    assert sample(engine, "warmpath_kv_tier_bytes", tier="disk") <= 60 * BLOCK
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+
+
+def replay(events: list[Event]) -> dict[str, set[bytes]]:
+    held: dict[str, set[bytes]] = {}
+    for event in events:
+        if isinstance(event, BlocksStored):
+            fresh = set(split_chain(event.hashes))
+            assert not fresh & held.setdefault(event.tier, set())
+            held[event.tier] |= fresh
+        elif isinstance(event, BlocksRemoved):
+            assert set(split_chain(event.hashes)) <= held[event.tier]
+            held[event.tier] -= set(split_chain(event.hashes))
+        elif isinstance(event, CacheCleared):
+            held.clear()
+    return held
+
+
+def test_a_restart_reuses_what_was_computed_before(
+    tmp_path: Path, make_engine: MakeEngine, reference: Reference
+) -> None:
+    """A stopped engine leaves pool and host memory on disk; the next one announces and uses them."""
+    ids = prompt(200)
+    first = make_engine(tiers=tiers("both", tmp_path), **SMALL)
+    run_all(first, [request("one", ids, 4)])
+    first.stop()
+    events: list[Event] = []
+    second = make_engine(tiers=tiers("both", tmp_path), events=events, **SMALL)
+    second.reset_prefix_cache(tiers=False)
+    got = run_all(second, [request("two", ids, 4)])
+    assert got.cached["two"] == 192
+    assert got.tokens["two"] == reference("qwen3", ids, 4)
+    assert len(replay(events)["disk"]) == 12
+    second.stop()
+    other = make_engine(tiers=tiers("both", tmp_path), model_fingerprint="another", **SMALL)
+    assert run_all(other, [request("three", ids, 4)]).cached["three"] == 0
+
+
+def test_nothing_crosses_scopes(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """The same tokens under another salt stay cold, even where a hash collides."""
+    engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
+    mine, theirs = PrefixScope("tiny", salt=b"a"), PrefixScope("tiny", salt=b"b")
+    run_all(engine, [request("mine", prompt(150), 1, scope=mine)])
+    for i in range(4):
+        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
+    assert run_all(engine, [request("theirs", prompt(150), 1, scope=theirs)]).cached["theirs"] == 0
+    assert run_all(engine, [request("again", prompt(150), 1, scope=mine)]).cached["again"] == 144
+
+
+def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
+    """The i-th block of anything hashes to i."""
+    return b"".join(i.to_bytes(16, "little") for i in range(len(token_ids) // block_size))
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path) -> None:
+    """Every prompt's blocks have the same hashes: below the pool, too, only the lineage counts."""
+    settings = EngineSettings(tiers=TierSettings(
+        400 * 1024 if kind == "host" else 0, 400 * 1024 if kind == "disk" else 0, tmp_path, load_ratio=1e9
+    ), **SMALL)  # fmt: skip
+    runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=1024))
+    engine = TorchEngine(runner, settings, lambda _: None, hash_chain=colliding)
+    engine.start()
+    run_all(engine, [request("a", prompt(300, 1), 1)])
+    run_all(engine, [request("b", prompt(380, 2), 1)])
+    settle(engine)
+    assert run_all(engine, [request("c", prompt(300, 3), 1)]).cached["c"] == 0
+    other = np.concatenate([prompt(160, 3), prompt(300, 1)[160:]])
+    assert run_all(engine, [request("d", other, 1)]).cached["d"] <= 160
+    engine.stop()
+
+
+def test_a_load_from_disk_keeps_nobody_else_waiting(
+    tmp_path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a disk does not answer, other requests run; who waits can be cancelled; who shares the load joins it."""
+    ids = prompt(150)
+    engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
+    run_all(engine, [request("warm", ids, 1)])
+    for i in range(3):
+        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
+    settle(engine)
+    gate, entered = threading.Event(), threading.Event()
+    load = disk_tier.DiskTier.load
+
+    def slow(self: Any, block_hash: bytes) -> Any:
+        entered.set()
+        assert gate.wait(30)
+        return load(self, block_hash)
+
+    monkeypatch.setattr(disk_tier.DiskTier, "load", slow)
+    collector = Collector()
+    for name in ("one", "two", "gone"):
+        engine.submit(request(name, ids, 3), collector)
+    assert entered.wait(10)
+    assert run_all(engine, [request("other", prompt(40, 77), 4)]).finish["other"] == "length"
+    engine.cancel("gone")
+    collector.wait(["gone"])
+    assert "one" not in collector.finish
+    gate.set()
+    collector.wait(["one", "two"])
+    assert collector.cached == {"one": 144, "two": 144}
+    assert collector.tokens["one"] == collector.tokens["two"]
+
+
+def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine, reference: Reference) -> None:
+    """The blocks before it are used, it and what follows are computed, and the tokens are right."""
+    ids = prompt(150)
+    engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
+    run_all(engine, [request("warm", ids, 1)])
+    for i in range(3):
+        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
+    settle(engine)
+    item = request("hit", ids, 5)
+    chain = list(split_chain(engine._cache.chain(item.root, item.token_ids)))
+    victim = next(tmp_path.glob(f"slot-*/{chain[4].hex()}.kv"))
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 4
+    victim.write_bytes(data)
+    got = run_all(engine, [item])
+    assert got.cached["hit"] == 64
+    assert got.tokens["hit"] == reference("qwen3", ids, 5)
+    assert not victim.exists()
+    assert sample(engine, "warmpath_kv_tier_refused_files_total") == 1
+
+
+def test_what_is_not_worth_it_is_computed(tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A ratio of 0 never loads."""
+    settings = TierSettings(400 * BLOCK, 0, None, load_ratio=0.0)
+    engine = make_engine(tiers=settings, **SMALL)
+    for turn in range(2):
+        for seed in range(4):
+            got = run_all(engine, [request(f"{turn}-{seed}", prompt(200, seed), 1)])
+            assert got.cached[f"{turn}-{seed}"] == 0
+    assert sample(engine, "warmpath_kv_tier_hits_total") == 0
+    assert sample(engine, "warmpath_kv_tier_blocks", tier="host") > 30
+
+
+def test_a_reset_forgets_the_tiers_too(tmp_path: Path, make_engine: MakeEngine) -> None:
+    events: list[Event] = []
+    engine = make_engine(tiers=tiers("both", tmp_path), events=events, **SMALL)
+    for seed in range(4):
+        run_all(engine, [request(f"r{seed}", prompt(200, seed), 1)])
+    assert engine.reset_prefix_cache()
+    run_all(engine, [request("again", prompt(200, 0), 1)])
+    assert sample(engine, "warmpath_prompt_tokens_computed_total") == 1000
+    engine.stop()
+    held = replay(events)
+    assert held["pool"]
+    assert not held.get("host")
+
+
+def test_bounds_that_hold_no_block_and_a_missing_directory_are_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ValueError, match="host_cache_bytes"):
+        make_engine(tiers=TierSettings(host_bytes=10))
+    with pytest.raises(ValueError, match="disk_cache_dir"):
+        make_engine(tiers=TierSettings(disk_bytes=1 << 20))
+
+
+@pytest.mark.parametrize("first", [0, 3, 7])
+def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engine: MakeEngine) -> None:
+    """A prefix of which a part, or all, was evicted from the pool is handed out whole, byte for byte."""
+    engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
+    plain = make_engine(**{**SMALL, "num_blocks": 256})
+    ids, root = prompt(150), SCOPE.root(SECRET)
+    for one in (engine, plain):
+        run_all(one, [request("a", ids, 1)])
+    expected = plain.export_prefix(SCOPE, root, ids, first)
+    assert expected is not None
+    for other in range(6):  # evicts the prompt from its end
+        exported = engine.export_prefix(SCOPE, root, ids, first)
+        assert exported is not None
+        assert exported.header == expected.header
+        assert np.array_equal(exported.payload, expected.payload)
+        run_all(engine, [request(f"other {other}", prompt(90, 20 + other), 1)])
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+    stranger = PrefixScope("tiny", salt=b"stranger")
+    assert engine.export_prefix(stranger, stranger.root(SECRET), ids, first) is None
+    assert engine.export_prefix(stranger, root, ids, first) is None

@@ -1,0 +1,152 @@
+"""KV that one engine computed serves another: equal tokens, fewer computed ones, nothing unproven taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import PrefixScope, split_chain
+from router.protocol.events import BlocksStored, Event
+from serve_app.cache.transfer import FormatMismatch, KvChain, WrongChain, WrongScope
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import ImportedPrefix
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+
+ROOT = SCOPE.root(SECRET)
+
+
+def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
+    chain = engine.export_prefix(SCOPE, ROOT, ids)
+    assert chain is not None
+    return KvChain.from_bytes(chain.to_bytes())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: MakeEngine) -> None:
+    ids = prompt(200)
+    first, events = make_engine(dtype=dtype), list[Event]()
+    expected = run_all(first, [request("a", ids, 12)]).tokens["a"]
+    second = make_engine(dtype=dtype, events=events)
+    assert second.import_prefix(export(first, ids), SCOPE, ROOT) == ImportedPrefix(12, 12)
+    got = run_all(second, [request("b", ids, 12)])
+    assert got.tokens["b"] == expected
+    assert got.cached["b"] == 192
+    assert sample(second, "warmpath_prompt_tokens_computed_total") == 8
+    told = [event for event in events if isinstance(event, BlocksStored)]
+    chain = second.export_prefix(SCOPE, ROOT, ids)
+    assert chain is not None
+    assert told[0] == BlocksStored(chain.header.hashes)
+    assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
+
+
+def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine) -> None:
+    """An import over a part, over the whole, and of a chain that forks from what is held."""
+    ids = prompt(160)
+    first, second = make_engine(), make_engine()
+    run_all(first, [request("a", ids, 1)])
+    run_all(second, [request("a", ids[:64], 1)])
+    chain = export(first, ids)
+    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 6)
+    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 0)
+    assert sample(second, "warmpath_prefix_cache_blocks") == 10
+
+
+def test_what_does_not_fit_is_left_out(make_engine: MakeEngine, reference: Reference) -> None:
+    """Ten blocks into a pool of eight with a sequence at work: its promise is kept, the chain's head is taken."""
+    ids = prompt(160)
+    first = make_engine()
+    run_all(first, [request("a", ids, 1)])
+    small = make_engine(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=32, start=False)
+    collector = Collector()
+    small.submit(request("busy", prompt(16, 5), 49), collector)
+    small.start()
+    collector.wait_tokens("busy", 1)
+    taken = small.import_prefix(export(first, ids), SCOPE, ROOT)
+    assert taken.held_blocks == taken.new_blocks <= 8
+    assert taken.held_blocks >= 4
+    collector.wait(["busy"])
+    assert collector.tokens["busy"] == reference("qwen3", prompt(16, 5), 49)
+    assert run_all(small, [request("hit", ids[:70], 2)]).cached["hit"] == 64
+
+
+def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
+    ids = prompt(160)
+    first = make_engine(model_fingerprint="m")
+    run_all(first, [request("a", ids, 1)])
+    chain = export(first, ids)
+    other = PrefixScope("tiny", salt=b"other")
+    with pytest.raises(FormatMismatch, match="model"):
+        make_engine(model_fingerprint="n").import_prefix(chain, SCOPE, ROOT)
+    with pytest.raises(FormatMismatch, match="parts"):
+        make_engine(model_fingerprint="m", dtype="bfloat16").import_prefix(chain, SCOPE, ROOT)
+    with pytest.raises(FormatMismatch, match="block_size"):
+        make_engine(model_fingerprint="m", block_size=8).import_prefix(chain, SCOPE, ROOT)
+    second = make_engine(model_fingerprint="m")
+    with pytest.raises(WrongScope):
+        second.import_prefix(chain, other, other.root(SECRET))
+    with pytest.raises(WrongChain):
+        second.import_prefix(chain, SCOPE, SCOPE.root(b"another secret"))
+    assert sample(second, "warmpath_kv_cache_blocks", state="free") == 256
+
+
+def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    assert engine.export_prefix(SCOPE, ROOT, prompt(100)) is None
+    off = make_engine(enable_prefix_caching=False)
+    run_all(off, [request("a", prompt(100), 1)])
+    assert off.export_prefix(SCOPE, ROOT, prompt(100)) is None
+    run_all(engine, [request("a", prompt(100), 1)])
+    assert off.import_prefix(export(engine, prompt(100)), SCOPE, ROOT) == ImportedPrefix(0, 0)
+
+
+def test_export_and_import_while_generating(
+    make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Block by block between the steps of running sequences, in a pool that evicts: all tokens are right."""
+    monkeypatch.setattr("serve_app.engine.kv.transfer.STEP_BYTES", 1)
+    first = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64)
+    second = make_engine(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=64)
+    busy = {f"r{i}": prompt(40 + i, i) for i in range(8)}
+    collectors = [Collector(), Collector()]
+    for engine, collector in zip((first, second), collectors, strict=True):
+        for name, ids in busy.items():
+            engine.submit(request(name, ids, 40), collector)
+    for turn in range(3):
+        ids = prompt(150, 50 + turn)
+        expected = reference("qwen3", ids, 4)
+        assert run_all(first, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
+        chain = first.export_prefix(SCOPE, ROOT, ids)
+        if chain is not None:
+            second.import_prefix(KvChain.from_bytes(chain.to_bytes()), SCOPE, ROOT)
+        assert run_all(second, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
+    for collector in collectors:
+        collector.wait(busy)
+        for name, ids in busy.items():
+            assert collector.tokens[name] == reference("qwen3", ids, 40)
+
+
+def test_a_stopped_engine_exports_too_and_simulated_kv_has_no_bytes() -> None:
+    def simulated() -> TorchEngine:
+        engine = TorchEngine(
+            SimulatedRunner(CostModel(1e9, 0.0, 0.0), model_fingerprint="m"),
+            EngineSettings(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64),
+            lambda _: None,
+        )
+        engine.start()
+        return engine
+
+    ids = prompt(160)
+    first, second = simulated(), simulated()
+    run_all(first, [request("a", ids, 1)])
+    first.stop()
+    chain = export(first, ids)
+    assert chain.payload.shape == (10, 0)
+    assert chain.header.format.parts[0].dtype == "simulated"
+    assert len(list(split_chain(chain.header.hashes))) == 10
+    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 10)
+    assert run_all(second, [request("b", np.append(ids, 1), 1)]).cached["b"] == 160
+    second.stop()

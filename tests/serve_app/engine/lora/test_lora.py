@@ -1,0 +1,364 @@
+"""Rules of LoRA in the engine: PEFT's numbers, batches that mix adapters, slots, and KV that is never shared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.protocol.block_hash import PrefixScope
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.cpu.packed_products import amx_packing
+from serve_app.engine.lora.layers import _cuts, _spans
+from serve_app.engine.protocol import SamplingParams, Save, UnknownAdapter
+from serve_app.engine.runner import model_runner
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Segment, SegmentResult, block_runs
+from tests.serve_app.engine.adapters import ALL_LINEAR, described, peft_greedy, save_adapter
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "attention": {"targets": ("q_proj", "v_proj"), "r": 8, "lora_alpha": 4},
+    "rslora": {"targets": ("o_proj", "down_proj"), "use_rslora": True},
+    "patterns": {
+        "targets": ALL_LINEAR,
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6},
+        "alpha_pattern": {"q_proj": 3, "layers.0.self_attn.k_proj": 16},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One adapter of the qwen3 model for each variant."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {
+        name: save_adapter(checkpoints["qwen3"], root / name, seed, **config)
+        for seed, (name, config) in enumerate(VARIANTS.items())
+    }
+
+
+def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
+    spec, scope = described(path, name)
+    engine.load_adapter(spec)
+    return scope
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_output_is_pefts(
+    variant: str, adapters: dict[str, Path], checkpoints: dict[str, Path], make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Greedy tokens equal PEFT's own model, cold, and again from cached blocks; the base's are untouched."""
+    engine = make_engine()
+    scope = load(engine, adapters[variant])
+    ids = prompt(150, 3)
+    expected = peft_greedy(checkpoints["qwen3"], adapters[variant], ids, 24)
+    plain = reference("qwen3", ids, 24)
+    assert expected != plain, "an adapter that changes nothing proves nothing"
+    for name, cached in (("cold", 0), ("warm", 144)):
+        got = run_all(engine, [request(name, ids, 24, scope=scope)])
+        assert got.tokens[name] == expected
+        assert got.cached[name] == cached
+    got = run_all(engine, [request("base", ids, 24)])
+    assert got.tokens["base"] == plain
+    assert got.cached["base"] == 0, "the base model must not reuse an adapter's KV"
+
+
+def test_llama_and_a_bare_safetensors_path(
+    checkpoints: dict[str, Path], tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """Another architecture; the path of the file itself, with its config beside it, names the same adapter."""
+    path = save_adapter(checkpoints["llama"], tmp_path / "llama", 5)
+    file = path / "adapter_model.safetensors"
+    assert described(path)[0].digest == described(file)[0].digest
+    engine = make_engine("llama")
+    got = run_all(engine, [request("x", prompt(40), 12, scope=load(engine, file))])
+    assert got.tokens["x"] == peft_greedy(checkpoints["llama"], path, prompt(40), 12)
+
+
+def test_adapters_mixed_in_one_batch_equal_solo_runs(
+    adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
+) -> None:
+    """Twelve requests of four adapters and the base, long and short, in the same steps: each as if it were alone."""
+    engine = make_engine(start=False)
+    scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
+    wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
+    collector = Collector()
+    for name, ids, count, scope in wanted:
+        engine.submit(request(name, ids, count, scope=scope), collector)
+    engine.start()
+    collector.wait(name for name, *_ in wanted)
+    alone = make_engine(enable_prefix_caching=False)
+    for name, path in adapters.items():
+        load(alone, path, name)
+    for name, ids, count, scope in wanted:
+        expected = run_all(alone, [request(name, ids, count, scope=scope)]).tokens[name]
+        assert collector.tokens[name] == expected, name
+        if not scope.lora:
+            assert expected == reference("qwen3", ids, count)
+
+
+def test_adapters_over_our_own_products(
+    adapters: dict[str, Path], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where the AMX kernel multiplies: logits of mixed steps near those of plain products.
+
+    Ranks that fill no tile, several adapters and the base in a step, chunks and single tokens.
+    """
+    if amx_packing() is None:
+        pytest.skip("no AMX kernel here")
+    specs = [described(path, name)[0] for name, path in adapters.items()]
+
+    def runner() -> ModelRunner:
+        made = ModelRunner(
+            checkpoints["qwen3"], EngineSettings(num_blocks=64, dtype="bfloat16", device="cpu", max_loras=4)
+        )
+        for spec in specs:
+            made.adapters.load(spec)
+            made.adapters.acquire(spec.key)
+        return made
+
+    ours = runner()
+    monkeypatch.setattr(model_runner, "amx_packing", lambda: None)
+    plain = runner()
+    keys = [spec.key for spec in specs]
+    steps = (
+        [(0, 40, keys[0]), (0, 3, keys[1]), (0, 100, ""), (0, 20, keys[3])],
+        [(40, 1, keys[0]), (3, 1, keys[1]), (100, 1, ""), (20, 1, keys[3]), (0, 9, keys[2])],
+        [(41, 1, keys[0])],
+    )
+    for step in steps:
+        blocks = [list(range(8 * i, 8 * i + 8)) for i in range(len(step))]
+        segments = [
+            Segment(prompt(200, i)[start : start + count], start, b, block_runs(b), SamplingParams(1), lora=key)
+            for i, ((start, count, key), b) in enumerate(zip(step, blocks, strict=True))
+        ]
+        with torch.inference_mode():
+            found, expected = (one._compute(segments)[1] for one in (ours, plain))
+        assert float((found - expected).norm() / expected.norm()) < 0.03
+
+
+def test_two_adapters_and_the_base_share_no_kv(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
+    """One prompt is cold once for each adapter, and warm for each afterwards."""
+    engine = make_engine()
+    scopes = [PrefixScope("tiny"), load(engine, adapters["all"], "a"), load(engine, adapters["rslora"], "b")]
+    for expected in (0, 96):
+        for i, scope in enumerate(scopes):
+            got = run_all(engine, [request(f"{i}", prompt(100), 2, scope=scope)])
+            assert got.cached[f"{i}"] == expected
+
+
+def test_a_reload_under_the_same_name_with_other_weights_is_another_adapter(
+    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
+) -> None:
+    """Name equal, digest different: no KV of the old weights is used, and the output is the new ones'."""
+    engine = make_engine()
+    old = load(engine, adapters["all"], "style")
+    first = run_all(engine, [request("old", prompt(100), 8, scope=old)])
+    assert engine.unload_adapter(old.lora)
+    new = load(engine, adapters["attention"], "style")
+    assert old.lora.split("@")[0] == new.lora.split("@")[0] == "style"
+    got = run_all(engine, [request("new", prompt(100), 8, scope=new)])
+    assert got.cached["new"] == 0
+    assert got.tokens["new"] == peft_greedy(checkpoints["qwen3"], adapters["attention"], prompt(100), 8)
+    assert got.tokens["new"] != first.tokens["old"]
+    with pytest.raises(UnknownAdapter, match="'style' is not loaded"):
+        engine.submit(request("late", prompt(10), 1, scope=old), Collector())
+    assert engine.load_adapter(described(adapters["all"], "style")[0]) is None
+    assert run_all(engine, [request("back", prompt(100), 8, scope=old)]).cached["back"] == 96, "the same weights again"
+
+
+def test_an_unknown_adapter_is_refused_before_anything_is_queued(make_engine: MakeEngine) -> None:
+    """The id stays free, and nothing waits."""
+    engine = make_engine()
+    with pytest.raises(UnknownAdapter, match="'ghost' is not loaded"):
+        engine.submit(request("x", prompt(10), 1, scope=PrefixScope("tiny", "ghost@00")), Collector())
+    assert engine.load().waiting_sequences == 0
+    assert run_all(engine, [request("x", prompt(10), 1)]).finish["x"] == "length"
+
+
+def test_load_and_unload_while_others_generate(
+    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
+) -> None:
+    """A stream of the base and one of an adapter run on, with the right tokens, while adapters come and go.
+
+    The running one's own adapter is unloaded under it: it finishes with it, and only then is it gone.
+    """
+    engine = make_engine()
+    scope = load(engine, adapters["all"], "mine")
+    collector = Collector()
+    engine.submit(request("base", prompt(30), 200), collector)
+    engine.submit(request("worn", prompt(30), 200, scope=scope), collector)
+    collector.wait_tokens("worn", 5)
+    assert engine.unload_adapter(scope.lora)
+    assert not engine.unload_adapter(scope.lora)
+    others = 0
+    while "worn" not in collector.finish and others < 20:
+        other = load(engine, adapters["rslora"], f"other{others}")
+        got = run_all(engine, [request(f"o{others}", prompt(20, others), 2, scope=other)])
+        assert got.finish[f"o{others}"] == "length"
+        assert engine.unload_adapter(other.lora)
+        others += 1
+    collector.wait(["base", "worn"])
+    assert others > 1
+    assert collector.tokens["base"] == reference("qwen3", prompt(30), 200)
+    assert collector.tokens["worn"] == peft_greedy(checkpoints["qwen3"], adapters["all"], prompt(30), 200)
+    assert engine.adapters() == ()
+    assert dict(engine._runner.adapters._loaded) == {}, "memory is given back once nobody needs it"
+
+
+def test_more_adapters_than_slots_take_turns(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
+    """One slot, four adapters: all finish, with the tokens they get when there is room for all."""
+    roomy, narrow = make_engine(max_loras=4), make_engine(max_loras=1, max_cpu_loras=4, start=False)
+    collector = Collector()
+    wanted = []
+    for i, (name, path) in enumerate([*adapters.items()] * 2):
+        scope = load(narrow, path, name)
+        load(roomy, path, name)
+        wanted.append(request(f"r{i}", prompt(40, i), 6, scope=scope))
+        narrow.submit(wanted[-1], collector)
+    narrow.submit(request("base", prompt(40), 6), collector)
+    narrow.start()
+    collector.wait([*(item.request_id for item in wanted), "base"])
+    assert len(narrow._runner.adapters.in_slots) == 1
+    assert {name: collector.tokens[name] for name in collector.tokens if name != "base"} == run_all(
+        roomy, wanted
+    ).tokens
+
+
+class _Recording(SimulatedRunner):
+    """Notes which adapters were in each step; the first step waits for a gate."""
+
+    def __init__(self, max_loras: int) -> None:
+        super().__init__(
+            CostModel(prefill_tokens_per_s=1e9, decode_base_s=0, decode_per_sequence_s=0), max_loras=max_loras
+        )
+        self.steps: list[set[str]] = []
+        self.gate = threading.Event()
+
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        assert self.gate.wait(30)
+        self.steps.append({segment.lora.partition("@")[0] for segment in segments if segment.lora})
+        return super().execute(segments)
+
+
+def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(adapters: dict[str, Path]) -> None:
+    """One slot: a steady queue of the adapter that holds it cannot starve another; base requests go past."""
+    runner = _Recording(max_loras=1)
+    engine = TorchEngine(runner, EngineSettings(num_blocks=256, max_num_seqs=4), lambda _: None)
+    first, second = load(engine, adapters["all"], "first"), load(engine, adapters["rslora"], "second")
+    collector = Collector()
+    engine.submit(request("a0", prompt(20), 8, scope=first), collector)
+    engine.submit(request("b", prompt(20), 2, scope=second), collector)
+    for i in range(1, 6):
+        engine.submit(request(f"a{i}", prompt(20, i), 8, scope=first), collector)
+    engine.submit(request("base", prompt(20), 2), collector)
+    engine.start()
+    runner.gate.set()
+    collector.wait(["b", "base", *(f"a{i}" for i in range(6))])
+    engine.stop()
+    assert all(len(step) <= 1 for step in runner.steps), "a batch never holds more adapters than slots"
+    turns = [next(iter(step)) for step in runner.steps if step]
+    assert turns.index("second") == 8, "right after the one that held the slot, before the rest of its queue"
+    assert collector.finish["base"] == "length"
+
+
+def test_the_simulated_runner_keeps_scopes_apart(adapters: dict[str, Path]) -> None:
+    """No weights, the same rules: an unknown adapter is refused, an adapter shares nothing with the base."""
+    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
+    engine = TorchEngine(runner, EngineSettings(num_blocks=64), lambda _: None)
+    engine.start()
+    scope = load(engine, adapters["all"])
+    assert run_all(engine, [request("base", prompt(40), 1)]).cached["base"] == 0
+    assert run_all(engine, [request("a", prompt(40), 1, scope=scope)]).cached["a"] == 0
+    assert run_all(engine, [request("b", prompt(40), 1, scope=scope)]).cached["b"] == 32
+    with pytest.raises(UnknownAdapter):
+        engine.submit(request("c", prompt(40), 1, scope=PrefixScope("tiny", "a@0")), Collector())
+    samples = {(name, dict(labels).get("state")): value for name, labels, value in engine.stats().samples}
+    assert samples["warmpath_lora_adapters", "loaded"] == 1
+    assert samples["warmpath_lora_loads_total", None] == 1
+    engine.stop()
+
+
+def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
+    """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing."""
+    engine = make_engine()
+    model = engine._runner.model  # type: ignore[attr-defined]
+
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    scope = load(engine, adapters["attention"])
+    run_all(engine, [request("base", prompt(20), 2)])
+    assert hooks() == 0
+    run_all(engine, [request("worn", prompt(20), 2, scope=scope)])
+    assert hooks() == 4, "two layers' q_proj and v_proj"
+    run_all(engine, [request("base", prompt(20), 2)])
+    assert hooks() == 0
+
+
+segments = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(1, 200)), min_size=1, max_size=12)
+
+
+@given(segments=segments)
+def test_every_row_with_an_adapter_is_in_exactly_one_part(segments: list[tuple[str, int]]) -> None:
+    """A row in no part would lose its adapter, a row in two would get it twice."""
+    parts = [Segment(np.zeros(count, np.int32), 0, [], [], None, lora=key) for key, count in segments]
+    total = sum(count for _, count in segments)
+    rows = total if total <= 64 else -(-total // 16) * 16
+    spans = _spans(parts, range(len(parts)))
+    covered = np.zeros(rows, int)
+    for first, last in _cuts(spans, rows) if spans else ():
+        assert 0 <= first < last <= rows
+        covered[first:last] += 1
+    assert covered.max(initial=0) <= 1
+    row = 0
+    for key, count in segments:
+        if key:
+            assert covered[row : row + count].all()
+            assert any(span[0] == key and span[1] <= row and span[2] >= row + count for span in spans)
+        row += count
+
+
+def test_speculation_and_adapters_go_together(
+    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
+) -> None:
+    """The base verifies drafts with the request's adapter on every row; the draft model wears none."""
+    engine = make_engine(speculative_model=str(checkpoints["qwen3"]), num_speculative_tokens=3)
+    scopes = [PrefixScope("tiny"), load(engine, adapters["all"], "a"), load(engine, adapters["rslora"], "b")]
+    plain = make_engine()
+    load(plain, adapters["all"], "a")
+    load(plain, adapters["rslora"], "b")
+    wanted = [request(f"r{i}", prompt(40, i), 24, scope=scopes[i % 3]) for i in range(6)]
+    assert run_all(engine, wanted).tokens == run_all(plain, wanted).tokens
+    proposed = [value for name, _, value in engine.stats().samples if "draft_tokens" in name]
+    assert any(proposed), "nothing was drafted"
+
+
+def test_a_save_under_an_adapter_outlives_its_unloading(adapters: dict[str, Path]) -> None:
+    """The save's own sequence keeps the adapter too, though it is unloaded before the loop takes the request in."""
+    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
+    engine = TorchEngine(runner, EngineSettings(num_blocks=64, pin_budget_blocks=16), lambda _: None)
+    scope = load(engine, adapters["all"])
+    collector = Collector()
+    wanted = request("x", prompt(100), 2, scope=scope)
+    engine.submit(replace(wanted, save=Save(key=b"k", tokens=64, ttl_s=None)), collector)
+    assert engine.unload_adapter(scope.lora)
+    engine.start()
+    collector.wait(["x"])
+    assert collector.finish["x"] == "length"
+    assert collector.cached["x"] == 64, "the save ran first, under the same adapter"
+    assert dict(runner.adapters._loaded) == {}
+    engine.stop()

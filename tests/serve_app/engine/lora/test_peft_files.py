@@ -1,0 +1,254 @@
+"""Rules of an adapter on disk: what it is called by, and the sentence for each thing that is not supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from serve_app.engine.lora.peft_files import describe_adapter, parse_config, read_adapter
+from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.protocol import AdapterError, AdapterSpec, QueueFull, UnknownAdapter
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.adapters import save_adapter
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def saved(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_adapter(checkpoints["qwen3"], tmp_path_factory.mktemp("adapter"), 1, ("q_proj",))
+
+
+@pytest.fixture(scope="module")
+def runner(checkpoints: dict[str, Path]) -> ModelRunner:
+    return ModelRunner(checkpoints["qwen3"], EngineSettings(num_blocks=4, dtype="float32", max_lora_rank=8))
+
+
+def rewritten(saved: Path, to: Path, config: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Path:
+    """A copy of the adapter with other config fields and tensors (None: without it); __ stands for the dots."""
+    to.mkdir(exist_ok=True)
+    fields = json.loads((saved / "adapter_config.json").read_text()) | (config or {})
+    (to / "adapter_config.json").write_text(json.dumps(fields))
+    held: dict[str, torch.Tensor | None] = {**load_file(saved / "adapter_model.safetensors")}
+    held |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    kept = {name: tensor for name, tensor in held.items() if tensor is not None}
+    save_file(kept, to / "adapter_model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_the_digest_is_of_what_the_adapter_computes(saved: Path, tmp_path: Path) -> None:
+    """Other weights or another scale are another digest; another path, or words in the config, are not."""
+    original = describe_adapter("a", saved)
+    copy = describe_adapter("a", rewritten(saved, tmp_path / "copy", {"base_model_name_or_path": "elsewhere"}))
+    assert copy.digest == original.digest
+    assert copy.path != original.path
+    scaled = describe_adapter("a", rewritten(saved, tmp_path / "scaled", {"lora_alpha": 9}))
+    rs = describe_adapter("a", rewritten(saved, tmp_path / "rs", {"use_rslora": True}))
+    tensor = load_file(saved / "adapter_model.safetensors")[f"{Q}.lora_A.weight"].clone()
+    tensor[0, 0] += 1e-3
+    moved = rewritten(saved, tmp_path / "moved", **{f"{Q}.lora_A.weight".replace(".", "__"): tensor})
+    digests = {original.digest, scaled.digest, rs.digest, describe_adapter("a", moved).digest}
+    assert len(digests) == 4
+    assert AdapterSpec.of_key(original.key, original.path) == original
+
+
+@pytest.mark.parametrize("name", ["", "a@b", "a b", "../x", "-a", "a" * 129, "a\n"])
+def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, saved: Path) -> None:
+    with pytest.raises(AdapterError, match="no adapter name"):
+        describe_adapter(name, saved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_qalora": True}, "use_qalora is not supported"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is not supported"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is not supported"),
+        ({"a_feature_of_tomorrow": {"on": 1}}, "a_feature_of_tomorrow is not supported"),
+        ({"bias": "all"}, "trained biases"),
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": 0}, "r must be"),
+        ({"r": True}, "r must be"),
+        ({"r": None}, "r must be"),
+        ({"lora_alpha": "8"}, "lora_alpha must be"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj must be"),
+        ({"rank_pattern": [3]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": {"(": 3}}, "no pattern"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:
+    """Ignoring any of these would answer with other numbers than the adapter was trained for."""
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert parse_config(json.dumps(config).encode()).rank == 4
+    with pytest.raises(AdapterError, match=reason):
+        parse_config(json.dumps(config | fields).encode())
+
+
+def test_files_that_are_no_adapter_are_refused_without_their_path(
+    saved: Path, tmp_path: Path, runner: ModelRunner
+) -> None:
+    """A message may reach a client: it names the file, never the directory."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    (lone / "adapter_model.safetensors").write_bytes(b"x")
+    torn = rewritten(saved, tmp_path / "torn")
+    whole = (torn / "adapter_model.safetensors").read_bytes()
+    (torn / "adapter_model.safetensors").write_bytes(whole[:-10])
+    text = rewritten(saved, tmp_path / "text")
+    (text / "adapter_config.json").write_text("[]")
+    for path, reason in (
+        (empty, "no adapter_model.safetensors"),
+        (tmp_path / "nowhere", "no adapter_model.safetensors"),
+        (lone, "adapter_config.json is missing"),
+        (text, "not a JSON object"),
+        (torn, "no whole safetensors file"),
+    ):
+        with pytest.raises(AdapterError, match=reason) as caught:
+            runner.adapters.load(describe_adapter("a", path))
+        assert str(tmp_path) not in str(caught.value)
+    assert runner.adapters.loaded == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        ({"r": 5}, {}, "this model and rank need"),
+        ({}, {f"{Q}.lora_A.weight": torch.zeros(4, 63)}, "this model and rank need"),
+        ({}, {f"{Q}.lora_B.weight": torch.zeros(4, 4)}, "this model and rank need"),
+        ({}, {f"{Q}.lora_B.weight": None}, "only one of"),
+        ({}, {f"{Q}.lora_B.weight": torch.full((64, 4), float("nan"))}, "not finite"),
+        ({}, {f"{Q}.lora_magnitude_vector.weight": torch.zeros(64)}, "lora_magnitude_vector"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 4)}, "lora_embedding_A"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, "no linear layer 'lm_head'"),
+        ({}, {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}, "no linear layer"),
+        ({}, {"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "only lora_A and lora_B"),
+    ],
+)
+def test_tensors_are_checked_against_the_model(
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor | None],
+    reason: str,
+    saved: Path,
+    tmp_path: Path,
+    runner: ModelRunner,
+) -> None:
+    """Whatever has no place in this model is refused at load, not met in a forward."""
+    path = rewritten(saved, tmp_path / "x", config, **{name.replace(".", "__"): t for name, t in tensors.items()})
+    with pytest.raises(AdapterError, match=reason):
+        runner.adapters.load(describe_adapter("a", path))
+
+
+def test_ranks_over_the_limit_and_files_that_changed_are_refused(
+    checkpoints: dict[str, Path], saved: Path, tmp_path: Path, runner: ModelRunner
+) -> None:
+    """``max_lora_rank`` bounds memory; a file that is not the one that was described has no business under its key."""
+    big = save_adapter(checkpoints["qwen3"], tmp_path / "big", 2, ("q_proj",), r=9)
+    with pytest.raises(AdapterError, match="over max_lora_rank 8"):
+        runner.adapters.load(describe_adapter("big", big))
+    path = rewritten(saved, tmp_path / "changing")
+    spec = describe_adapter("a", path)
+    rewritten(saved, path, {"lora_alpha": 1})
+    with pytest.raises(AdapterError, match="changed after it was loaded"):
+        runner.adapters.load(spec)
+
+
+def slots(max_loras: int = 2, max_cpu_loras: int = 3) -> tuple[LoadedAdapters[str], list[str]]:
+    loads: list[str] = []
+
+    def note(spec: AdapterSpec) -> str:
+        loads.append(spec.name)
+        return spec.path
+
+    return LoadedAdapters(note, max_loras=max_loras, max_cpu_loras=max_cpu_loras), loads
+
+
+def spec(name: str) -> AdapterSpec:
+    return AdapterSpec(name, "0", f"/{name}")
+
+
+def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requests() -> None:
+    """A live request keeps its adapter in memory; when all are kept, a new one is told to come back."""
+    held, loads = slots()
+    for name in "abc":
+        held.load(spec(name))
+    held.load(spec("a"))
+    assert loads == ["a", "b", "c"], "what is loaded is not read again"
+    held.pin("b@0")
+    held.load(spec("d"))
+    assert held.loaded == ("a@0", "b@0", "d@0"), "c was the least recently used that nobody needed"
+    held.pin("a@0")
+    held.pin("d@0")
+    with pytest.raises(QueueFull, match="every adapter in memory"):
+        held.load(spec("e"))
+    held.unpin("b@0")
+    held.load(spec("e"))
+    assert set(held.loaded) == {"a@0", "d@0", "e@0"}
+    with pytest.raises(UnknownAdapter):
+        held.pin("b@0")
+
+
+def test_a_slot_of_a_running_sequence_is_not_taken() -> None:
+    held, _ = slots()
+    for name in "abc":
+        held.load(spec(name))
+        held.pin(f"{name}@0")
+    held.acquire("a@0")
+    held.acquire("b@0")
+    held.acquire("b@0")
+    assert not held.room("c@0")
+    assert held.room("a@0")
+    assert held.room("")
+    held.release("b@0")
+    assert not held.room("c@0"), "one of the two still runs"
+    held.release("b@0")
+    assert held.room("c@0")
+    held.acquire("c@0")
+    assert held.in_slots == ("a@0", "c@0")
+
+
+def test_an_unloaded_adapter_serves_its_live_requests_and_no_new_ones() -> None:
+    """Loaded again while they run, it is simply back."""
+    held, loads = slots()
+    held.load(spec("a"))
+    held.pin("a@0")
+    assert held.unload("a@0")
+    assert held.loaded == ()
+    assert held.weights("a@0") == "/a"
+    with pytest.raises(UnknownAdapter):
+        held.pin("a@0")
+    held.load(spec("a"))
+    assert loads == ["a"]
+    held.unpin("a@0")
+    assert held.loaded == ("a@0",)
+    held.pin("a@0")
+    assert held.unload("a@0")
+    held.unpin("a@0")
+    with pytest.raises(KeyError):
+        held.weights("a@0")
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_cpu_loras"):
+        slots(max_loras=4, max_cpu_loras=3)
+    with pytest.raises(ValueError, match="max_loras"):
+        slots(max_loras=0)
+
+
+def test_reading_needs_no_model(saved: Path) -> None:
+    """An ingress names an adapter from its files alone."""
+    found = read_adapter(saved)
+    assert (found.config.rank, found.config.alpha) == (4, 8.0)
+    assert found.config.scale_of("model.layers.0.self_attn.q_proj") == 2.0

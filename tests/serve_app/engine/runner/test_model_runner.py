@@ -1,0 +1,92 @@
+"""Rules of the model runner: dtype, sizes, and failures that stay with their sequence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
+from serve_app.engine.runner.model_runner import ModelRunner, choose_dtype
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+
+def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
+    """The formula gives exactly the tensor's bytes, and 1.22 GiB for 10,000 tokens of an 8B Llama in bfloat16."""
+    runner = ModelRunner(checkpoints["qwen3"], EngineSettings(num_blocks=7, dtype="float32"))
+    assert runner.block_bytes * 7 == runner.pool.tensor.numel() * runner.pool.tensor.element_size()
+    llama = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    per_block = kv_bytes_per_block(llama, "bfloat16", 16)
+    assert per_block * 625 == 1_310_720_000
+    assert blocks_in_budget(llama, "bfloat16", 16, 10 * per_block + 1) == 10
+    with pytest.raises(ValueError, match="cannot hold one"):
+        blocks_in_budget(llama, "bfloat16", 16, per_block - 1)
+    assert kv_bytes_per_block(Qwen3Config(head_dim=128, hidden_size=64), "float32", 16) % 128 == 0
+
+
+def test_an_explicit_dtype_is_obeyed_and_an_unknown_one_refused() -> None:
+    assert choose_dtype("float32", torch.device("cpu")) == torch.float32
+    assert choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert choose_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    with pytest.raises(ValueError, match="dtype"):
+        choose_dtype("int3", torch.device("cpu"))
+
+
+def test_a_missing_checkpoint_is_an_error_at_load(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="config"):
+        ModelRunner(tmp_path, EngineSettings())
+
+
+def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeEngine, reference: Reference) -> None:
+    """A token whose embedding is broken ruins its own request, not its neighbours, nor who gets its blocks next."""
+    engine = make_engine(num_blocks=12, max_num_seqs=3)
+    poison = 200
+    engine._runner.model.get_input_embeddings().weight.data[poison] = float("nan")  # type: ignore[attr-defined]
+    clean = {f"r{i}": prompt(30, i) % poison for i in range(3)}
+    broken = np.append(prompt(29) % poison, poison)
+    got = run_all(engine, [request("bad", broken, 5), *[request(name, ids, 20) for name, ids in clean.items()]])
+    assert got.finish["bad"] == "error"
+    assert "not numbers" in got.errors["bad"]
+    for name, ids in clean.items():
+        expected = reference("qwen3", ids, 20)
+        if poison in expected:  # from there on the broken embedding is its own
+            expected = expected[: expected.index(poison) + 1]
+        assert got.tokens[name][: len(expected)] == expected, name
+
+
+def test_bfloat16_takes_every_path_without_a_failed_step(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cold, warm, shared long runs, forks and short rests together (values differ by rounding: none is compared)."""
+    engine = make_engine(dtype="bfloat16")
+    run_all(engine, [request("cold", prompt(300), 1)])
+    tails = [np.concatenate([prompt(300)[:cut], prompt(20 + i, i)]) for i, cut in enumerate((300, 300, 290, 9))]
+    got = run_all(engine, [request(f"r{i}", ids, 40) for i, ids in enumerate([*tails, prompt(400, 9)])])
+    assert set(got.finish.values()) == {"length"}
+    assert {len(tokens) for tokens in got.tokens.values()} == {40}
+    assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_dummy_load_needs_a_config_alone_and_draws_the_same_weights(tmp_path: Path, device: torch.device) -> None:
+    """No weights on disk, before or after; the dtype asked for; the caller's random numbers untouched."""
+    LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
+    ).save_pretrained(tmp_path)
+    settings = EngineSettings(num_blocks=4, dtype="float32", device=str(device), load_format="dummy")
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    one, two = ModelRunner(tmp_path, settings), ModelRunner(tmp_path, settings)
+    assert torch.equal(torch.rand(1), expected)
+    for (name, mine), (_, other) in zip(one.model.named_parameters(), two.model.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+        assert (mine.dtype, mine.device.type) == (torch.float32, device.type), name
+    assert one.model.get_input_embeddings().weight.std() > 0.01
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -1,0 +1,51 @@
+"""Rules of the cost model, and that everything which used it says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Segment
+from tests.serve_app.engine.tiny import Collector, prompt, request
+
+
+def test_a_request_takes_the_time_the_model_says() -> None:
+    """On a virtual clock: 1,000 tokens at 5,000 a second, then three decode steps of 10 ms + 1 ms."""
+    clock = VirtualClock()
+    cost = CostModel(prefill_tokens_per_s=5000.0, decode_base_s=0.010, decode_per_sequence_s=0.001)
+    engine = TorchEngine(
+        SimulatedRunner(cost, sleep=clock.sleep), EngineSettings(num_blocks=128), lambda _: None, clock=clock
+    )
+    collector = Collector()
+    engine.submit(request("r", prompt(1000), 4), collector)
+    engine.start()
+    collector.wait(["r"])
+    assert clock() == pytest.approx(0.2 + 3 * 0.011)
+    load = engine.load()
+    assert load.prefill_tokens_per_s == pytest.approx(5000.0)
+    assert load.decode_step_s == pytest.approx(0.011)
+    engine.stop()
+    assert all(dict(labels)["engine"] == "simulated" for _, labels, _ in engine.stats().samples)
+
+
+def test_tokens_are_deterministic_and_avoid_stop_tokens() -> None:
+    cost = CostModel(vocab_size=4)
+    runner = SimulatedRunner(cost, sleep=lambda _: None)
+
+    def tokens(stop: tuple[int, ...]) -> list[int | None]:
+        params = SamplingParams(9, seed=3, stop_token_ids=stop)
+        ids = np.array([1], dtype=np.int32)
+        return [runner.execute([Segment(ids, p, [0], [(0, 1)], params)])[0].token for p in range(40)]
+
+    assert tokens(()) == tokens(())
+    assert set(tokens(())) == {0, 1, 2, 3}
+    assert set(tokens((0, 2))) == {1, 3}
+
+
+def test_an_impossible_cost_is_refused() -> None:
+    with pytest.raises(ValueError, match="rate"):
+        CostModel(prefill_tokens_per_s=0.0)

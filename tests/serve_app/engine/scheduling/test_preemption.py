@@ -1,0 +1,262 @@
+"""Optimistic admission: a full pool makes sequences give way, and nobody can tell from the answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import log2
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.protocol.block_hash import PrefixScope
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import AdapterSpec, Save
+from serve_app.engine.scheduling.running_set import PROMISED_TOKENS, who_gives_way
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
+from tests.serve_app.engine.conftest import MakeEngine
+from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, save_draft
+
+MOST_STEPS = 20_000
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One request of a workload: which base prompt it shares how much of, and when it comes."""
+
+    step: int
+    base: int
+    shared: int
+    own: int
+    max_tokens: int
+    tenant: str
+    cancelled_after: int | None
+    saved: int
+    lora: str = ""
+
+
+wishes = st.builds(
+    Wish,
+    step=st.integers(0, 30),
+    base=st.integers(0, 2),
+    shared=st.integers(0, 60),
+    own=st.integers(1, 40),
+    max_tokens=st.one_of(st.integers(0, 170), st.integers(120, 170)),
+    tenant=st.sampled_from(["a", "b"]),
+    cancelled_after=st.sampled_from([None, None, None, None, 3, 70, 110]),
+    saved=st.sampled_from([0, 0, 0, 16, 32]),
+    lora=st.sampled_from(["", "", "x@1", "y@1"]),
+)
+
+
+class Stepped:
+    """An engine stepped by hand over KV that checks itself."""
+
+    def __init__(self, **overrides: object) -> None:
+        values: dict[str, object] = {"num_blocks": 20, "max_num_seqs": 6, "max_num_batched_tokens": 48, **overrides}
+        self.settings = EngineSettings(**values)  # type: ignore[arg-type]
+        self.runner = CheckedRunner(max_loras=1)
+        for name in "xy":
+            self.runner.adapters.load(AdapterSpec(name, "1", ""))
+        self.engine = TorchEngine(self.runner, self.settings, lambda _: None)
+        self.collector = Collector()
+        self.preemptions: Counter[str] = Counter()
+
+    def step(self) -> None:
+        assert self.engine.take_in()
+        self.engine.step()
+        self.check()
+
+    def check(self) -> None:
+        """Blocks are conserved, promises are covered, only running sequences hold blocks."""
+        scheduler, cache = self.engine._scheduler, self.engine._cache
+        self.preemptions.update(sequence.request.request_id for sequence in scheduler.preempted)
+        pool = cache.pool
+        assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
+        assert sum(cache.quota.holdings().values()) == pool.idle_blocks + pool.used_blocks
+        held = {block for sequence in scheduler.running for block in sequence.blocks}
+        pinned = set(cache.pins.counts())
+        assert pool.used_blocks == len(held | pinned)
+        assert scheduler.promised_blocks == sum(sequence.reserved_blocks for sequence in scheduler.running)
+        assert 0 <= scheduler.promised_blocks <= cache.available_blocks
+        assert scheduler.running_count <= self.settings.max_num_seqs
+        assert not any(sequence.blocks for sequence in scheduler.waiting)
+
+    def run(self, workload: list[Wish]) -> dict[str, list[int]]:
+        """Run a workload to its end; return what each request would generate alone."""
+        expected: dict[str, list[int]] = {}
+        coming = sorted(enumerate(workload), key=lambda item: item[1].step)
+        cancels: dict[int, list[str]] = {}
+        for step in range(MOST_STEPS):
+            while coming and (coming[0][1].step <= step or not self.engine._scheduler.running_count):
+                number, wish = coming.pop(0)
+                ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
+                scope = PrefixScope("tiny", wish.lora)
+                item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
+                if wish.saved:
+                    item = replace(item, save=Save(b"key %d" % number, wish.saved))
+                self.engine.submit(item, self.collector)
+                expected[f"r{number}"] = undisturbed(ids.tolist(), wish.max_tokens, number, wish.lora)
+                if wish.cancelled_after is not None:
+                    cancels.setdefault(step + wish.cancelled_after, []).append(f"r{number}")
+            for request_id in cancels.pop(step, ()):
+                self.engine.cancel(request_id)
+            if not coming and len(self.collector.finish) == len(workload):
+                return expected
+            self.step()
+        raise AssertionError("the workload does not end")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    workload=st.lists(wishes, min_size=4, max_size=20),
+    num_blocks=st.sampled_from([18, 18, 20, 30]),
+    max_num_seqs=st.sampled_from([2, 4, 8]),
+    admission=st.sampled_from(["optimistic", "optimistic", "optimistic", "worst_case"]),
+    caching=st.sampled_from([True, True, True, False]),
+    shares=st.sampled_from([{}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}]),
+)
+def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
+    workload: list[Wish],
+    num_blocks: int,
+    max_num_seqs: int,
+    admission: str,
+    caching: bool,
+    shares: dict[str, float],
+) -> None:
+    """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step."""
+    bench = Stepped(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        admission=admission,
+        enable_prefix_caching=caching,
+        tenant_shares=shares,
+        pin_budget_blocks=1,
+    )
+    expected = bench.run(workload)
+    tokens, finish = bench.collector.tokens, bench.collector.finish
+    for number, wish in enumerate(workload):
+        name = f"r{number}"
+        if finish[name] == "cancelled":
+            assert wish.cancelled_after is not None
+            assert tokens[name] == expected[name][: len(tokens[name])]
+        else:
+            assert finish[name] == "length"
+            assert tokens[name] == expected[name]
+    engine = bench.engine
+    scheduler, cache = engine._scheduler, engine._cache
+    assert scheduler.running_count == scheduler.waiting_count == scheduler.promised_blocks == 0
+    assert cache.pool.used_blocks == cache.pins.blocks
+    assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
+    assert not any(engine._runner.adapters._running.values()), "every slot was given back"
+    if admission == "worst_case":
+        assert not bench.preemptions
+    fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
+    asked = sample(engine, "warmpath_prompt_tokens_total")
+    if not any(wish.cancelled_after is not None for wish in workload):
+        assert fresh == asked - sample(engine, "warmpath_prompt_tokens_saved_total")
+
+
+def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
+    """Eight long answers in a pool for one and a half: whoever came first gets on, and everybody gets to the end."""
+    bench = Stepped(num_blocks=60, max_num_seqs=8, max_num_batched_tokens=256)
+    workload = [Wish(0, 0, 0, 20, 600, "a", None, 0) for _ in range(8)]
+    expected = bench.run(workload)
+    assert bench.collector.tokens == expected
+    assert bench.preemptions["r0"] == 0, "nobody came before it"
+    assert bench.preemptions.total() >= 6, "the pool was too large: the test proves nothing"
+    assert max(bench.preemptions.values()) <= 1 + log2(600 / PROMISED_TOKENS)
+    assert bench.runner.steps <= 8 * 620, "no slower than one after the other"
+
+
+def test_recomputing_takes_what_the_cache_kept() -> None:
+    """Who gives way finds its complete blocks again unless they were needed; its report of cached tokens stays."""
+    bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
+    ids = [prompt(40, 1), prompt(40, 2)]
+    for number, row in enumerate(ids):
+        bench.engine.submit(request(f"r{number}", row, 120, seed=number), bench.collector)
+    while not bench.preemptions:
+        bench.step()
+    (victim,) = bench.engine._scheduler.waiting
+    assert victim.request.request_id == "r1", "the later one"
+    assert victim.generated_tokens >= PROMISED_TOKENS
+    assert victim.held_blocks_hint == (victim.length - 1) // BLOCK
+    while len(bench.collector.finish) < 2:
+        bench.step()
+    assert bench.preemptions == {"r1": 1}
+    assert bench.collector.cached == {"r0": 0, "r1": 0}
+    again = sample(bench.engine, "warmpath_recomputed_tokens_total")
+    assert 0 < again < victim.prefill_tokens
+    for number, row in enumerate(ids):
+        assert bench.collector.tokens[f"r{number}"] == undisturbed(row.tolist(), 120, number)
+    bench.engine.stop()
+
+
+def test_who_gives_way() -> None:
+    """Later arrivals before earlier ones, the tenant most over its share first, promises kept against late-comers."""
+
+    def sequence(number: int, tenant: str = "a", *, beyond: bool = False) -> SequenceState:
+        made = SequenceState(request(str(number), prompt(4), 4, tenant=tenant), lambda _: None, b"", 0.0)
+        made.number, made.beyond_promise = number, beyond
+        return made
+
+    def nobody_over(_: str) -> float:
+        return 0.0
+
+    first, second, third = sequence(0), sequence(1, beyond=True), sequence(2)
+    running = [third, first, second]
+    assert who_gives_way(second, running, nobody_over) is third, "the latest, although within its promise"
+    assert who_gives_way(third, running, nobody_over) is third, "never an earlier one for a later one"
+    greedy, modest = sequence(0, "greedy", beyond=True), sequence(5, "modest")
+    over = {"greedy": 9.0, "modest": 0.0}.__getitem__
+    assert who_gives_way(modest, [greedy, modest], over) is greedy
+    assert who_gives_way(greedy, [greedy, modest], over) is greedy
+    greedy.beyond_promise = False
+    assert who_gives_way(modest, [greedy, modest], over) is modest, "a promise holds against whoever comes later"
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_real_model_says_the_same_with_and_without_preemption(
+    make_engine: MakeEngine, checkpoints: dict[str, object], tmp_path_factory: pytest.TempPathFactory, drafted: bool
+) -> None:
+    """Greedy and sampled, with and without a drafter: a pool for two of six answers, against one for all."""
+    extra: dict[str, object] = {}
+    if drafted:
+        draft = save_draft(checkpoints["qwen3"], tmp_path_factory.mktemp("draft"), 0.02)  # type: ignore[arg-type]
+        extra = {"speculative_model": str(draft), "num_speculative_tokens": 3}
+    base = prompt(24, 3)
+    requests = [
+        request(f"r{i}", np.append(base, prompt(10 + i, i)), 150, temperature=0.8 * (i % 2), seed=i) for i in range(6)
+    ]
+    roomy = run_all(make_engine(num_blocks=256, **extra), requests)
+    tight_engine = make_engine(num_blocks=26, max_num_seqs=6, **extra)
+    tight = run_all(tight_engine, requests)
+    assert sample(tight_engine, "warmpath_num_preemptions_total", tenant="default") > 0
+    assert tight.tokens == roomy.tokens
+    assert sample(tight_engine, "warmpath_kv_cache_blocks", state="used") == 0
+
+
+@pytest.mark.parametrize("admission", ["optimistic", "worst_case"])
+def test_a_cancelled_request_gives_up_its_claim_on_blocks(admission: str) -> None:
+    """One tenant's cancelled claim on blocks and another's claim on an adapter slot do not wait for each other."""
+    bench = Stepped(num_blocks=18, admission=admission)
+    engine, x, y = bench.engine, PrefixScope("tiny", "x@1"), PrefixScope("tiny", "y@1")
+    engine.submit(request("running", prompt(40, 1), 120, scope=x, tenant="b"), bench.collector)
+    bench.step()
+    engine.submit(request("wants a slot", prompt(1, 2), 120, scope=y, tenant="b"), bench.collector)
+    bench.step()
+    engine.submit(request("wants blocks", prompt(200, 3), 60, tenant="a"), bench.collector)
+    bench.step()
+    engine.submit(request("wants a slot too", prompt(41, 4), 120, scope=y, tenant="a"), bench.collector)
+    bench.step()
+    engine.cancel("wants blocks")
+    for _ in range(1000):
+        bench.step()
+        if len(bench.collector.finish) == 4:
+            break
+    assert Counter(bench.collector.finish.values()) == {"length": 3, "cancelled": 1}

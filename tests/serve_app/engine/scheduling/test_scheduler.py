@@ -1,0 +1,144 @@
+"""Rules of the scheduler, on its own: order, ageing, budget, admission."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.tiny import prompt, request
+
+
+class Bench:
+    """A scheduler with a cache, and steps that always succeed."""
+
+    def __init__(self, **overrides: object) -> None:
+        values: dict[str, object] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **overrides}
+        self.settings = EngineSettings(**values)  # type: ignore[arg-type]
+        self.cache = PrefixCache(self.settings.num_blocks, self.settings.block_size)
+        self.scheduler = Scheduler(self.settings, self.cache)
+
+    def add(self, name: str, ids: np.ndarray, max_tokens: int = 4, arrival_s: float = 0.0) -> SequenceState:
+        item = request(name, ids, max_tokens)
+        sequence = SequenceState(item, lambda _: None, self.cache.chain(item.root, item.token_ids), arrival_s)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[tuple[str, int]]:
+        """Run one step; return (request, tokens) in order."""
+        chosen = self.scheduler.schedule()
+        for item in chosen:
+            segment = item.sequence.segment(item.tokens)
+            assert segment.end <= len(segment.blocks) * self.cache.block_size
+            self.scheduler.computed(item)
+            if segment.sampling is not None and item.sequence.append_token(1):
+                self.scheduler.remove(item.sequence.request.request_id)
+        pool = self.cache.pool
+        assert self.scheduler.promised_blocks <= self.cache.available_blocks
+        assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
+        return [(item.sequence.request.request_id, item.tokens) for item in chosen]
+
+
+def test_decodes_come_first_then_the_least_uncached_work() -> None:
+    bench = Bench()
+    bench.add("old", prompt(20, 1))
+    assert bench.step() == [("old", 20)]
+    bench.add("long", prompt(100, 2))
+    bench.add("short", prompt(30, 3))
+    assert bench.step() == [("old", 1), ("short", 30), ("long", 33)]
+
+
+def test_cached_tokens_are_no_work() -> None:
+    """A long prompt whose prefix is cached goes before a shorter cold one."""
+    bench = Bench(max_num_batched_tokens=20)
+    bench.add("warm", prompt(16), 1)
+    bench.step()
+    bench.add("cold", prompt(15, 5))
+    bench.add("hit", prompt(20))
+    # prompt(20) begins with prompt(16) only if the generator says so; make it certain.
+    assert np.array_equal(prompt(20)[:16], prompt(16))
+    assert bench.step() == [("hit", 4), ("cold", 15)]
+
+
+def test_nobody_starves_beyond_the_stated_bound() -> None:
+    """Short requests arrive without end; the long one is overtaken only for u / AGING seconds after its arrival."""
+    bench = Bench(max_num_seqs=1, max_num_batched_tokens=600, num_blocks=256)
+    bench.add("long", prompt(500, 1), 1, arrival_s=0.0)
+    bound_s = 500 / AGING_TOKENS_PER_S
+    overtook = []
+    for i in range(1, 100):
+        arrival_s = i * bound_s / 20
+        bench.add(f"s{i}", prompt(10, 1000 + i), 1, arrival_s=arrival_s)
+        ((name, _),) = bench.step()
+        if name == "long":
+            break
+        overtook.append(arrival_s)
+    else:
+        pytest.fail("the long request starved")
+    assert overtook
+    assert max(overtook) <= bound_s
+
+
+def test_admission_by_worst_case_and_nobody_overtakes_who_waits_for_blocks() -> None:
+    """Ten blocks: 6 + 5 do not fit together; a small late-comer does not take the room that frees up."""
+    bench = Bench(num_blocks=10, admission="worst_case")
+    bench.add("a", prompt(16, 1), 81)
+    assert bench.step() == [("a", 16)]
+    bench.add("b", prompt(16, 2), 65, arrival_s=0.0)
+    bench.add("late", prompt(16, 3), 1, arrival_s=1.0)
+    assert bench.step() == [("a", 1)]
+    bench.scheduler.remove("a")
+    assert bench.step() == [("b", 16), ("late", 16)]
+
+
+def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> None:
+    """Eight cached blocks, one free, one promised: a hit on the eight that needs one more has to wait."""
+    bench = Bench(num_blocks=10, max_num_batched_tokens=256)
+    bench.add("warm", prompt(128), 1)
+    bench.step()
+    bench.add("a", prompt(16, 1), 17)
+    assert bench.step() == [("a", 16)]
+    bench.add("hit", np.append(prompt(128), [1, 2]), 4)
+    assert bench.step() == [("a", 1)]
+    bench.scheduler.remove("a")
+    assert bench.step() == [("hit", 2)]
+
+
+@pytest.mark.parametrize("admission", ["worst_case", "optimistic"])
+def test_a_running_sequence_never_lacks_a_block(admission: str) -> None:
+    """Random requests in a small pool run to their ends; the checks are in ``step``."""
+    bench = Bench(num_blocks=16, max_num_seqs=6, admission=admission)
+    rng = np.random.default_rng(2)
+    for i in range(60):
+        base = prompt(32, int(rng.integers(3)))[: int(rng.integers(1, 33))]
+        bench.add(f"r{i}", np.append(base, rng.integers(0, 200, int(rng.integers(0, 60)))), int(rng.integers(1, 90)))
+    for _ in range(5000):
+        if not bench.step():
+            break
+    assert bench.scheduler.running_count == bench.scheduler.waiting_count == 0
+    assert bench.scheduler.promised_blocks == 0
+    assert bench.cache.pool.used_blocks == 0
+
+
+def test_a_shared_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
+    """The second request computes nothing of what the first is computing, and starts the moment it is there."""
+    bench = Bench()
+    bench.add("one", np.append(prompt(160), 1), 4)
+    two = bench.add("two", np.append(prompt(160), 2), 4)
+    assert bench.step() == [("one", 64)]
+    assert bench.step() == [("one", 64)]
+    assert bench.step() == [("one", 33)]
+    assert bench.step() == [("one", 1), ("two", 1)]
+    assert two.cached_tokens == 160
+
+
+def test_a_different_prompt_is_not_held_up_by_someone_elses_flight() -> None:
+    bench = Bench()
+    bench.add("one", prompt(160), 4)
+    bench.step()
+    bench.add("two", np.append(prompt(160), 2), 4)
+    bench.add("other", prompt(40, 8), 4)
+    assert bench.step() == [("other", 40), ("one", 24)]

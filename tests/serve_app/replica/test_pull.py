@@ -1,0 +1,256 @@
+"""Pulls between two real engines: equal tokens, one copy for all who wait, computing where that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from router.protocol.block_hash import PrefixScope, hash_blocks
+from serve_app.cache.transfer import KvChain
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest
+from serve_app.replica import pull as pull_module
+from serve_app.replica.pull import Fetched, HolderLost, Puller, PullRate, PullSettings, WantedPart
+from serve_app.replica.pull_metrics import PullMeters
+from serve_app.replica.pull_peers import Exports
+from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.tiny import SECRET, Collector, prompt, request, run_all
+
+SETTINGS = PullSettings(min_tokens=32)
+Run = Callable[[Puller], Awaitable[None]]
+
+
+def keyed(item: EngineRequest) -> EngineRequest:
+    """With block hashes, as a router sends them."""
+    return replace(item, block_hashes=hash_blocks(item.root, item.token_ids, 16))
+
+
+class Holder:
+    """The other replica: a real engine's exports, with a gate in front of them."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.exports = Exports(engine, 16, PullMeters())
+        self.asked: list[WantedPart] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failure: Exception | None = None
+
+    async def fetch(self, holder: str, wanted: WantedPart) -> Fetched:
+        assert holder == "holder"
+        self.asked.append(wanted)
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        answer = await self.exports.part(wanted)
+        return KvChain.from_bytes(answer.to_bytes()) if isinstance(answer, KvChain) else answer
+
+
+async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:
+    """Submit a request as a replica does, and wait for its end."""
+    collector = Collector()
+    arrival = puller.begin(item, "holder", len(item.token_ids))
+    engine.submit(replace(item, arrival=arrival), collector)
+    await asyncio.to_thread(collector.wait, [item.request_id])
+    return collector
+
+
+def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(make_engine: MakeEngine, reference: Reference) -> None:
+    """Piece by piece, also onto a part that is held; the request waits for it and then reuses it."""
+    ids = prompt(200)
+
+    async def run(piece_blocks: int, held_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = make_engine(), make_engine()
+        monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
+        run_all(first, [request("a", ids, 1)])
+        if held_tokens:
+            run_all(second, [request("b", ids[:held_tokens], 1)])
+        holder = Holder(first)
+        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        got = await generate(second, puller, keyed(request("c", ids, 12)))
+        assert got.tokens["c"] == reference("qwen3", ids, 12)
+        assert got.cached["c"] == 192
+        held = held_tokens // 16
+        assert [wanted.first for wanted in holder.asked] == list(range(held, 12, piece_blocks))
+        assert puller.meters.ended == {"whole": 1}
+        assert puller.meters.tokens == 192 - held * 16
+        assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
+
+    for piece_blocks, held_tokens in ((100, 0), (5, 0), (3, 64), (1, 100)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asyncio.run(run(piece_blocks, held_tokens, monkeypatch))
+
+
+def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: MakeEngine, reference: Reference) -> None:
+    """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming."""
+    ids, other = prompt(160), prompt(40, 9)
+
+    async def run() -> None:
+        first, second = make_engine(), make_engine(max_num_batched_tokens=512)
+        run_all(first, [request("a", ids, 1)])
+        holder = Holder(first)
+        holder.gate.clear()
+        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        items = [keyed(request(f"c{n}", np.append(ids, np.int32(n)), 3)) for n in range(100)]
+        collector = Collector()
+        for n, item in enumerate(items):
+            # Some name the holder, some come from a router that knows of none.
+            arrival = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
+            assert arrival is not None
+            assert not arrival.done
+            second.submit(replace(item, arrival=arrival), collector)
+        assert second.load().queued_prefill_tokens == 100
+        free = run_all(second, [request("free", other, 5)])
+        assert free.tokens["free"] == reference("qwen3", other, 5)
+        assert not collector.finish
+        holder.gate.set()
+        await asyncio.to_thread(collector.wait, [item.request_id for item in items])
+        assert len(holder.asked) == 1
+        assert (puller.meters.begun, puller.meters.joined) == (1, 99)
+        assert set(collector.cached.values()) == {160}
+        assert sample(second, "warmpath_prompt_tokens_computed_total") == 100 + len(other)
+        for n in (0, 57):
+            assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("trouble", ["late", "holder_lost", "gone", "holder_busy", "invalid", "failed"])
+def test_whatever_goes_wrong_costs_time_only(
+    trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is computed, its tokens are right, and the reason is counted."""
+    ids = prompt(150)
+    monkeypatch.setattr(pull_module, "UNKNOWN_DEADLINE_S", 0.2)
+
+    async def run() -> None:
+        first, second = make_engine(), make_engine()
+        if trouble != "gone":
+            run_all(first, [request("a", ids, 1)])
+        holder = Holder(first)
+        fetch = holder.fetch
+        if trouble == "late":
+            holder.gate.clear()
+        elif trouble == "holder_lost":
+            holder.failure = HolderLost("killed")
+        elif trouble == "failed":
+            holder.failure = RuntimeError("boom")
+        elif trouble == "holder_busy":
+            monkeypatch.setattr("serve_app.replica.pull_peers.EXPORTS_AT_ONCE", -100)
+        elif trouble == "invalid":
+
+            async def corrupted(name: str, wanted: WantedPart) -> Fetched:
+                part = await holder.fetch(name, wanted)
+                assert isinstance(part, KvChain)
+                payload = part.payload.copy()
+                payload[2, 7] ^= 1
+                return KvChain(part.header, payload)
+
+            fetch = corrupted
+        puller = Puller(second, fetch, 16, SETTINGS)
+        got = await generate(second, puller, keyed(request("c", ids, 6)))
+        assert got.tokens["c"] == reference("qwen3", ids, 6)
+        assert got.cached["c"] == 0
+        assert puller.meters.ended == {trouble: 1}
+        assert puller.meters.tokens == 0
+        assert not puller._under_way
+
+    asyncio.run(run())
+
+
+def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
+    """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end."""
+    ids = prompt(100)
+    engine = make_engine()
+    mine, theirs = PrefixScope("tiny", salt=b"mine"), PrefixScope("tiny", salt=b"theirs")
+    run_all(engine, [request("a", ids, 1, scope=mine)])
+    exports = Exports(engine, 16, PullMeters())
+
+    def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> Fetched:
+        return asyncio.run(exports.part(WantedPart(scope, root, ids.tobytes(), first, most)))
+
+    assert ask(theirs, theirs.root(SECRET)) == "gone"
+    assert ask(theirs, mine.root(SECRET)) == "gone"
+    assert ask(mine, theirs.root(SECRET)) == "gone"
+    assert ask(mine, mine.root(SECRET), first=6) == "gone"
+    part = ask(mine, mine.root(SECRET), first=2, most=3)
+    assert isinstance(part, KvChain)
+    assert part.header.blocks == 3
+    assert part.header.hashes == hash_blocks(mine.root(SECRET), ids, 16)[2 * 16 : 5 * 16]
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+
+
+def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
+    """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for."""
+    ids = prompt(160)
+
+    async def run() -> None:
+        engine = make_engine()
+        run_all(engine, [request("held", ids, 1)])
+        assert engine.load().prefill_tokens_per_s > 0
+        holder = Holder(engine)
+        holder.gate.clear()
+
+        def refusal(item: EngineRequest, **settings: object) -> str:
+            puller = Puller(engine, holder.fetch, 16, replace(SETTINGS, **settings))  # type: ignore[arg-type]
+            if settings.get("max_pulls"):
+                assert puller.begin(keyed(request("x", prompt(160, 8))), "holder", 160) is not None
+            assert puller.begin(item, "holder", 160) is None
+            return next(iter(puller.meters.refused))
+
+        new = keyed(request("new", prompt(160, 3)))
+        assert refusal(new, enabled=False) == "off"
+        assert refusal(keyed(request("again", ids))) == "held"
+        assert refusal(keyed(request("longer", np.append(ids, prompt(20, 4))))) == "held"
+        assert refusal(new, min_tokens=161) == "short"
+        assert refusal(new, max_pulls=1) == "busy"
+        puller = Puller(engine, holder.fetch, 16, SETTINGS)
+        for _ in range(20):
+            puller._rate.observe(1, 1.0, puller._clock())
+        assert puller.begin(new, "holder", 160) is None
+        assert puller.meters.refused == {"slow": 1}
+        assert puller.begin(new, "", 0) is None
+        assert not holder.asked
+
+    asyncio.run(run())
+
+
+def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine: MakeEngine) -> None:
+    """Neither leaves anything behind; who waits when its replica stops pulling goes on without."""
+    ids = prompt(100)
+
+    async def run() -> None:
+        engine = make_engine()
+        holder = Holder(engine)
+        holder.gate.clear()
+        puller = Puller(engine, holder.fetch, 16, SETTINGS)
+        collector = Collector()
+        for name in ("left", "stays"):
+            item = keyed(request(name, ids, 2))
+            engine.submit(replace(item, arrival=puller.begin(item, "holder", 96)), collector)
+        engine.cancel("left")
+        await asyncio.to_thread(collector.wait, ["left"])
+        assert collector.finish == {"left": "cancelled"}
+        await puller.stop()
+        await asyncio.to_thread(collector.wait, ["stays"])
+        assert collector.finish["stays"] == "length"
+        assert engine.load().queued_prefill_tokens == 0
+
+    asyncio.run(run())
+
+
+def test_the_rate_is_learned_and_forgotten() -> None:
+    """It moves to what was measured, and back to the expectation once that is long ago."""
+    rate = PullRate(16, 1_000_000)
+    expected = rate.tokens_per_s(0.0)
+    assert expected == pytest.approx(2400.0)
+    for second in range(20):
+        rate.observe(100, 1.0, float(second))
+    assert rate.tokens_per_s(20.0) == pytest.approx(110, rel=0.1)
+    rate.observe(0, 30.0, 21.0)
+    assert rate.tokens_per_s(21.0) < 60
+    assert rate.tokens_per_s(2000.0) == expected
