@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.metrics import spread, write
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
 from serve_app.engine.scheduling.scheduler import Scheduler

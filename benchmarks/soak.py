@@ -28,7 +28,7 @@ from benchmarks.soak_ledger import CANARY, REPLICA, Ledger
 from benchmarks.soak_memory import MemorySample, grown, memory_figures
 from benchmarks.soak_traffic import SECRET, Traffic
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.tiers import TierSettings
+from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.lora.slots import LoadedAdapters
 
 OURS = ("serve_app.", "router.")
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
@@ -44,6 +45,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
     _hold(not left, f"no request is here, but there are {left}")
     adapters, promised = engine._runner.adapters, engine._scheduler.promised_blocks
+    assert isinstance(adapters, LoadedAdapters)
     _hold(promised == 0, f"{promised} blocks are promised to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")

@@ -15,7 +15,7 @@ from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport, RouterShare
 from router.protocol.request import Decision
 from router.settings import PolicySettings
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S
 
 MIN_PULL_TOKENS = PolicySettings().min_pull_tokens

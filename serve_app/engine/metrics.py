@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 Labels = tuple[tuple[str, str], ...]
 Sample = tuple[str, Labels, float]

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
-from serve_app.cache.transfer import KvChain
+from serve_app.cache.kv_chain import KvChain
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

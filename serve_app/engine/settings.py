@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serve_app.cache.tiers import TierSettings
+from serve_app.cache.tiers.tiers import TierSettings
 
 AdmissionRule = Literal["optimistic", "worst_case"]
 """What a sequence is promised when it starts: room for its prompt and a first part of its output, or for all of it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.protocol.block_hash import TokenArray
-from serve_app.cache.transfer import KvFormat, Row
+from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.metrics import Labels, Sample
 from serve_app.engine.protocol import AdapterSpec, SamplingParams
 

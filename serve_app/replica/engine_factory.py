@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from serve_app.cache.tiers import TierSettings
+from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
 from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, common_blocks
-from serve_app.cache.transfer import KvChain, TransferError
+from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.engine.protocol import Arrival, Engine, EngineError, EngineRequest
 from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
 

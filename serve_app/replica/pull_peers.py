@@ -18,7 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import Decision
-from serve_app.cache.transfer import KvChain
+from serve_app.cache.kv_chain import KvChain
 from serve_app.config.app import AppConfig
 from serve_app.engine.metrics import Sample
 from serve_app.engine.protocol import Engine, EngineRequest

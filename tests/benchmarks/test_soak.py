@@ -13,7 +13,7 @@ import pytest
 from benchmarks.soak import Soak, SoakSettings
 from benchmarks.soak_audit import Imbalance, tables
 from benchmarks.soak_memory import MemorySample, grown, memory_figures, slope
-from serve_app.cache.lineage import scope_digest
+from serve_app.cache.prefix_digest import scope_digest
 
 LEFT_BYTES_AN_OPERATION = 500
 """A request that is kept is well over a thousand; what is cached varies a little from check to check."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from router.protocol.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
 from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
-from serve_app.cache.block_index import count_leading
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.transfer import KvChain
+from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.block_index import count_leading
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadView
 from serve_app.engine.core.loop import STALL_AFTER_S, Clock, EngineLoop

@@ -6,7 +6,7 @@ scheduled part and its result; out: tokens and ends in the outbox, blocks publis
 
 from __future__ import annotations
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.kv.prompt_saves import Saves

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.transfer import Row
+from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.step import Runner
 
 Rows = Callable[[], Sequence[Row]]

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from router.protocol.block_hash import HASH_BYTES
-from serve_app.cache.block_index import CachedBlock
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
 from serve_app.engine.scheduling.sequence import SequenceState

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
-from serve_app.cache.block_index import CachedBlock
-from serve_app.cache.disk_queue import DiskLoad
-from serve_app.cache.lineage import extend_lineage, next_lineage, scope_digest
-from serve_app.cache.load_rule import LoadRule
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.tiers import ReadRows, TierEvent, Tiers
-from serve_app.cache.transfer import Row
+from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.cache.prefix_digest import TierBlock, extend_lineage, next_lineage, scope_digest
+from serve_app.cache.tiers.disk_queue import DiskLoad
+from serve_app.cache.tiers.load_rule import LoadRule
+from serve_app.cache.tiers.tiers import ReadRows, TierEvent, Tiers
 from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.metrics import EngineMeters, Histogram, Labels, Sample
 from serve_app.engine.scheduling.scheduler import Fetched

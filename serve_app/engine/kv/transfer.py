@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.transfer import KvChain, Row, make_header, verify_chain, verify_part
+from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_chain, verify_part
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.scheduling.scheduler import Scheduler

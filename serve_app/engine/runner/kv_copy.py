@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from serve_app.cache.transfer import KvPart, Row
+from serve_app.cache.kv_chain import KvPart, Row
 from serve_app.engine.attention.page_table import upload
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve_app.cache.transfer import KvFormat, Row
+from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.attention.interface import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
 from serve_app.engine.cpu.compiled_forward import CompiledForward, NotCompiled, compile_forward

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.settings import EngineSettings
 
 Verdict = Literal["admitted", "parked", "no_room", "over_share"]

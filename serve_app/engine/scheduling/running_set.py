@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.admission import Admission
 from serve_app.engine.scheduling.pending_blocks import Flights
 from serve_app.engine.scheduling.sequence import SequenceState

@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import count
 
 from router.protocol.block_hash import HASH_BYTES
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.admission import Verdict
 from serve_app.engine.scheduling.fair_queue import TenantTurns
 from serve_app.engine.scheduling.pending_blocks import Flights

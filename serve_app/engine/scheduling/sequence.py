@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
 from serve_app.engine.step import BlockRun, Segment, block_runs
 

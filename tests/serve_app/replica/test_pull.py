@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
-from serve_app.cache.transfer import KvChain
+from serve_app.cache.kv_chain import KvChain
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.replica import pull as pull_module

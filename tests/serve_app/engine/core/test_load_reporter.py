@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.load_reporter import LoadView
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import Scheduler

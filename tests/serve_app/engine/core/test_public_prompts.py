@@ -10,9 +10,9 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.events import BlocksStored, Event
-from serve_app.cache.quota import PUBLIC
-from serve_app.cache.tiers import TierSettings
-from serve_app.cache.transfer import KvChain, TransferError, WrongScope
+from serve_app.cache.kv_chain import KvChain, TransferError, WrongScope
+from serve_app.cache.prefix.quota import PUBLIC
+from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest, ImportedPrefix, Save
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample

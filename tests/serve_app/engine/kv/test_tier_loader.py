@@ -11,8 +11,8 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, TokenArray, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
-from serve_app.cache import disk_tier
-from serve_app.cache.tiers import TierSettings
+from serve_app.cache.tiers import disk as disk_tier
+from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings

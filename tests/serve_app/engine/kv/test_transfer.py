@@ -7,7 +7,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, split_chain
 from router.protocol.events import BlocksStored, Event
-from serve_app.cache.transfer import FormatMismatch, KvChain, WrongChain, WrongScope
+from serve_app.cache.kv_chain import FormatMismatch, KvChain, WrongChain, WrongScope
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner

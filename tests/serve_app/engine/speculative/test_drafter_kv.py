@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve_app.cache.tiers import TierSettings
-from serve_app.cache.transfer import FormatMismatch
+from serve_app.cache.kv_chain import FormatMismatch
+from serve_app.cache.tiers.tiers import TierSettings
 from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, save_draft

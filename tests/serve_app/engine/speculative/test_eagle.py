@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.tiers import TierSettings
-from serve_app.cache.transfer import FormatMismatch
+from serve_app.cache.kv_chain import FormatMismatch
+from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings

@@ -12,9 +12,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.quota import ACTIVE_S, PUBLIC
-from tests.serve_app.cache.naive_cache import NaiveCache, NaivePins
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.cache.prefix.quota import ACTIVE_S, PUBLIC
+from tests.serve_app.cache.prefix.naive_cache import NaiveCache, NaivePins
 
 BLOCKS, SIZE, PIN_BUDGET = 12, 2, 5
 SCOPES = (PrefixScope("m", salt=b"a"), PrefixScope("m", salt=b"b"))

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache.block_pool import PoolExhausted
-from serve_app.cache.pins import Pins
-from serve_app.cache.prefix_cache import PrefixCache
-from tests.serve_app.cache.test_prefix_cache import fill, hits, tokens
+from serve_app.cache.prefix.block_pool import PoolExhausted
+from serve_app.cache.prefix.pins import Pins
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from tests.serve_app.cache.prefix.test_prefix_cache import fill, hits, tokens
 
 
 class Clock:

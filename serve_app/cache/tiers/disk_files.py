@@ -8,8 +8,10 @@ would be a third of a small file's time and more, and it interns every name.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import (
+from serve_app.cache.kv_chain import (
     PREFIX_BYTES,
     ChainHeader,
     KvFormat,
@@ -32,6 +33,7 @@ from serve_app.cache.transfer import (
     encode_header,
     header_bytes,
 )
+from serve_app.cache.prefix_digest import TierBlock
 
 _NAME = re.compile(r"([0-9a-f]{32})\.(kv|saved)")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
@@ -139,3 +141,54 @@ class BlockFiles:
         if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
             raise WrongChain("the file holds another block than its name says")
         return TierBlock(block_hash, header.lineage, header.scope, header.lora, header.token_ids)
+
+
+MAX_SLOTS = 1024
+
+
+class DiskTierError(OSError):
+    """The directory cannot hold a disk tier; the message says what to do."""
+
+
+class DiskSlot:
+    """An exclusively held directory ``slot-N``; the lock ends with ``release`` or with the process."""
+
+    def __init__(self, directory: Path) -> None:
+        """Take a slot. Raises DiskTierError where others could read it, or none is free."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise DiskTierError(f"cannot make disk_cache_dir {directory}: {error.strerror}") from error
+        for number in range(MAX_SLOTS):
+            path = directory / f"slot-{number}"
+            _make_private(path)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(descriptor)
+                continue
+            self.path = path
+            self._descriptor: int | None = descriptor
+            return
+        raise DiskTierError(f"all {MAX_SLOTS} slots of {directory} are taken")
+
+    def release(self) -> None:
+        """Let another engine have the slot; doing it again changes nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise DiskTierError(f"{path} is not a directory of this user; choose another disk_cache_dir")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            path.chmod(0o700)
+    except DiskTierError:
+        raise
+    except OSError as error:
+        raise DiskTierError(f"cannot use {path} for the disk tier: {error.strerror}") from error

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from serve_app.cache.load_rule import LoadRule
+from serve_app.cache.tiers.load_rule import LoadRule
 
 
 def test_load_when_it_is_faster_than_computing() -> None:

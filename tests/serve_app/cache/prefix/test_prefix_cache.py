@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.block_pool import PoolExhausted
-from serve_app.cache.prefix_cache import PrefixCache
+from serve_app.cache.prefix.block_pool import PoolExhausted
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 SCOPE = PrefixScope("m", salt=b"tenant a")
 ROOT = SCOPE.root(b"s")

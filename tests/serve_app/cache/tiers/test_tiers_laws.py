@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.tiers import Tiers, TierSettings
-from tests.serve_app.cache.test_disk_tier import FILE
-from tests.serve_app.cache.tier_blocks import BYTES, FORMAT, Source, content, path
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from tests.serve_app.cache.tiers.test_disk import FILE
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, path
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 

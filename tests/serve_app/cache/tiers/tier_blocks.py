@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
-from serve_app.cache.lineage import extend_lineage, scope_digest
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import KvFormat, KvPart, Row
+from serve_app.cache.kv_chain import KvFormat, KvPart, Row
+from serve_app.cache.prefix_digest import TierBlock, extend_lineage, scope_digest
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache.block_pool import BlockPool, PoolExhausted
+from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted
 
 
 def test_blocks_come_in_ascending_neighbours_again_after_a_release_tail_first() -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
-from serve_app.cache.lineage import LINEAGE_BYTES, extend_lineage, scope_digest
+from serve_app.cache.prefix_digest import LINEAGE_BYTES, extend_lineage, scope_digest
 
 MAGIC = b"WPKV"
 VERSION = 1

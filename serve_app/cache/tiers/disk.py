@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.protocol.events import BlocksRemoved, BlocksStored
-from serve_app.cache.disk_files import BlockFiles, FoundFile
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import Row, TransferError, WrongChain
+from serve_app.cache.kv_chain import Row, TransferError, WrongChain
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk_files import BlockFiles, FoundFile
 
 _log = logging.getLogger(__name__)
 

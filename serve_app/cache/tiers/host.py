@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import Row
+from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix_digest import TierBlock
 
 
 @dataclass(slots=True)

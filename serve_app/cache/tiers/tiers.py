@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from router.protocol.events import BlocksRemoved, BlocksStored
-from serve_app.cache.disk_files import BlockFiles
-from serve_app.cache.disk_queue import DiskLoad, DiskQueue, Wake
-from serve_app.cache.disk_slot import DiskSlot
-from serve_app.cache.disk_tier import DiskTier
-from serve_app.cache.host_tier import HostTier
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import KvFormat, Row
+from serve_app.cache.kv_chain import KvFormat, Row
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk import DiskTier
+from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot
+from serve_app.cache.tiers.disk_queue import DiskLoad, DiskQueue, Wake
+from serve_app.cache.tiers.host import HostTier
 
 TierEvent = BlocksStored | BlocksRemoved
 ReadRows = Callable[[Sequence[int], Sequence[Row]], None]

@@ -7,6 +7,7 @@ of pools or files.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -41,3 +42,17 @@ def extend_lineage(parent: bytes, scope: PrefixScope, token_ids: TokenArray, blo
         parent = next_lineage(parent, digest, raw[start : start + step])
         lineages.append(parent)
     return lineages
+
+
+@dataclass(frozen=True, slots=True)
+class TierBlock:
+    """A block's name, the lineage that it is verified by, and what a file's header says of it besides.
+
+    ``scope``: the scope's digest.
+    """
+
+    block_hash: bytes
+    lineage: bytes
+    scope: bytes
+    lora: str
+    token_bytes: bytes

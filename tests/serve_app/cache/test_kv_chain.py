@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
-from serve_app.cache.transfer import (
+from serve_app.cache.kv_chain import (
     BadChecksum,
     FormatMismatch,
     KvChain,

@@ -14,10 +14,10 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.block_index import BlockIndex, CachedBlock
-from serve_app.cache.block_pool import BlockPool
-from serve_app.cache.pins import PinOutcome, Pins
-from serve_app.cache.quota import PUBLIC, Quota
+from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
+from serve_app.cache.prefix.block_pool import BlockPool
+from serve_app.cache.prefix.pins import PinOutcome, Pins
+from serve_app.cache.prefix.quota import PUBLIC, Quota
 
 CacheEvent = BlocksStored | BlocksRemoved | CacheCleared
 

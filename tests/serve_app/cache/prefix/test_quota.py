@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.block_pool import PoolExhausted
-from serve_app.cache.prefix_cache import PrefixCache
-from serve_app.cache.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
+from serve_app.cache.prefix.block_pool import PoolExhausted
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
 
 
 class Bench:

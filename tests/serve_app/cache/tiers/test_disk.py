@@ -16,13 +16,12 @@ import pytest
 
 from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored
-from serve_app.cache.disk_files import BlockFiles
-from serve_app.cache.disk_queue import DiskQueue
-from serve_app.cache.disk_slot import DiskSlot, DiskTierError
-from serve_app.cache.disk_tier import DiskTier
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import KvFormat
-from tests.serve_app.cache.tier_blocks import BYTES, FORMAT, content, path
+from serve_app.cache.kv_chain import KvFormat
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk import DiskTier
+from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot, DiskTierError
+from serve_app.cache.tiers.disk_queue import DiskQueue
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, path
 
 FILE = len(BlockFiles(Path(), FORMAT).encode(path(1)[0], content(path(1)[0])))
 
@@ -200,9 +199,9 @@ def test_a_write_that_fails_costs_the_block_only(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from serve_app.cache.disk_files import BlockFiles
-from tests.serve_app.cache.tier_blocks import FORMAT, content, path
-from tests.serve_app.cache.test_disk_tier import tier
+from serve_app.cache.tiers.disk_files import BlockFiles
+from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
+from tests.serve_app.cache.tiers.test_disk import tier
 disk = tier(Path(sys.argv[1]), blocks=50)
 print("ready", flush=True)
 i = 0

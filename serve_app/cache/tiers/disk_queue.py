@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from serve_app.cache.disk_tier import DiskTier
-from serve_app.cache.tier_block import TierBlock
-from serve_app.cache.transfer import Row
+from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk import DiskTier
 
 _log = logging.getLogger(__name__)
 

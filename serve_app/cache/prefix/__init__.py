@@ -1,0 +1,1 @@
+"""The KV pool's prefix cache: index, reference counts, pins, quotas."""

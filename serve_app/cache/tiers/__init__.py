@@ -1,0 +1,1 @@
+"""KV below the pool: host memory and disk."""
