@@ -35,7 +35,7 @@ lint: $(STAMP)  ## ruff, mypy strict, import layering
 
 bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
 	@mkdir -p results
-	$(BIN)/python -m benchmarks.ttft --json results/ttft.json $(ARGS)
+	$(BIN)/python -m benchmarks ttft --json results/ttft.json $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

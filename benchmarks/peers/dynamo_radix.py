@@ -1,6 +1,6 @@
 """Dynamo's RadixTree, the index of its KV router. Needs an environment of its own: `pip install ai-dynamo-runtime`.
 
-Give that environment's Python to the benchmark: `python -m benchmarks.routing --dynamo-python /path/to/env/bin/python`.
+Give that environment's Python to the benchmark: `python -m benchmarks routing --dynamo-python /path/to/env/bin/python`.
 Measured is the match alone, without scores or reservations; blocks are named by 64 bits, as the tree takes them.
 """
 
@@ -11,7 +11,7 @@ import time
 from array import array
 from statistics import quantiles
 
-from benchmarks.routing_workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, messages_of, resident_bytes, serve
+from benchmarks.routing.workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, messages_of, resident_bytes, serve
 
 
 def measure(workload: RoutingWorkload) -> dict[str, float]:

@@ -18,7 +18,7 @@ from array import array
 from statistics import quantiles
 from typing import Any
 
-from benchmarks.routing_workload import (
+from benchmarks.routing.workload import (
     BLOCK_SIZE,
     HOLDERS,
     PROMPT_BLOCKS,

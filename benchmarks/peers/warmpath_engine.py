@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
+from benchmarks.peers.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, DECODE_ROWS, Prompt, serve
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.build import load_runner

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from benchmarks.metrics import percentile
+from benchmarks.common.report import percentile
 from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
 from benchmarks.simulation.ray_prefix import RayPrefixTree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
 from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
 
 SCOPE = PrefixScope("simulated")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from tests.integration.conftest import cache_state, eventually, replicas_of
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from openai import OpenAI
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import eventually

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.server import instance
-from benchmarks.workloads import text_of
+from benchmarks.common.prompts import text_of
+from benchmarks.common.server import instance
 from serve_app.checkpoints.checkpoint import resolve_model
 from tests.integration.conftest import eventually, let_the_feed_arrive, replicas_of
 

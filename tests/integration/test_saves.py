@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 from tests.integration.conftest import cache_state, eventually
 
 pytestmark = pytest.mark.integration

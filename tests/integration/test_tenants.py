@@ -9,7 +9,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import eventually, let_the_feed_arrive
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 from tests.integration.conftest import eventually
 
 pytestmark = pytest.mark.integration

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from benchmarks.server import instance
+from benchmarks.common.server import instance
 
 pytestmark = pytest.mark.integration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.flooding import FloodWorkload, drive, measure_flooding
+from benchmarks.isolation.flooding import FloodWorkload, drive, measure_flooding
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState

@@ -1,0 +1,50 @@
+"""`python -m benchmarks NAME [flags]` runs a benchmark by its name, wherever its file lies."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+MODULES = {
+    "ttft": "end_to_end.ttft",
+    "affinity": "end_to_end.affinity",
+    "pull": "end_to_end.pull",
+    "replay": "end_to_end.replay",
+    "overhead": "end_to_end.overhead",
+    "engine": "engine.compare",
+    "lora": "engine.lora",
+    "speculation": "engine.speculation",
+    "eagle_head": "engine.eagle_training",
+    "routing": "routing.decision_latency",
+    "simulate": "simulation.run",
+    "flooding": "isolation.flooding",
+    "timing_attack": "isolation.timing_attack",
+    "admission": "isolation.admission",
+    "soak": "soak.run",
+}
+"""A benchmark's name and its module below ``benchmarks``."""
+
+
+def main() -> None:
+    """Run the benchmark that the first argument names; the rest are its own flags."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in MODULES:
+        wrong = name and name not in ("-h", "--help")
+        print(f"there is no benchmark {name!r}; there are:" if wrong else __doc__, file=sys.stderr)
+        for known, module in MODULES.items():
+            print(f"  {known:14} {_purpose(module)}", file=sys.stderr)
+        sys.exit(2 if wrong else 0)
+    sys.argv[:2] = [f"benchmarks {name}"]
+    runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
+
+
+def _purpose(module: str) -> str:
+    """Return the first line of a module's docstring, without importing what the module needs."""
+    path = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Open-loop load: requests leave at their time, whether or not earlier ones were answered, and are timed one by one.
+
+Owns the schedule and what became of every request. Knows the HTTP client; knows nothing of traces or servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from benchmarks.common.client import Answer, RequestFailed, stream_answer
+from benchmarks.common.report import percentile
+
+REFUSED = (429, 503)
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One request: when it leaves, in seconds from the start, and on whose behalf."""
+
+    at_s: float
+    path: str
+    body: dict[str, Any]
+    tenant: str = "default"
+    api_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a shot: an answer, or the status (0: no answer at all) and reason of its failure.
+
+    ``late_s``: how much later than planned it left. The client's own delay counts in its TTFT, as a user's would.
+    """
+
+    shot: Shot
+    late_s: float
+    answer: Answer | None = None
+    status: int = 200
+    reason: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the planned departure to the first token; only of an answered one."""
+        assert self.answer is not None
+        return self.late_s + self.answer.ttft_s
+
+
+async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Callable[[], None]) -> list[Result]:
+    """Send every shot at its time; return all results once the last is answered, in the order of the shots."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client:
+        started_s = time.perf_counter()
+
+        async def one(shot: Shot) -> Result:
+            await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
+            late_s = max(0.0, time.perf_counter() - started_s - shot.at_s)
+            headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await stream_answer(client, url + shot.path, shot.body, headers)
+                return Result(shot, late_s, answer)
+            except RequestFailed as error:
+                return Result(shot, late_s, None, error.status, str(error))
+            except (httpx.HTTPError, TimeoutError) as error:
+                return Result(shot, late_s, None, 0, f"{type(error).__name__}: {error}")
+            finally:
+                progress()
+
+        return list(await asyncio.gather(*map(one, shots)))
+
+
+def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
+    """Return the figures of some results; times in seconds.
+
+    ``goodput_rps``: answers with their first token within ``ttft_slo_s``, a second of the whole run.
+    """
+    answered = [result for result in results if result.answer is not None]
+    refused = sum(result.status in REFUSED for result in results)
+    figures: dict[str, Any] = {
+        "requests": len(results),
+        "answered": len(answered),
+        "rejected": refused,
+        "failed": len(results) - len(answered) - refused,
+        "reasons": sorted({result.reason[:200] for result in results if result.reason})[:5],
+        "late_max_s": max((result.late_s for result in results), default=0.0),
+    }
+    if not answered:
+        return figures
+    answers = [result.answer for result in answered if result.answer is not None]
+    ended_s = max(r.shot.at_s + r.late_s + r.answer.total_s for r in answered if r.answer is not None)
+    tpot_s = [answer.tpot_s for answer in answers if answer.completion_tokens > 1]
+    for name, values in (("ttft", [result.ttft_s for result in answered]), ("tpot", tpot_s)):
+        if values:
+            figures[f"{name}_mean_s"] = sum(values) / len(values)
+            figures |= {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 90, 99)}
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    figures["prompt_tokens"] = prompt_tokens
+    figures["hit_rate"] = sum(answer.cached_tokens for answer in answers) / prompt_tokens
+    good = sum(result.ttft_s <= ttft_slo_s for result in answered)
+    figures["goodput_rps"] = good / (ended_s - min(result.shot.at_s for result in results))
+    return figures

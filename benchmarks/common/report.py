@@ -1,0 +1,84 @@
+"""Percentiles, versions, and the one JSON shape every benchmark writes.
+
+Knows nothing of what is measured. A figure that is a ratio is quoted; an absolute time belongs to its machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("warmpath", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the ``percent``-th percentile (0 to 100), linearly interpolated. Raises ValueError when empty."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    low, high = math.floor(position), math.ceil(position)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return minimum, median, p90, p99 and maximum."""
+    return {
+        "min": min(values),
+        "p50": percentile(values, 50),
+        "p90": percentile(values, 90),
+        "p99": percentile(values, 99),
+        "max": max(values),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter, with the processor's name."""
+    found = {"python": platform.python_version(), "machine": platform.machine(), "processor": _processor()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write(path: Path | None, settings: Mapping[str, Any], results: Any) -> None:
+    """Write ``{"settings", "versions", "results"}`` to ``path`` (made with its folders) and to standard output."""
+    document = {"settings": dict(settings), "versions": versions(), "results": results}
+    text = json.dumps(document, indent=2, default=str)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    print(text)
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """Return an argparse ``type`` for names from ``known``, separated by commas; "" is none of them.
+
+    It raises ArgumentTypeError for any other name, so that a wrong one is told before anything runs.
+    """
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return names
+
+    return parse

@@ -1,0 +1,1 @@
+"""Benchmarks over HTTP against running instances."""

@@ -1,0 +1,88 @@
+"""Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
+
+Every prompt is asked `--rounds` times in random order by `--clients` at once. A request counts as served from cache
+when its reused tokens cover the system prompt's full blocks but one. `python -m benchmarks affinity --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.progress import track
+
+from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.prompts import text_of
+from benchmarks.common.report import names_of, spread, write
+from benchmarks.common.server import instance
+from router.policy.policies import POLICIES
+from serve_app.checkpoints.checkpoint import resolve_model
+
+
+def main() -> None:
+    """Parse flags, run each policy on a fresh instance, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--engine", default="torch", choices=["torch", "simulated"])
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--prompt-tokens", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--policies", type=names_of(POLICIES), default="estimated_ttft,power_of_two,round_robin")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    results = {}
+    for policy in arguments.policies:
+        flags = ["--model", arguments.model, "--replicas", str(arguments.replicas), "--engine", arguments.engine]
+        with instance(*flags, "--set", f"policy={policy}", "--set", "kv_cache_bytes=134217728") as url:
+            results[policy] = asyncio.run(measure(url, policy, arguments))
+    write(arguments.json, vars(arguments), results)
+
+
+async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Send every prompt in random order; return the share of repeats that were hits, and TTFTs."""
+    model_path = resolve_model(arguments.model)
+    order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
+    random.Random(arguments.seed).shuffle(order)  # a workload, not a secret
+    seen: set[int] = set()
+    first: list[Answer] = []
+    repeats: list[Answer] = []
+    turns = iter(track(list(enumerate(order)), description=policy))
+    async with httpx.AsyncClient(timeout=300) as client:
+
+        async def work() -> None:
+            for number, prompt in turns:
+                is_first = prompt not in seen
+                seen.add(prompt)
+                body = {
+                    "model": arguments.model,
+                    "max_tokens": 4,
+                    "temperature": 0,
+                    "messages": [
+                        {"role": "system", "content": text_of(arguments.prompt_tokens, model_path, prompt)},
+                        {"role": "user", "content": f"Question number {number}?"},
+                    ],
+                }
+                (first if is_first else repeats).append(await stream_chat(client, url, body))
+
+        await asyncio.gather(*(work() for _ in range(arguments.clients)))
+    enough = arguments.prompt_tokens - 2 * 16
+    hits = [answer for answer in repeats if answer.cached_tokens >= enough]
+    tokens = sum(answer.prompt_tokens for answer in repeats)
+    return {
+        "repeats": len(repeats),
+        "served_from_cache": len(hits) / len(repeats),
+        "token_hit_rate_of_repeats": sum(answer.cached_tokens for answer in repeats) / tokens,
+        "first_ttft_ms": spread([1000 * answer.ttft_s for answer in first]),
+        "repeat_ttft_ms": spread([1000 * answer.ttft_s for answer in repeats]),
+    }
+
+
+if __name__ == "__main__":
+    main()

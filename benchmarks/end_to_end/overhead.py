@@ -1,0 +1,311 @@
+"""What warmpath costs those whom it cannot help, and what stands before the engine.
+
+Every figure is a ratio of two things measured alternately, so that what else the machine does cancels: the engine
+with its prefix cache on and off over requests that share nothing; requests with a private salt and without, behind a
+registered public prompt and behind a private one, over HTTP; HTTP through the whole app and the engine alone.
+`python -m benchmarks overhead --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+from rich.progress import track
+
+from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.output_collector import Gathered
+from benchmarks.common.paired import alternate, ratios
+from benchmarks.common.prompts import text_of, tokenizer_of
+from benchmarks.common.report import write
+from benchmarks.common.server import instance
+from router.feed import FeedPublisher, FeedPublisherThread
+from router.protocol.block_hash import PrefixScope
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Runner
+
+SCOPE = PrefixScope("overhead benchmark")
+ROOT = SCOPE.root(b"overhead benchmark")
+BLOCK = 16
+PUBLIC = 500
+"""Prompts with this number and above are registered as public ones."""
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--runs", type=int, default=8, help="pairs of runs with the cache on and off, at least 5")
+    parser.add_argument("--requests", type=int, default=24, help="requests of such a run")
+    parser.add_argument("--prompt-tokens", type=int, default=384)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--prefix-tokens", type=int, default=4000, help="system prompt of the requests over HTTP")
+    parser.add_argument("--cold", type=int, default=8, help="pairs of cold requests, at least 5")
+    parser.add_argument("--warm", type=int, default=80, help="pairs of warm requests, at least 5")
+    arguments = parser.parse_args()
+    if min(arguments.runs, arguments.cold, arguments.warm) < 5:
+        parser.error("--runs, --cold and --warm must be at least 5: fewer pairs say nothing")
+    model = resolve_model(arguments.model)
+    sharing = asyncio.run(no_sharing(model, arguments))
+    host = asyncio.run(host_cost(arguments))
+    public = [
+        {"name": f"prompt-{number}", "version": "1", "text": text_of(arguments.prefix_tokens, model, PUBLIC + number)}
+        for number in range(arguments.cold)
+    ]
+    with tempfile.NamedTemporaryFile("w", prefix="warmpath-overhead-", suffix=".yaml") as file:
+        yaml.safe_dump({"public_prompts": public}, file)
+        file.flush()
+        flags = ("--model", arguments.model, "--replicas", "1", "--config", file.name)
+        sizes = ("--set", f"dtype={arguments.dtype}", "--set", f"num_threads={arguments.threads}")
+        with instance(*flags, *sizes) as url:
+            over_http = asyncio.run(http_ratios(url, model, arguments))
+    results = {
+        "no_sharing_throughput_ratio": sharing["ratio"],
+        "private_salt_ttft_ratio": over_http["private_salt"]["ratio"],
+        "public_prompt_ttft_ratio": over_http["public_prompt"]["ratio"],
+        "front_door_ttft_ratio": over_http["front_door_warm"]["ratio"],
+        "front_door_cold_ttft_ratio": over_http["front_door_cold"]["ratio"],
+        "details": {"no_sharing": sharing, "no_sharing_host_s": host, **over_http},
+    }
+    write(arguments.json, vars(arguments), results)
+
+
+async def no_sharing(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare tokens per second with the prefix cache on and off; the pool is too small for all, so blocks are evicted.
+
+    Both sides run over the same loaded model and the same KV memory, one after the other.
+    """
+    blocks_each = -(-(arguments.prompt_tokens + arguments.new_tokens) // BLOCK)
+    settings = EngineSettings(
+        num_blocks=blocks_each * max(2, arguments.requests * 2 // 3),
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+    )
+    with ThreadPoolExecutor(max_workers=1) as loader:
+        runner = loader.submit(ModelRunner, model, settings).result()
+    throughput(runner, settings, arguments, 10_000)
+    progress = iter(track(range(2 * arguments.runs), description="no sharing"))
+
+    async def tokens_per_s(pair: int, caching: bool) -> float:
+        next(progress)
+        return throughput(runner, replace(settings, enable_prefix_caching=caching), arguments, pair)
+
+    on, off = await alternate(arguments.runs, lambda p: tokens_per_s(p, True), lambda p: tokens_per_s(p, False))
+    next(progress, None)
+    return {"unit": "tokens/s", **ratios(on, off)}
+
+
+async def host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare what the same requests cost the engine's own Python, with a model that takes no time at all.
+
+    The difference a token is what the cache adds to each token's computation, whatever the model.
+    """
+    cost = CostModel(prefill_tokens_per_s=1e12, decode_base_s=0.0, decode_per_sequence_s=0.0)
+    runner = SimulatedRunner(cost, sleep=lambda _: None)
+    blocks_each = -(-(arguments.prompt_tokens + arguments.new_tokens) // BLOCK)
+    settings = EngineSettings(num_blocks=blocks_each * max(2, arguments.requests * 2 // 3))
+    tokens = arguments.requests * (arguments.prompt_tokens + arguments.new_tokens)
+
+    async def seconds(pair: int, caching: bool) -> float:
+        side = replace(settings, enable_prefix_caching=caching)
+        return float(tokens) / throughput(runner, side, arguments, pair)
+
+    on, off = await alternate(5 * arguments.runs, lambda p: seconds(p, True), lambda p: seconds(p, False))
+    found = ratios(on, off)
+    added = (found["measured"]["p50"] - found["against"]["p50"]) / tokens
+    return {"unit": "s", "added_us_per_token": 1e6 * added, **found}
+
+
+def throughput(runner: Runner, settings: EngineSettings, arguments: argparse.Namespace, seed: int) -> float:
+    """Return prompt and new tokens per second of requests that share nothing, all submitted at once.
+
+    The engine is new, its cache empty and its events published as a replica's are.
+    """
+    generator = np.random.default_rng(seed)
+
+    def request(name: str, prompt_tokens: int, new_tokens: int) -> EngineRequest:
+        ids = generator.integers(300, runner.vocab_size, prompt_tokens, dtype=np.int32)
+        return EngineRequest(name, ids, SCOPE, ROOT, SamplingParams(new_tokens, temperature=0.0))
+
+    with publishing() as feed:
+        engine = TorchEngine(runner, settings, feed.put)
+        engine.start()
+        gathered = Gathered()
+        try:
+            engine.submit(request("first", 64, 2), gathered)
+            gathered.wait(["first"])
+            requests = [
+                request(f"r{i}", arguments.prompt_tokens, arguments.new_tokens) for i in range(arguments.requests)
+            ]
+            started_s = time.perf_counter()
+            for one in requests:
+                engine.submit(one, gathered)
+            gathered.wait(one.request_id for one in requests)
+            seconds = time.perf_counter() - started_s
+        finally:
+            engine.stop()
+    assert max(gathered.cached_tokens.values(), default=0) == 0, "requests were to share nothing"
+    return float(arguments.requests * (arguments.prompt_tokens + arguments.new_tokens) / seconds)
+
+
+@contextmanager
+def publishing() -> Iterator[FeedPublisherThread]:
+    """Run a feed to which nobody listens."""
+    feed = FeedPublisherThread(FeedPublisher("overhead"))
+    feed.start()
+    try:
+        yield feed
+    finally:
+        feed.stop()
+
+
+async def http_ratios(url: str, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything that needs a running instance (of one replica); TTFT in seconds."""
+    info = load_checkpoint_info(model)
+    settings = EngineSettings(
+        num_blocks=8192,
+        max_model_len=info.max_model_len,
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+        model_fingerprint=info.fingerprint,
+    )
+    engine = build_engine(model, settings, lambda _: None)
+    engine.start()
+    try:
+        async with httpx.AsyncClient(timeout=300) as client:
+            asked = Asked(client, url, engine, model, arguments)
+            # Connections, kernels and the tokenizer's first use are paid by requests that count for nothing.
+            for _ in range(2):
+                await asked.over_http(99, 0)
+                asked.alone(99, 0)
+            return await asked.measure()
+    finally:
+        engine.stop()
+
+
+class Asked:
+    """Asks the same prompts over HTTP and of an engine in this process; each answer is one token."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, url: str, engine: TorchEngine, model: Path, arguments: argparse.Namespace
+    ) -> None:
+        self._client = client
+        self._url = url
+        self._engine = engine
+        self._model = model
+        self._arguments = arguments
+        self._numbers = iter(range(1 << 40))
+
+    async def measure(self) -> dict[str, Any]:
+        """Return the paired ratios by name."""
+        arguments = self._arguments
+        cold = await self._pairs(
+            "cold", arguments.cold, lambda p: self._http_s(p, p, 0), lambda p: self._alone_s(p, p, 0)
+        )
+        prefix = arguments.prefix_tokens // BLOCK * BLOCK
+        count, most = arguments.cold, 1000
+
+        async def http_warm(pair: int) -> float:
+            return await self._http_s(pair % count, most + pair, prefix)
+
+        async def alone_warm(pair: int) -> float:
+            return await self._alone_s(pair % count, most + pair, prefix)
+
+        warm = await self._pairs("warm", arguments.warm, http_warm, alone_warm)
+        for prompt in range(count):
+            await self.over_http(prompt, 0, "private")
+
+        async def salted(pair: int) -> float:
+            return await self._http_s(pair % count, 2 * most + pair, prefix, "private")
+
+        async def unsalted(pair: int) -> float:
+            return await self._http_s(pair % count, 3 * most + pair, prefix)
+
+        salt = await self._pairs("private salt", arguments.warm, salted, unsalted)
+        for prompt in range(count):
+            await self.over_http(PUBLIC + prompt, 0)
+
+        async def behind_public(pair: int) -> float:
+            return await self._http_s(PUBLIC + pair % count, 4 * most + pair, prefix)
+
+        async def behind_private(pair: int) -> float:
+            return await self._http_s(pair % count, 5 * most + pair, prefix)
+
+        public = await self._pairs("public prompt", arguments.warm, behind_public, behind_private)
+        return {"front_door_cold": cold, "front_door_warm": warm, "private_salt": salt, "public_prompt": public}
+
+    async def over_http(self, prompt: int, question: int, salt: str | None = None) -> Answer:
+        """Ask through the whole app."""
+        body = {"model": self._arguments.model, "temperature": 0, "max_tokens": 1}
+        messages = self._messages(prompt, question)
+        return await stream_chat(
+            self._client, self._url, {**body, "messages": messages, **({"cache_salt": salt} if salt else {})}
+        )
+
+    def alone(self, prompt: int, question: int) -> tuple[float, int]:
+        """Ask the engine itself, with the ids ready; return seconds to the first token and cached tokens."""
+        tokenizer = tokenizer_of(self._model)
+        ids = tokenizer.encode(tokenizer.render_chat(self._messages(prompt, question)).text, ROOT).token_ids
+        gathered = Gathered()
+        name = str(next(self._numbers))
+        started_s = time.perf_counter()
+        self._engine.submit(EngineRequest(name, ids, SCOPE, ROOT, SamplingParams(1, temperature=0.0)), gathered)
+        gathered.wait([name])
+        return gathered.first_s[name] - started_s, gathered.cached_tokens[name]
+
+    async def _http_s(self, prompt: int, question: int, cached: int, salt: str | None = None) -> float:
+        answer = await self.over_http(prompt, question, salt)
+        self._check(answer.cached_tokens, cached)
+        return answer.ttft_s
+
+    async def _alone_s(self, prompt: int, question: int, cached: int) -> float:
+        seconds, found = await asyncio.to_thread(self.alone, prompt, question)
+        self._check(found, cached)
+        return seconds
+
+    def _check(self, found: int, wanted: int) -> None:
+        """Raise unless a request hit what it was to hit: its prefix, and not the question."""
+        if not wanted <= found <= wanted + 2 * BLOCK:
+            raise RuntimeError(f"{found} tokens came from the cache; about {wanted} were to")
+
+    async def _pairs(self, name: str, pairs: int, measured: Any, against: Any) -> dict[str, Any]:
+        progress = iter(track(range(pairs), description=name))
+
+        async def counted(pair: int) -> float:
+            next(progress)
+            return float(await measured(pair))
+
+        found = ratios(*await alternate(pairs, counted, against))
+        next(progress, None)
+        return {"unit": "s", **found}
+
+    def _messages(self, prompt: int, question: int) -> list[dict[str, str]]:
+        return [
+            {"role": "system", "content": text_of(self._arguments.prefix_tokens, self._model, prompt)},
+            {"role": "user", "content": text_of(32, self._model, 10_000 + question)},
+        ]
+
+
+if __name__ == "__main__":
+    main()

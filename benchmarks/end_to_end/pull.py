@@ -1,0 +1,104 @@
+"""KV pulls between two replicas over Ray's object store: how fast, and what they save, over HTTP.
+
+Requests take turns between two replicas, so each prompt is computed by one and pulled by the other (or computed
+again, on an instance without pulls). Each prompt is sent four times: cold, then at the other replica, then warm at
+both. `python -m benchmarks pull --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.prompts import text_of
+from benchmarks.common.report import spread, write
+from benchmarks.common.server import instance
+from serve_app.checkpoints.checkpoint import resolve_model
+
+FEED_S = 0.5
+"""Between requests: what a replica stored has reached the router by then."""
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--prefix-tokens", type=int, nargs="+", default=[1000, 4000, 8000])
+    parser.add_argument("--prompts", type=int, default=5, help="of each length")
+    parser.add_argument("--dtype", default="auto")
+    arguments = parser.parse_args()
+    model_path = resolve_model(arguments.model)
+    results: dict[str, Any] = {}
+    texts: dict[str, dict[tuple[int, int], list[str]]] = {}
+    for name, pull in (("pull", "true"), ("compute", "false")):
+        settings = (f"kv_pull={pull}", "policy=round_robin", f"dtype={arguments.dtype}", "min_pull_tokens=256")
+        flags = [part for setting in settings for part in ("--set", setting)]
+        with instance("--model", arguments.model, "--replicas", "2", *flags) as url:
+            results[name], texts[name] = asyncio.run(measure(url, model_path, arguments))
+    equal = texts["pull"] == texts["compute"]
+    write(arguments.json, vars(arguments), {**results, "outputs_equal": equal})
+
+
+async def measure(
+    url: str, model_path: Path, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], dict[tuple[int, int], list[str]]]:
+    """Send every prompt four times; return medians by length, the pull counters, and all texts."""
+    found: dict[str, Any] = {}
+    texts: dict[tuple[int, int], list[str]] = {}
+    async with httpx.AsyncClient(timeout=300) as client:
+
+        async def ask(tokens: int, prompt: int) -> Answer:
+            body = {
+                "model": arguments.model,
+                "temperature": 0,
+                "max_tokens": 4,
+                "messages": [{"role": "user", "content": text_of(tokens, model_path, tokens + prompt)}],
+            }
+            answer = await stream_chat(client, url, body)
+            await asyncio.sleep(FEED_S)
+            return answer
+
+        for _ in range(4):  # connections, tokenizers and the replicas' way to each other are paid for by these
+            await ask(2000, 10_000)
+        for tokens in arguments.prefix_tokens:
+            answers = []
+            for prompt in range(arguments.prompts):
+                answers.append([await ask(tokens, prompt) for _ in range(4)])
+                texts[tokens, prompt] = [answer.text for answer in answers[-1]]
+            found[str(tokens)] = {
+                "cold_ms": spread([1000 * sent[0].ttft_s for sent in answers]),
+                "elsewhere_ms": spread([1000 * sent[1].ttft_s for sent in answers]),
+                "warm_ms": spread([1000 * answer.ttft_s for sent in answers for answer in sent[2:]]),
+                "elsewhere_cached_tokens_min": min(sent[1].cached_tokens for sent in answers),
+            }
+        await asyncio.sleep(1.0)
+        metrics = (await client.get(f"{url}/metrics")).text
+    found["counters"] = _totals(metrics, "warmpath_kv_pull")
+    seconds = found["counters"]["warmpath_kv_pull_seconds_sum"]
+    found["pull_tokens_per_s"] = found["counters"]["warmpath_kv_pulled_tokens_total"] / seconds if seconds else 0.0
+    found["prefill_tokens_per_s"] = _totals(metrics, "warmpath_prefill_tokens_per_second")
+    return found, texts
+
+
+def _totals(metrics: str, prefix: str) -> dict[str, float]:
+    """Sum the samples of all replicas by name and by what tells outcomes apart."""
+    totals: dict[str, float] = {}
+    for line in metrics.splitlines():
+        match = re.match(r"(\w+)(\{.*\})? (\S+)$", line)
+        if match is None or not match[1].startswith(prefix) or match[1].endswith("_bucket"):
+            continue
+        told = re.search(r'(?:outcome|reason)="(\w+)"', match[2] or "")
+        name = match[1] + (f":{told[1]}" if told else "")
+        totals[name] = totals.get(name, 0.0) + float(match[3])
+    return totals
+
+
+if __name__ == "__main__":
+    main()

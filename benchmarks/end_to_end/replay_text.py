@@ -1,0 +1,78 @@
+"""A trace's block ids as text: prompts whose tokens share prefixes exactly as the ids do.
+
+Every id stands for the same run of words wherever it appears, and every word is one token of its own however it is
+put together with others. Knows the served model's tokenizer; knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+
+from transformers import AutoTokenizer
+
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+
+_WORDS_NEEDED = 200
+
+
+class TraceText:
+    """Turns ids into text of ``tokens_per_id`` tokens each, a shrunk trace where that is less than its 512."""
+
+    def __init__(self, model_path: Path, tokens_per_id: int = TRACE_BLOCK_TOKENS) -> None:
+        """Raises ValueError when the tokenizer knows too few whole words, or an id would have under two tokens."""
+        if not 2 <= tokens_per_id <= TRACE_BLOCK_TOKENS:
+            raise ValueError(f"tokens_per_id must be from 2 to {TRACE_BLOCK_TOKENS}, not {tokens_per_id}")
+        self.tokens_per_id = tokens_per_id
+        self._words = whole_words(model_path)
+        self.piece = lru_cache(maxsize=1 << 16)(self._piece)
+
+    def prompt_tokens(self, request: TraceRequest) -> int:
+        """Return the shrunk length: as many ids as the request has, the last one in part."""
+        full = (len(request.hash_ids) - 1) * self.tokens_per_id
+        return max(full + 1, request.prompt_tokens * self.tokens_per_id // TRACE_BLOCK_TOKENS)
+
+    def output_tokens(self, request: TraceRequest) -> int:
+        """Return the shrunk length of the answer, at least 1."""
+        return max(1, round(request.output_tokens * self.tokens_per_id / TRACE_BLOCK_TOKENS))
+
+    def prompt(self, request: TraceRequest) -> str:
+        """Return the prompt, of exactly ``prompt_tokens`` tokens."""
+        last = self.prompt_tokens(request) - (len(request.hash_ids) - 1) * self.tokens_per_id
+        return self.text(request.hash_ids[:-1]) + "".join(self.piece(request.hash_ids[-1])[:last])
+
+    def text(self, hash_ids: Sequence[int]) -> str:
+        """Return whole ids as text."""
+        return "".join("".join(self.piece(hash_id)) for hash_id in hash_ids)
+
+    def _piece(self, hash_id: int) -> tuple[str, ...]:
+        # The id itself comes first, in digits of the vocabulary, so that no two ids are the same words.
+        digits: list[str] = []
+        rest = hash_id
+        while rest or not digits:
+            rest, digit = divmod(rest, len(self._words))
+            digits.append(self._words[digit])
+        rng = Random(hash_id)
+        return (*digits, *rng.choices(self._words, k=self.tokens_per_id))[: self.tokens_per_id]
+
+
+@lru_cache(maxsize=4)
+def whole_words(model_path: Path) -> tuple[str, ...]:
+    """Return words, each with its space, that are one token alone and beside each other.
+
+    Raises ValueError when there are too few.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    vocabulary = sorted(tokenizer.get_vocab().values())
+    words = []
+    for token_id in vocabulary:
+        word = tokenizer.decode([token_id])
+        plain = len(word) > 2 and word[0] == " " and word[1:].isascii() and word[1:].isalpha()
+        # What comes before and after must not change how the word is cut.
+        if plain and tokenizer(word * 3, add_special_tokens=False)["input_ids"] == [token_id] * 3:
+            words.append(word)
+    if len(words) < _WORDS_NEEDED:
+        raise ValueError(f"the tokenizer of {model_path} knows {len(words)} whole words; {_WORDS_NEEDED} are needed")
+    return tuple(words)

@@ -1,0 +1,110 @@
+"""End to end over HTTP: how much sooner the first token comes when the system prompt's KV is already there.
+
+Each of several long system prompts is sent once cold and then several times warm, with a new question each time;
+medians are taken over all cold and all warm requests. A second instance in float32 checks that cached and uncached
+greedy answers are the same. `python -m benchmarks ttft --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.progress import track
+
+from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.prompts import text_of
+from benchmarks.common.report import spread, write
+from benchmarks.common.server import instance
+from serve_app.checkpoints.checkpoint import resolve_model
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--prefix-tokens", type=int, default=8000)
+    parser.add_argument("--question-tokens", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=5, help="system prompts; each is cold once")
+    parser.add_argument("--warm", type=int, default=6, help="warm requests a system prompt, at least 5")
+    parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--url", help="measure this running instance instead of starting one")
+    arguments = parser.parse_args()
+    if arguments.warm < 5:
+        parser.error("--warm must be at least 5: fewer say nothing about a warm TTFT")
+    model_path = resolve_model(arguments.model)
+    if arguments.url:
+        timing = asyncio.run(measure(arguments.url, model_path, arguments))
+    else:
+        with instance("--model", arguments.model, "--replicas", str(arguments.replicas)) as url:
+            timing = asyncio.run(measure(url, model_path, arguments))
+    with instance("--model", arguments.model, "--replicas", str(arguments.replicas), "--set", "dtype=float32") as url:
+        equal = asyncio.run(outputs_equal(url, model_path, arguments))
+    write(arguments.json, vars(arguments), {**timing, "outputs_equal": equal})
+
+
+def body_of(model_path: Path, arguments: argparse.Namespace, prompt: int, question: int) -> dict[str, Any]:
+    """One chat request: system prompt number ``prompt`` and question number ``question``."""
+    return {
+        "model": arguments.model,
+        "temperature": 0,
+        "max_tokens": arguments.max_tokens,
+        "messages": [
+            {"role": "system", "content": text_of(arguments.prefix_tokens, model_path, prompt)},
+            {"role": "user", "content": text_of(arguments.question_tokens, model_path, 10_000 + question)},
+        ],
+    }
+
+
+async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Send every prompt cold, then warm; return the medians."""
+    cold: list[Answer] = []
+    warm: list[Answer] = []
+    async with httpx.AsyncClient(timeout=300) as client:
+        # The connection and the tokenizer's first use are paid by a request that counts for nothing.
+        await stream_chat(client, url, {**body_of(model_path, arguments, 99, 0), "max_tokens": 1})
+        for prompt in track(range(arguments.prompts), description="ttft"):
+            cold.append(await stream_chat(client, url, body_of(model_path, arguments, prompt, 100 * prompt)))
+            for question in range(1, arguments.warm + 1):
+                body = body_of(model_path, arguments, prompt, 100 * prompt + question)
+                warm.append(await stream_chat(client, url, body))
+    cold_ms = spread([1000 * answer.ttft_s for answer in cold])
+    warm_ms = spread([1000 * answer.ttft_s for answer in warm])
+    return {
+        "cold_ms_p50": cold_ms["p50"],
+        "warm_ms_p50": warm_ms["p50"],
+        "reduction": 1 - warm_ms["p50"] / cold_ms["p50"],
+        "prefix_tokens": arguments.prefix_tokens,
+        "prompt_tokens": warm[0].prompt_tokens,
+        "cold_cached_tokens_max": max(answer.cached_tokens for answer in cold),
+        "warm_cached_tokens_min": min(answer.cached_tokens for answer in warm),
+        "cold_samples": len(cold),
+        "warm_samples": len(warm),
+        "cold_ms": cold_ms,
+        "warm_ms": warm_ms,
+        "tpot_ms_p50": spread([1000 * answer.tpot_s for answer in warm])["p50"],
+    }
+
+
+async def outputs_equal(url: str, model_path: Path, arguments: argparse.Namespace) -> bool:
+    """Say whether cold and warm greedy answers are equal, each prompt asked under its own salt first."""
+    async with httpx.AsyncClient(timeout=300) as client:
+        for prompt in track(range(3), description="outputs"):
+            body = body_of(model_path, arguments, prompt, prompt)
+            uncached = await stream_chat(client, url, {**body, "cache_salt": "cold"})
+            await stream_chat(client, url, {**body_of(model_path, arguments, prompt, 77), "max_tokens": 1})
+            cached = await stream_chat(client, url, body)
+            if uncached.cached_tokens != 0 or cached.cached_tokens < arguments.prefix_tokens - 64:
+                raise RuntimeError(f"the cache did not do what was to be compared: {uncached=} {cached=}")
+            if uncached.text != cached.text:
+                return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of one engine in its own process."""

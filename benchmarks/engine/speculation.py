@@ -1,0 +1,185 @@
+"""Speculative decoding: base steps per token, acceptance, and tokens per second with and without a drafter.
+
+Three pairs of model and drafter (``benchmarks.engine.draft_pairs``), on one engine without HTTP: the model drafting for
+itself, a drafter that mostly agrees, and one that never does. With ``--head eagle`` EAGLE-3 heads instead
+(``benchmarks eagle_head``): made to agree, distilled for that base, and distilled for the model itself; or the head
+in a directory. Outputs are compared in float32.
+`python -m benchmarks speculation --json FILE [--head eagle|DIRECTORY]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from benchmarks.common.report import write
+from benchmarks.engine.draft_pairs import build_pairs
+from benchmarks.engine.eagle_training import eagle_pairs
+from router.protocol.block_hash import PrefixScope
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.settings import EngineSettings
+
+_SCOPE = PrefixScope("benchmark")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``sequences`` prompts of random tokens at once, each answered with ``max_tokens``."""
+
+    sequences: int
+    prompt_tokens: int
+    max_tokens: int
+    temperature: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one engine made of a workload."""
+
+    tokens: dict[str, list[int]]
+    tokens_per_s: float
+    acceptance_rate: float
+    base_steps_per_token: float
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--head", default="", help="'eagle', or the directory of an EAGLE-3 head for --model")
+    parser.add_argument("--distill-s", type=float, default=60.0, help="seconds of training for each distilled head")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        model = resolve_model(arguments.model)
+        if arguments.head == "eagle":
+            pairs = eagle_pairs(model, Path(directory), arguments.distill_s)
+        elif arguments.head:
+            pairs = {"head": (model, Path(arguments.head))}
+        else:
+            pairs = build_pairs(model, Path(directory))
+        cases = [(pair, n, t) for pair in pairs for n in arguments.sequences for t in arguments.temperature]
+        for pair, sequences, temperature in track(cases, description="speculation"):
+            workload = Workload(sequences, arguments.prompt_tokens, arguments.max_tokens, temperature)
+            measured = compare(*pairs[pair], workload, arguments.num_speculative_tokens, threads=arguments.threads)
+            rows.append({"pair": pair, "sequences": sequences, "temperature": temperature, **measured})
+    write(arguments.json, vars(arguments), rows)
+
+
+def compare(model: Path, drafter: Path, workload: Workload, ahead: int, *, threads: int = 0) -> dict[str, Any]:
+    """Run a workload without and with a drafter, timed in the machine's own dtype, compared in float32."""
+    off = run(model, None, workload, threads=threads)
+    on = run(model, drafter, workload, ahead, threads=threads)
+    exact = [run(model, which, workload, ahead, dtype="float32", threads=threads).tokens for which in (None, drafter)]
+    return {
+        "base_steps_per_token": on.base_steps_per_token,
+        "acceptance_rate": on.acceptance_rate,
+        "tokens_per_s_on": on.tokens_per_s,
+        "tokens_per_s_off": off.tokens_per_s,
+        "speed_up": on.tokens_per_s / off.tokens_per_s,
+        "outputs_equal": exact[0] == exact[1],
+    }
+
+
+def run(
+    model: Path, drafter: Path | None, workload: Workload, ahead: int = 0, *, dtype: str = "auto", threads: int = 0
+) -> Run:
+    """Answer a workload on a fresh engine; ``tokens_per_s`` counts from submission to the last token."""
+    settings = EngineSettings(
+        num_blocks=2 + workload.sequences * (2 + (workload.prompt_tokens + workload.max_tokens) // 16),
+        dtype=dtype,
+        num_threads=threads,
+        speculative_model=str(drafter or ""),
+        num_speculative_tokens=ahead if drafter else 0,
+        enable_prefix_caching=False,
+    )
+    engine = build_engine(model, settings, lambda _: None)
+    engine.start()
+    vocabulary = load_checkpoint_info(model).vocab_size
+    generator = np.random.default_rng(7)
+    gathered = _Gathered()
+
+    def request(name: str, max_tokens: int) -> EngineRequest:
+        ids = generator.integers(0, vocabulary, workload.prompt_tokens, dtype=np.int32)
+        sampling = SamplingParams(max_tokens, temperature=workload.temperature, seed=len(gathered.wanted))
+        return EngineRequest(name, ids, _SCOPE, _SCOPE.root(b"benchmark"), sampling)
+
+    try:
+        gathered.expect("warm-up")
+        engine.submit(request("warm-up", 8), gathered)
+        gathered.wait()
+        before = {name: value for name, _, value in engine.stats().samples}
+        started_s = time.perf_counter()
+        for i in range(workload.sequences):
+            gathered.expect(f"r{i}")
+            engine.submit(request(f"r{i}", workload.max_tokens), gathered)
+        gathered.wait()
+        seconds = time.perf_counter() - started_s
+        after = {name: value for name, _, value in engine.stats().samples}
+    finally:
+        engine.stop()
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    generated = grown("warmpath_generation_tokens_total")
+    drafted = grown("warmpath_spec_decode_num_draft_tokens_total")
+    return Run(
+        tokens={name: tokens for name, tokens in gathered.tokens.items() if name != "warm-up"},
+        tokens_per_s=generated / seconds,
+        acceptance_rate=grown("warmpath_spec_decode_num_accepted_tokens_total") / drafted if drafted else 0.0,
+        base_steps_per_token=grown("warmpath_spec_decode_base_steps_total") / generated if drafter else 1.0,
+    )
+
+
+class _Gathered:
+    """A sink that keeps every token and can be waited for."""
+
+    def __init__(self) -> None:
+        self.wanted: set[str] = set()
+        self.tokens: dict[str, list[int]] = {}
+        self._finished: set[str] = set()
+        self._failed: list[str] = []
+        self._changed = threading.Condition()
+
+    def expect(self, name: str) -> None:
+        self.wanted.add(name)
+
+    def __call__(self, outputs: Sequence[EngineOutput]) -> None:
+        with self._changed:
+            for output in outputs:
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    self._finished.add(output.request_id)
+                if output.error:
+                    self._failed.append(output.error)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until everything expected has ended. Raises RuntimeError when a request failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.wanted <= self._finished)
+        if self._failed:
+            raise RuntimeError(f"a request failed: {self._failed[0]}")
+
+
+if __name__ == "__main__":
+    main()

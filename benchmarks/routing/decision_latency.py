@@ -1,0 +1,158 @@
+"""Routing decisions: latency of a 10k-token prompt, memory a block, events a second; and from text to a decision.
+
+One row is one process of its own, so that its resident memory is its own. Peers are files in ``benchmarks/peers`` that
+measure the same workload; one that cannot be imported or run is named in the results with the reason. Absolute times
+belong to this machine.
+`python -m benchmarks routing --json FILE [--dynamo-python /path/to/env/bin/python]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from benchmarks.common.report import percentile, write
+from benchmarks.routing.text_to_decision import TEXT_TOKENS, measure_text
+from benchmarks.routing.workload import (
+    BLOCK_SIZE,
+    BLOCKS_A_MESSAGE,
+    HOLDERS,
+    PROMPT_BLOCKS,
+    PROMPT_TOKENS,
+    RoutingWorkload,
+    messages_of,
+    resident_bytes,
+    serve,
+)
+from router.core import RoutingCore
+from router.protocol.events import BlocksStored, LoadReport
+from router.protocol.request import RoutedRequest
+
+SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
+MODULES = {
+    "warmpath": "benchmarks.routing.decision_latency",
+    "dynamo_radix": "benchmarks.peers.dynamo_radix",
+    "dynamo_selection": "benchmarks.peers.dynamo_selection",
+    "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree",
+}
+ROOT = Path(__file__).parents[2]
+OPEN_RESERVATIONS = 32
+PREFILL_TOKENS_PER_S = 5000.0
+TIMEOUT_S = 900
+
+
+def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
+    """Measure this project's RoutingCore: events in, whole decisions (match, score, reserve) out."""
+    before = resident_bytes()
+    # Requests come as fast as the replicas could compute them: at the speed of this loop every prefix would be hot.
+    now_s = 0.0
+    core = RoutingCore("benchmark", rng=Random(workload.seed), clock=lambda: now_s)
+    core.update_replicas(workload.names())
+    blocks, spent_s = 0, 0.0
+    for chain, holders in workload.prompts():
+        messages = [BlocksStored(piece) for piece in messages_of(chain)]
+        started = time.perf_counter()
+        for name in holders:
+            for message in messages:
+                core.apply(name, "epoch", (message,))
+        spent_s += time.perf_counter() - started
+        blocks += HOLDERS * PROMPT_BLOCKS
+    grown = resident_bytes() - before
+    for name, report in reports(workload):
+        core.apply(name, "epoch", (report,))
+    open_decisions, taken_s, cached = [], [], 0
+    # Made one by one, as an ingress hashes a prompt and then asks: the chain is in the CPU's caches.
+    for number, (chain, key) in enumerate(workload.queries()):
+        request = RoutedRequest(f"request-{number}", chain, PROMPT_TOKENS, key)
+        now_s += PROMPT_TOKENS / (PREFILL_TOKENS_PER_S * workload.replicas)
+        started = time.perf_counter()
+        decision = core.decide(request)
+        taken_s.append(time.perf_counter() - started)
+        assert decision is not None
+        cached += decision.reason == "cached"
+        open_decisions.append(decision)
+        if len(open_decisions) > OPEN_RESERVATIONS:
+            core.release(open_decisions.pop(0))
+    return {
+        "decision_us_p50": 1e6 * percentile(taken_s, 50),
+        "decision_us_p99": 1e6 * percentile(taken_s, 99),
+        "bytes_per_block": grown / core.directory.num_blocks,
+        "events_blocks_s": blocks / spent_s,
+        "cached_share": cached / len(taken_s),
+    }
+
+
+def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
+    """Yield a load for every replica."""
+    rng = Random(workload.seed + 2)
+    for name in workload.names():
+        waiting = rng.randrange(4)
+        queued = sum(rng.randrange(8000) for _ in range(waiting))
+        running = rng.randrange(32)
+        report = LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S, 0.02)
+        yield name, msgspec.structs.replace(report, pull_tokens_per_s=50_000.0)
+
+
+def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) -> dict[str, Any]:
+    """Measure one system in a process of its own; a failure becomes a row with the reason."""
+    row = {"system": system, "replicas": workload.replicas, "blocks": workload.blocks}
+    python = sys.executable
+    if system.startswith("dynamo"):
+        if not dynamo_python:
+            return {**row, "not_measured": f"no --dynamo-python given; see benchmarks/peers/{system}.py"}
+        python = dynamo_python
+    command = [python, "-m", MODULES[system], json.dumps(asdict(workload))]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {**row, "not_measured": str(error)}
+    if done.returncode:
+        return {**row, "not_measured": (done.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+    return {**row, **json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def main() -> None:
+    """Measure every system at every size, then text to decision."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--systems", nargs="+", default=list(MODULES), choices=list(MODULES))
+    parser.add_argument("--dynamo-python", default=os.environ.get("DYNAMO_PYTHON", ""))
+    parser.add_argument("--decisions", type=int, default=5000)
+    parser.add_argument("--model", default="demo", help="whose tokenizer turns text into tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rows = [
+        measure_apart(
+            system, RoutingWorkload(replicas, blocks, arguments.decisions, arguments.seed), arguments.dynamo_python
+        )
+        for replicas, blocks in SIZES
+        for system in arguments.systems
+    ]
+    settings = {
+        "decisions": arguments.decisions,
+        "seed": arguments.seed,
+        "prompt_tokens": PROMPT_TOKENS,
+        "text_tokens": TEXT_TOKENS,
+        "block_size": BLOCK_SIZE,
+        "holders_per_block": HOLDERS,
+        "blocks_a_message": BLOCKS_A_MESSAGE,
+    }
+    write(arguments.json, settings, {"rows": rows, **measure_text(arguments.model, arguments.seed)})
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1].startswith("{"):
+        serve(measure_routing)
+    else:
+        main()

@@ -1,0 +1,66 @@
+"""What `benchmarks routing` asks of every system: prompts with their holders, and queries that share a prefix with one.
+
+Standard library only: peers import it under another environment's Python. Hashes are 16 random bytes a block.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 10_007
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
+HOLDERS = 3
+BLOCKS_A_MESSAGE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingWorkload:
+    """Prompts of 625 blocks, each held by three replicas; queries share a prefix of any depth with one of them."""
+
+    replicas: int
+    blocks: int
+    decisions: int = 5000
+    seed: int = 0
+
+    def names(self) -> list[str]:
+        """Return the replicas' ids."""
+        return [f"replica-{number:04d}" for number in range(self.replicas)]
+
+    def prompts(self) -> Iterator[tuple[bytes, list[str]]]:
+        """Yield (packed chain, holders), made anew each time so that they weigh on nobody's memory."""
+        rng = Random(self.seed)
+        names = self.names()
+        for _ in range(self.blocks // PROMPT_BLOCKS):
+            yield rng.randbytes(16 * PROMPT_BLOCKS), rng.sample(names, HOLDERS)
+
+    def queries(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (packed chain, placement key)."""
+        rng = Random(self.seed + 1)
+        chains = [chain for chain, _ in self.prompts()]
+        for _ in range(self.decisions):
+            shared = 16 * rng.randrange(PROMPT_BLOCKS + 1)
+            yield rng.choice(chains)[:shared] + rng.randbytes(16 * PROMPT_BLOCKS - shared), rng.randbytes(16)
+
+
+def messages_of(chain: bytes) -> list[bytes]:
+    """Cut a chain into pieces of at most ``BLOCKS_A_MESSAGE`` blocks, as replicas publish them."""
+    size = 16 * BLOCKS_A_MESSAGE
+    return [chain[start : start + size] for start in range(0, len(chain), size)]
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory (Linux), garbage collected first."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def serve(measure: Callable[[RoutingWorkload], dict[str, float]]) -> None:
+    """Run one system's measurement in this process: the workload as JSON in the first argument, figures to stdout."""
+    print(json.dumps(measure(RoutingWorkload(**json.loads(sys.argv[1])))))

@@ -1,0 +1,118 @@
+"""Time to first token and hit rate of routing policies on a simulated cluster that replays a trace.
+
+The routers and the replicas' cache index are the real code; the clock is virtual and a forward is a cost model (see
+``simulation.settings``). Baselines run on replicas that serve first come, first served, as their systems do by
+default; then every policy runs with our replica order and with pulls, so that each part's share is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.plots import plot_ttft
+from benchmarks.common.report import write
+from benchmarks.common.trace import DEFAULT_TRACE, TraceRequest, read_trace, synthetic_trace
+from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
+from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
+
+DEFAULT_POLICY = "estimated_ttft"
+POLICY_NAMES = (DEFAULT_POLICY, "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin", "ray_prefix")
+UNLIMITED = "unlimited_cache"
+
+
+def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Contender]:
+    """Return who runs, by the name of its row: each policy as its system runs it, then with parts added or removed.
+
+    ``pull``: whether the default policy pulls. ``parts``: whether rows such as ``lmetric/shortest_first+pull`` follow.
+    """
+    found = {}
+    for policy in policies:
+        ours = policy == DEFAULT_POLICY
+        found[policy] = Contender(policy, shortest_first=ours, pull=ours and pull)
+    if parts:
+        for policy in policies:
+            for shortest_first in (False, True):
+                for pulls in (False, True):
+                    contender = Contender(policy, shortest_first, pulls)
+                    if contender not in found.values():
+                        order = "shortest_first" if shortest_first else "first_come"
+                        found[f"{policy}/{order}{'+pull' * pulls}"] = contender
+    return found
+
+
+def simulate(
+    trace: list[TraceRequest], settings: ClusterSettings, runs: dict[str, Contender]
+) -> tuple[dict[str, dict[str, float]], dict[str, Outcome]]:
+    """Run every contender, each from cold caches; return its figures and its outcome by the name of its row."""
+    requests = prepare(trace, settings.block_size)
+    outcomes = {UNLIMITED: unlimited(requests, settings)}
+    results = {UNLIMITED: outcomes[UNLIMITED].summary()}
+    for name, contender in runs.items():
+        started = time.perf_counter()
+        outcomes[name] = Cluster(settings, contender).run(requests)
+        results[name] = outcomes[name].summary()
+        print(f"{_line(name, results[name])}  ({time.perf_counter() - started:.1f} s)", file=sys.stderr, flush=True)
+    print(_line(UNLIMITED, results[UNLIMITED]), file=sys.stderr)
+    return results, outcomes
+
+
+def _line(name: str, row: dict[str, float]) -> str:
+    times = " ".join(f"{figure} {row[f'ttft_{figure}_s']:7.3f}" for figure in ("mean", "p50", "p90", "p99"))
+    return f"{name:36} hit rate {row['hit_rate']:.3f}  pulled {row['pulled_rate']:.3f}  TTFT {times} s"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help='JSON lines, or "synthetic" (default: %(default)s)')
+    parser.add_argument("--requests", type=int, default=6000)
+    parser.add_argument("--skip", type=int, default=0, help="requests at the start of the trace to leave out")
+    parser.add_argument("--replicas", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=1500, help="of 512 tokens, a replica")
+    parser.add_argument("--prefill-rate", type=float, default=5000.0, help="tokens/s")
+    parser.add_argument("--speed", type=float, default=1.0, help="divides the trace's timestamps")
+    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--feed-delay-ms", type=float, default=0.0)
+    parser.add_argument("--pull", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="rows for each part's share"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES))
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Replay the trace with every policy."""
+    options = parse()
+    wanted = options.skip + options.requests
+    if options.trace == "synthetic":
+        trace = synthetic_trace(wanted, options.seed)
+    else:
+        trace = read_trace(Path(options.trace), wanted)
+    settings = ClusterSettings(
+        replicas=options.replicas,
+        blocks=options.blocks,
+        prefill_tokens_per_s=options.prefill_rate,
+        routers=options.routers,
+        feed_delay_s=options.feed_delay_ms / 1000.0,
+        speed=options.speed,
+        seed=options.seed,
+    )
+    runs = contenders(options.policies, pull=options.pull, parts=options.parts)
+    results, outcomes = simulate(trace[options.skip :], settings, runs)
+    said: dict[str, Any] = {**asdict(settings), "pull": options.pull, "trace": options.trace, "skip": options.skip}
+    write(options.json, {**said, "requests": len(trace) - options.skip}, results)
+    if options.json is not None:
+        curves = {name: list(outcomes[name].ttft_s.values()) for name in (*options.policies, UNLIMITED)}
+        plot_ttft(options.json.with_suffix(".png"), curves, f"Simulated: {settings.replicas} replicas")
+
+
+if __name__ == "__main__":
+    main()

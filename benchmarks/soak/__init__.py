@@ -1,0 +1,1 @@
+"""Everything at once for long, and an audit of what is left."""

@@ -1,0 +1,40 @@
+"""Lists of names on the command line: a wrong one is told at once, with those there are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks.common.report import names_of
+from benchmarks.end_to_end import affinity, replay
+from benchmarks.engine import compare as engine
+
+
+def test_names_are_split_and_none_is_allowed() -> None:
+    assert names_of(["a", "b"])("b, a") == ["b", "a"]
+    assert names_of(["a"])("") == []
+
+
+@pytest.mark.parametrize(
+    ("main", "flag", "known"),
+    [
+        (engine.main, "--systems", engine.MODULES),
+        (replay.main, "--policies", replay.POLICIES),
+        (affinity.main, "--policies", affinity.POLICIES),
+    ],
+)
+def test_an_unknown_name_ends_a_benchmark_before_it_begins(
+    main: Callable[[], None],
+    flag: str,
+    known: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where a known name comes first."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", flag, f"{next(iter(known))},nonesuch"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert f"'nonesuch' is none of {', '.join(known)}" in said

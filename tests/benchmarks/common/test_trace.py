@@ -1,0 +1,47 @@
+"""Traces: ids become tokens that share prefixes exactly as the ids do; both sources keep the format's rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace, token_ids_of
+
+ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
+
+
+def test_tokens_share_prefixes_as_ids_do() -> None:
+    """Equal ids give equal tokens up to the first different id, and the length is the prompt's."""
+    one, other = token_ids_of((3, 9), 600), token_ids_of((3, 8, 9), 1400)
+    assert (len(one), len(other)) == (600, 1400)
+    assert int(np.argmin(one == other[:600])) == TRACE_BLOCK_TOKENS
+
+
+def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
+    """Timestamps are milliseconds; no more requests are read than asked for."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps({**ROW, "timestamp": ms}) + "\n" for ms in (3000, 1500, 0)))
+    assert read_trace(path, 2) == [TraceRequest(1.5, 600, 7, (3, 9)), TraceRequest(3.0, 600, 7, (3, 9))]
+    assert [request.arrival_s for request in read_trace(path)] == [0.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize("change", [{"hash_ids": [1]}, {"input_length": 0}, {"timestamp": "x"}, {"hash_ids": None}])
+def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) -> None:
+    """The error says which file and line."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **change}) + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read_trace(path)
+
+
+def test_the_synthetic_trace_is_reproducible_and_reuses_prefixes() -> None:
+    """The seed decides everything; ids fit lengths; many prompts begin as an earlier one did."""
+    trace = synthetic_trace(500, seed=3)
+    assert trace == synthetic_trace(500, seed=3) != synthetic_trace(500, seed=4)
+    assert all(len(r.hash_ids) == -(-r.prompt_tokens // TRACE_BLOCK_TOKENS) for r in trace)
+    assert [r.arrival_s for r in trace] == sorted(r.arrival_s for r in trace)
+    firsts = [r.hash_ids[0] for r in trace]
+    assert len(set(firsts)) < len(firsts) / 4

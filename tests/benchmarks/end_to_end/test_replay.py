@@ -1,0 +1,104 @@
+"""The replay: text that shares tokens as the ids do, requests at their time, figures of what came back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.common.client import Answer
+from benchmarks.common.open_loop import Result, Shot, fire, summary
+from benchmarks.common.prompts import tokenizer_of
+from benchmarks.common.trace import TraceRequest, synthetic_trace
+from benchmarks.end_to_end.replay import parse, shots_of
+from benchmarks.end_to_end.replay_text import TraceText
+from serve_app.checkpoints.checkpoint import resolve_model
+
+IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return resolve_model("demo")
+
+
+def tokens_of(model: Path, text: str) -> np.ndarray:  # type: ignore[type-arg]
+    return tokenizer_of(model).encode(text, b"\0" * 16).token_ids
+
+
+def common(one: np.ndarray, other: np.ndarray) -> int:  # type: ignore[type-arg]
+    shortest = min(len(one), len(other))
+    differs = np.flatnonzero(one[:shortest] != other[:shortest])
+    return int(differs[0]) if len(differs) else shortest
+
+
+@settings(max_examples=60, deadline=None)
+@given(IDS, IDS, st.sampled_from([16, 64]), st.integers(0, 511))
+def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
+    model: Path, one: list[int], other: list[int], tokens_per_id: int, short: int
+) -> None:
+    """Whole equal ids are equal tokens; the first id that differs differs within its first few tokens."""
+    text = TraceText(model, tokens_per_id)
+    requests = [TraceRequest(0.0, 512 * len(ids) - short, 8, tuple(ids)) for ids in (one, other)]
+    found = [tokens_of(model, text.prompt(request)) for request in requests]
+    for request, tokens in zip(requests, found, strict=True):
+        assert len(tokens) == text.prompt_tokens(request)
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    shared = common(*found)
+    whole = min(same * tokens_per_id, len(found[0]), len(found[1]))
+    assert whole <= shared < whole + 16
+
+
+def test_lengths_shrink_with_the_ids(model: Path) -> None:
+    """A shrunk prompt has as many ids as the original, the answer at least one token."""
+    text = TraceText(model, 64)
+    assert text.prompt_tokens(TraceRequest(0.0, 513, 1, (1, 2))) == 65
+    assert text.prompt_tokens(TraceRequest(0.0, 1024, 1, (1, 2))) == 128
+    assert text.output_tokens(TraceRequest(0.0, 513, 1, (1, 2))) == 1
+    with pytest.raises(ValueError, match="from 2 to 512"):
+        TraceText(model, 1)
+
+
+def test_conversations_stay_with_one_tenant(model: Path) -> None:
+    """Every tenant gets requests, and the same first id always goes to the same one."""
+    options = parse(["--speed", "2", "--requests", "60"])
+    trace = synthetic_trace(60, 3)
+    shots = shots_of(trace, TraceText(model, 32), options, {"a": "ka", "b": "kb"})
+    owner: dict[int, str] = {}
+    for request, shot in zip(trace, shots, strict=True):
+        assert owner.setdefault(request.hash_ids[0], shot.tenant) == shot.tenant
+        assert shot.api_key == {"a": "ka", "b": "kb"}[shot.tenant]
+    assert set(owner.values()) == {"a", "b"}
+    assert shots[-1].at_s == pytest.approx((trace[-1].arrival_s - trace[0].arrival_s) / 2 / 16)
+
+
+def test_figures_count_answers_refusals_and_failures_apart() -> None:
+    """Time the client lost counts in TTFT; what was refused or failed has none."""
+    shot = Shot(1.0, "/v1/completions", {})
+    quick = Answer(0.1, 1.1, "x", 100, 80, 11)
+    slow = Answer(2.0, 3.0, "x", 100, 0, 1)
+    results = [Result(shot, 0.1, quick), Result(shot, 0.0, slow)]
+    results += [Result(shot, 0.0, None, 429, "busy"), Result(shot, 0.0, None, 500, "bad"), Result(shot, 0.0, None, 0)]
+    row = summary(results, ttft_slo_s=1.0)
+    assert (row["answered"], row["rejected"], row["failed"]) == (2, 1, 2)
+    assert row["hit_rate"] == pytest.approx(0.4)
+    assert row["ttft_mean_s"] == pytest.approx(1.1)
+    assert row["tpot_mean_s"] == pytest.approx(0.1)
+    assert row["goodput_rps"] == pytest.approx(1 / 3.0)
+    assert "ttft_mean_s" not in summary(results[2:], 1.0)
+
+
+def test_a_server_that_is_not_there_is_a_failure_of_each_request() -> None:
+    """Nothing raises: every shot has its result, in order."""
+    shots = [Shot(0.0, "/v1/completions", {"prompt": str(i)}) for i in range(3)]
+    done: list[None] = []
+    results = asyncio.run(fire("http://127.0.0.1:9", shots, 5.0, lambda: done.append(None)))
+    assert [result.shot for result in results] == shots
+    assert all(result.status == 0 and "Connect" in result.reason for result in results)
+    assert len(done) == 3
