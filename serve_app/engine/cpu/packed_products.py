@@ -16,6 +16,9 @@ from serve_app.engine.cpu.amx.library import LINEAR_DIM, AmxLinear, load_linear
 
 _log = logging.getLogger(__name__)
 
+INPUT_MULTIPLE = LINEAR_DIM
+"""Our kernel multiplies rows whose length is a multiple of this; whoever owns the weights may pad them with zeros."""
+
 _HINT_ROWS = 16
 _CLOSE = 0.05
 

@@ -16,8 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from serve_app.engine.attention.paging import PADDED_ROWS
-from serve_app.engine.cpu.amx.library import LINEAR_DIM
-from serve_app.engine.cpu.packed_products import Pack, Product
+from serve_app.engine.cpu.packed_products import INPUT_MULTIPLE, Pack, Product
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.step import Segment
@@ -42,7 +41,7 @@ class _Stack:
         self._products: tuple[Product, Product] | None = None
         if pack is not None:
             # The product by `up` takes so many numbers at once: what is added are zeros, and belongs to nobody.
-            more = -pair.rank % LINEAR_DIM
+            more = -pair.rank % INPUT_MULTIPLE
             down, up = (torch.nn.functional.pad(one, (0, 0, 0, more)) for one in (pair.down, pair.up))
             self.columns = torch.nn.functional.pad(owners, (0, more), value=_NOBODY)
             self._products = pack(down, None), pack(up.t(), None)
