@@ -33,7 +33,7 @@ from serve_app.ingress.http import error_headers, json_response, read_body
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.replica.engine_factory import make_engine
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import TrafficTable
+from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
@@ -105,7 +105,7 @@ def application(config: AppConfig) -> FastAPI:
         max_model_len=max_model_len(config, info),
         default_max_tokens=config.default_max_tokens,
     )
-    completions = Completions(config, preparer, LocalEngine(engine), tokenizer, IngressMetrics(), TrafficTable())
+    completions = Completions(config, preparer, LocalEngine(engine), tokenizer, IngressMetrics(), UsageTable())
     model = model_body(config.model_name, int(time.time()), max_model_len(config, info))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 

@@ -25,9 +25,9 @@ class Imbalance(Exception):
 
 EMPTY_WHEN_IDLE = (
     *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Inbox._waiting"),
-    *("Scheduler._waiting", "RunningSet.sequences", "Flights._in_flight", "Flights._parked"),
-    *("Admission._promised", "Admission._running", "Saves._under_way", "Saves._by_key", "Outbox._batches"),
-    *("AdapterSlots._live", "AdapterSlots._running", "AdapterSlots._retired", "LowerTiers._fetches"),
+    *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
+    *("Admission._reserved", "Admission._running", "PromptSaves._under_way", "PromptSaves._by_key", "Outbox._batches"),
+    *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
 """Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
 
@@ -44,20 +44,20 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(not unknown, f"there are no tables {unknown}: they were renamed, and EMPTY_WHEN_IDLE has to follow")
     left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
     _hold(not left, f"no request is here, but there are {left}")
-    adapters, promised = engine._runner.adapters, engine._scheduler.promised_blocks
+    adapters, reserved = engine._runner.adapters, engine._scheduler.reserved_blocks
     assert isinstance(adapters, LoadedAdapters)
-    _hold(promised == 0, f"{promised} blocks are promised to nobody")
+    _hold(reserved == 0, f"{reserved} blocks are reserved to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
     _hold(sizes.get("LoraLayers._singles", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
-    if engine._lower is not None:
-        _audit_tiers(engine._lower.tiers)
+    if engine._tier_loader is not None:
+        _audit_tiers(engine._tier_loader.tiers)
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
     held = {"pool": engine._cache.hashes()}
-    tiers = engine._lower.tiers if engine._lower is not None else None
+    tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
     if tiers is not None and tiers._host is not None:
         held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
     if tiers is not None and tiers.disk is not None:
@@ -67,10 +67,10 @@ def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
 
 def settled(engine: TorchEngine) -> bool:
     """Whether nothing is on its way to disk and every event was delivered."""
-    lower = engine._lower
-    if engine._cache._events or (lower is not None and lower.tiers.has_news):
+    tier_loader = engine._tier_loader
+    if engine._cache._events or (tier_loader is not None and tier_loader.tiers.has_news):
         return False
-    disk = lower.tiers.disk if lower is not None else None
+    disk = tier_loader.tiers.disk if tier_loader is not None else None
     return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
 
 

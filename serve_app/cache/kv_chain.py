@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
-from serve_app.cache.prefix_digest import LINEAGE_BYTES, extend_lineage, scope_digest
+from serve_app.cache.prefix_digest import DIGEST_BYTES, extend_digests, scope_digest
 
 MAGIC = b"WPKV"
 VERSION = 1
@@ -56,7 +56,7 @@ class WrongScope(TransferError):
 
 
 class WrongChain(TransferError):
-    """Hashes, tokens and lineage do not belong together, or another secret made them."""
+    """Hashes, tokens and digest do not belong together, or another secret made them."""
 
 
 class KvPart(msgspec.Struct, frozen=True):
@@ -85,9 +85,10 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "simulated": 0}
 
 
 class ChainHeader(msgspec.Struct, frozen=True):
-    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``lineage``: of the last block.
+    """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``prefix_digest``: of the last block.
 
-    ``checksum``: xxh3_128 of the payload. A file holds one block from anywhere in a chain, an export a chain's start.
+    ``prefix_digest`` is called "lineage" in the bytes of version 1. ``checksum``: xxh3_128 of the payload. A file holds
+    one block from anywhere in a chain, an export a chain's start.
     """
 
     format: KvFormat
@@ -95,7 +96,7 @@ class ChainHeader(msgspec.Struct, frozen=True):
     lora: str
     hashes: bytes
     token_ids: bytes
-    lineage: bytes
+    prefix_digest: bytes = msgspec.field(name="lineage")
     checksum: bytes
 
     @property
@@ -174,7 +175,7 @@ def decode_header(data: bytes | memoryview) -> tuple[ChainHeader, int]:
         header = _decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise NotAChain(f"the header cannot be read: {error}") from error
-    sizes = (len(header.hashes) % HASH_BYTES, len(header.lineage) - LINEAGE_BYTES, header.format.block_size < 1)
+    sizes = (len(header.hashes) % HASH_BYTES, len(header.prefix_digest) - DIGEST_BYTES, header.format.block_size < 1)
     if any(sizes) or any(part.dtype not in _DTYPE_BYTES for part in header.format.parts):
         raise NotAChain("the header's fields have impossible sizes")
     if len(header.token_ids) != header.blocks * header.format.block_size * 4:
@@ -210,14 +211,14 @@ def make_header(
     kv_format: KvFormat, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, payload: Row, first: int = 0
 ) -> ChainHeader:
     """Describe a chain's blocks from ``first`` on; ``token_ids`` and ``hashes`` are those of all blocks to its end."""
-    lineages = extend_lineage(b"", scope, token_ids, kv_format.block_size)
+    digests = extend_digests(b"", scope, token_ids, kv_format.block_size)
     return ChainHeader(
         format=kv_format,
-        scope=scope_digest(scope.at(len(lineages) - 1)),
+        scope=scope_digest(scope.at(len(digests) - 1)),
         lora=scope.lora,
         hashes=hashes[first * HASH_BYTES :],
         token_ids=token_ids[first * kv_format.block_size :].astype("<i4", copy=False).tobytes(),
-        lineage=lineages[-1],
+        prefix_digest=digests[-1],
         checksum=checksum(payload),
     )
 
@@ -233,8 +234,8 @@ def verify_chain(
     token_ids = np.frombuffer(header.token_ids, dtype="<i4").astype(np.int32)
     if not header.blocks:
         raise WrongChain("the chain is empty")
-    if extend_lineage(b"", scope, token_ids, kv_format.block_size)[-1] != header.lineage:
-        raise WrongChain("the lineage is not that of the tokens")
+    if extend_digests(b"", scope, token_ids, kv_format.block_size)[-1] != header.prefix_digest:
+        raise WrongChain("the prefix digest is not that of the tokens")
     hashes = extend_chain(root, scope.public_blocks, token_ids, kv_format.block_size, hasher=hash_chain)
     if hashes != header.hashes:
         raise WrongChain("the hashes are not those of the tokens under this root")
@@ -257,5 +258,5 @@ def verify_part(
         raise WrongChain("the hashes are not those that were asked for")
     if header.token_ids != token_ids[first * size : end * size].astype("<i4", copy=False).tobytes():
         raise WrongChain("the tokens are not those that were asked for")
-    if extend_lineage(b"", scope, token_ids[: end * size], size)[-1] != header.lineage:
-        raise WrongChain("the lineage is not that of the tokens")
+    if extend_digests(b"", scope, token_ids[: end * size], size)[-1] != header.prefix_digest:
+        raise WrongChain("the prefix digest is not that of the tokens")

@@ -13,46 +13,46 @@ from hashlib import blake2b
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 
-LINEAGE_BYTES = 32
+DIGEST_BYTES = 32
 
 
 @lru_cache(maxsize=1024)
 def scope_digest(scope: PrefixScope) -> bytes:
     """Return the 32-byte digest of a block's scope (length-prefixed fields); it tells nothing of a secret salt."""
-    digest = blake2b(digest_size=LINEAGE_BYTES)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for field in (scope.model.encode(), scope.lora.encode(), scope.salt):
         digest.update(len(field).to_bytes(8, "little"))
         digest.update(field)
     return digest.digest()
 
 
-def next_lineage(parent: bytes, scope: bytes, token_bytes: bytes) -> bytes:
-    """Return the lineage of a block under ``parent``'s (b"": the first) with a scope's digest and its own ids."""
-    return blake2b(parent + scope + token_bytes, digest_size=LINEAGE_BYTES).digest()
+def next_digest(parent: bytes, scope: bytes, token_bytes: bytes) -> bytes:
+    """Return the digest of a block under ``parent``'s (b"": the first) with a scope's digest and its own ids."""
+    return blake2b(parent + scope + token_bytes, digest_size=DIGEST_BYTES).digest()
 
 
-def extend_lineage(parent: bytes, scope: PrefixScope, token_ids: TokenArray, block_size: int) -> list[bytes]:
-    """Return the lineages of the full blocks of ``token_ids`` that follow ``parent``, each under its own scope."""
+def extend_digests(parent: bytes, scope: PrefixScope, token_ids: TokenArray, block_size: int) -> list[bytes]:
+    """Return the digests of the full blocks of ``token_ids`` that follow ``parent``, each under its own scope."""
     raw = token_ids.astype("<i4", copy=False).tobytes()
     public, private = scope_digest(scope.public), scope_digest(scope.private)
     step = 4 * block_size
-    lineages = []
+    digests = []
     for index, start in enumerate(range(0, len(raw) - step + 1, step)):
         digest = public if index < scope.public_blocks else private
-        parent = next_lineage(parent, digest, raw[start : start + step])
-        lineages.append(parent)
-    return lineages
+        parent = next_digest(parent, digest, raw[start : start + step])
+        digests.append(parent)
+    return digests
 
 
 @dataclass(frozen=True, slots=True)
 class TierBlock:
-    """A block's name, the lineage that it is verified by, and what a file's header says of it besides.
+    """A block's name, the digest that it is verified by, and what a file's header says of it besides.
 
     ``scope``: the scope's digest.
     """
 
     block_hash: bytes
-    lineage: bytes
+    prefix_digest: bytes
     scope: bytes
     lora: str
     token_bytes: bytes

@@ -50,7 +50,7 @@ class Save:
     ttl_s: float | None = None
 
 
-class Arrival:
+class RemoteKv:
     """KV that is on its way to a request, which starts when that is ``done`` and not before.
 
     ``tokens``: leading prompt tokens that will have KV if all goes well. Several requests may wait for one copy.
@@ -58,7 +58,7 @@ class Arrival:
 
     __slots__ = ("_ended", "tokens")
 
-    def __init__(self, tokens: int, *, of: Arrival | None = None) -> None:
+    def __init__(self, tokens: int, *, of: RemoteKv | None = None) -> None:
         self.tokens = tokens
         self._ended: threading.Event = of._ended if of is not None else threading.Event()
 
@@ -80,7 +80,7 @@ class EngineRequest:
     ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0;
     ``block_hashes`` the packed chain of the prompt's full blocks under it (empty: the engine computes it).
     ``router_id`` and ``reservation`` come back in the load report.
-    ``arrival``: what it has to wait for, though it counts as waiting, and queues, from its submission.
+    ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     """
 
     request_id: str
@@ -93,7 +93,7 @@ class EngineRequest:
     router_id: str = ""
     reservation: int = 0
     save: Save | None = None
-    arrival: Arrival | None = None
+    remote_kv: RemoteKv | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Engine(Protocol):
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
 
     def wake(self) -> None:
-        """Look again at requests whose ``arrival`` is done by now (any thread)."""
+        """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
 
     def export_prefix(
         self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None

@@ -12,7 +12,7 @@ from typing import Literal
 from serve_app.cache.tiers.tiers import TierSettings
 
 AdmissionRule = Literal["optimistic", "worst_case"]
-"""What a sequence is promised when it starts: room for its prompt and a first part of its output, or for all of it."""
+"""What is reserved for a sequence that starts: room for its prompt and a first part of its output, or for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.
 
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
-    ``admission``: what is promised to a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
+    ``admission``: what is reserved for a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read.
     ``compile_model``: on a CPU, compile the forward at load (``compiled_forward``); without a drafter only.

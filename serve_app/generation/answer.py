@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.tokenization.detokenizer import StopChecker, StreamDecoder
+from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
 EndReason = Literal["stop", "length"]
 
@@ -40,7 +40,7 @@ class Piece:
 
 
 async def choice_pieces(
-    index: int, generation: Generation, source: TokenSource, decoder: StreamDecoder, stop: tuple[str, ...]
+    index: int, generation: Generation, source: TokenSource, decoder: Detokenizer, stop: tuple[str, ...]
 ) -> AsyncGenerator[Piece, None]:
     """Yield one choice's pieces; the last has a finish reason. Closing it cancels the generation."""
     checker = StopChecker(stop)
@@ -64,7 +64,7 @@ async def choice_pieces(
 async def answer_pieces(
     generations: list[Generation],
     source: TokenSource,
-    make_decoder: Callable[[], StreamDecoder],
+    make_decoder: Callable[[], Detokenizer],
     stop: tuple[str, ...],
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come. One failing choice ends all; closing it cancels all."""

@@ -29,7 +29,7 @@ from serve_app.generation.prepare import Preparer
 from serve_app.ingress.http import json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import Tenant
-from serve_app.tenants.usage import TrafficTable
+from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Completions:
         source: TokenSource,
         tokenizer: PromptTokenizer,
         metrics: IngressMetrics,
-        traffic: TrafficTable,
+        traffic: UsageTable,
     ) -> None:
         self._config = config
         self._preparer = preparer

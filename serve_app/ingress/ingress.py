@@ -49,7 +49,7 @@ from serve_app.ingress.observe.router_metrics import replica_samples, router_sam
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import TrafficTable
+from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Ingress:
         self._metrics = IngressMetrics()
         self._guard = RouteGuard(self._tenants, self._metrics, has_operators=bool(self._config.operator_key_sha256))
         self._metrics.tokenizer_cache_max_bytes.set(self._config.tokenizer_cache_bytes)
-        self._traffic = TrafficTable()
+        self._traffic = UsageTable()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         self._neighbours = Neighbours(replica, context.app_name, self._config.ingress_replicas)

@@ -2,7 +2,7 @@
 
 Owns the decision, the deadline, what is under way and how much of it there may be. Knows nothing of Ray: ``Fetch``
 brings a piece. Everything here runs in the replica's event loop; the engine goes on meanwhile, and a request that
-waits starts when its ``Arrival`` is done, with whatever came.
+waits starts when its ``RemoteKv`` is done, with whatever came.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, common_blocks
 from serve_app.cache.kv_chain import KvChain, TransferError
-from serve_app.engine.protocol import Arrival, Engine, EngineError, EngineRequest
+from serve_app.engine.protocol import Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
 
 logger = logging.getLogger(__name__)
@@ -61,10 +61,10 @@ class HolderLost(Exception):
     """The replica that was to hand over KV is gone."""
 
 
-Fetched = KvChain | Literal["gone", "busy", "lost"]
+PulledPart = KvChain | Literal["gone", "busy", "lost"]
 """A part; or nothing: the holder has no more of it, it hands out too much already, or it is there no more."""
 
-Fetch = Callable[[str, WantedPart], Awaitable[Fetched]]
+Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
 """Asks a replica for a part. Raises HolderLost; may be cancelled."""
 
 
@@ -77,7 +77,7 @@ class _Pull:
     first: int
     last: int
     deadline_s: float
-    arrival: Arrival
+    remote_kv: RemoteKv
     held: int = 0
 
 
@@ -102,7 +102,7 @@ class Puller:
         """The rate that routers are told; 0.0 when this replica pulls nothing."""
         return self._rate.tokens_per_s(self._clock()) if self._settings.enabled else 0.0
 
-    def begin(self, request: EngineRequest, holder: str, tokens: int) -> Arrival | None:
+    def begin(self, request: EngineRequest, holder: str, tokens: int) -> RemoteKv | None:
         """Decide again, with what is known here, and begin the copy of a prompt's first ``tokens`` from ``holder``.
 
         Returns what the request has to wait for; None: nothing. Requests whose prefix is on its way already wait for
@@ -117,7 +117,7 @@ class Puller:
             common = min(common_blocks(pull.request.block_hashes, request.block_hashes), pull.last, usable)
             if (common - max(held, pull.first)) * size >= self._settings.min_tokens and pull.first <= held:
                 self.meters.joined += 1
-                return Arrival(common * size, of=pull.arrival)
+                return RemoteKv(common * size, of=pull.remote_kv)
         if not holder:
             return None
         most = max(1, self._settings.max_bytes // self._block_bytes)
@@ -128,12 +128,12 @@ class Puller:
             self.meters.refused[refusal] += 1
             return None
         compute_s = (last - held) * size / prefill_rate if prefill_rate else UNKNOWN_DEADLINE_S
-        pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), Arrival(last * size), held=held)
+        pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), RemoteKv(last * size), held=held)
         self.meters.begun += 1
         task = asyncio.get_running_loop().create_task(self._run(pull))
         self._under_way[task] = pull
         task.add_done_callback(self._under_way.pop)
-        return pull.arrival
+        return pull.remote_kv
 
     async def stop(self) -> None:
         """End what is under way; requests that wait for it go on without."""
@@ -178,7 +178,7 @@ class Puller:
             self.meters.ended[outcome] += 1
             self.meters.tokens += tokens
             self.meters.seconds.observe(duration_s)
-            pull.arrival.end()
+            pull.remote_kv.end()
             self._engine.wake()
 
     async def _copy(self, pull: _Pull) -> Outcome:

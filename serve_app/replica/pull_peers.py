@@ -22,7 +22,7 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.config.app import AppConfig
 from serve_app.engine.metrics import Sample
 from serve_app.engine.protocol import Engine, EngineRequest
-from serve_app.replica.pull import Fetched, HolderLost, Puller, PullSettings, WantedPart
+from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters
 
 EXPORTS_AT_ONCE = 2
@@ -37,7 +37,7 @@ class Peers:
         self._method_name = method_name
         self._handle: DeploymentHandle | None = None
 
-    async def fetch(self, holder: str, wanted: WantedPart) -> Fetched:
+    async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         """Ask ``holder`` for a part. Raises HolderLost; cancelling it cancels the call."""
         if self._handle is None:
             handle = serve.get_deployment_handle(*self._names)
@@ -47,7 +47,7 @@ class Peers:
         except RayServeException as error:
             raise HolderLost(str(error)) from error
         try:
-            answer: Fetched = await response
+            answer: PulledPart = await response
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -67,7 +67,7 @@ class Exports:
         self._threads = ThreadPoolExecutor(EXPORTS_AT_ONCE, thread_name_prefix="kv-export")
         self._open = 0
 
-    async def part(self, wanted: WantedPart) -> Fetched:
+    async def part(self, wanted: WantedPart) -> PulledPart:
         """Return the part of the prefix that is in the pool."""
         if self._open >= EXPORTS_AT_ONCE + EXPORTS_WAITING:
             self._meters.exports["busy"] += 1
@@ -120,10 +120,10 @@ class ReplicaPulls:
     def expecting(self, request: EngineRequest, decision: Decision | None) -> EngineRequest:
         """Return the request as it goes to the engine: with what it has to wait for, if it is worth waiting for."""
         holder = decision.pull_from if decision is not None else ""
-        arrival = self._puller.begin(request, holder, decision.pull_tokens if decision is not None else 0)
-        return request if arrival is None else replace(request, arrival=arrival)
+        remote_kv = self._puller.begin(request, holder, decision.pull_tokens if decision is not None else 0)
+        return request if remote_kv is None else replace(request, remote_kv=remote_kv)
 
-    async def export(self, wanted: WantedPart, target: str) -> Fetched:
+    async def export(self, wanted: WantedPart, target: str) -> PulledPart:
         """Hand out KV; "lost" where another replica was meant, for Serve sends a dead one's calls elsewhere."""
         return await self._exports.part(wanted) if target == self._replica_id else "lost"
 

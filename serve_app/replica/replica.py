@@ -40,7 +40,7 @@ from serve_app.engine.protocol import (
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
-from serve_app.replica.pull import Fetched, WantedPart
+from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import ReplicaPulls
 from serve_app.replica.token_streams import TokenStream
 
@@ -96,7 +96,7 @@ class Replica:
         """Forget every cached block that is not in use."""
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
-    async def export_kv(self, wanted: WantedPart, *, target: str) -> Fetched:
+    async def export_kv(self, wanted: WantedPart, *, target: str) -> PulledPart:
         """Hand a prefix's KV to another replica; ``target``: the id of the replica that is meant."""
         return await self._pulls.export(wanted, target)
 

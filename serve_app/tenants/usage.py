@@ -14,7 +14,7 @@ SHOWN_PREFIXES = 20
 
 
 @dataclass(slots=True)
-class _Traffic:
+class _Usage:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -33,18 +33,18 @@ class _Traffic:
         }
 
 
-class TrafficTable:
+class UsageTable:
     """Prompt and cached tokens by tenant, and by placement key for the most recently used prefixes."""
 
     def __init__(self) -> None:
-        self._by_tenant: dict[str, _Traffic] = {}
-        self._by_prefix: OrderedDict[tuple[str, bytes], _Traffic] = OrderedDict()
+        self._by_tenant: dict[str, _Usage] = {}
+        self._by_prefix: OrderedDict[tuple[str, bytes], _Usage] = OrderedDict()
 
     def add(self, tenant: str, placement_key: bytes, prompt_tokens: int, cached_tokens: int) -> None:
         """Count one generation's first token."""
-        self._by_tenant.setdefault(tenant, _Traffic()).add(prompt_tokens, cached_tokens)
+        self._by_tenant.setdefault(tenant, _Usage()).add(prompt_tokens, cached_tokens)
         key = (tenant, placement_key)
-        self._by_prefix.setdefault(key, _Traffic()).add(prompt_tokens, cached_tokens)
+        self._by_prefix.setdefault(key, _Usage()).add(prompt_tokens, cached_tokens)
         self._by_prefix.move_to_end(key)
         if len(self._by_prefix) > REMEMBERED_PREFIXES:
             self._by_prefix.popitem(last=False)
@@ -53,8 +53,8 @@ class TrafficTable:
         """Return hit rates per tenant and the prefixes that saved most."""
         top = sorted(self._by_prefix.items(), key=lambda item: item[1].cached_tokens, reverse=True)[:SHOWN_PREFIXES]
         return {
-            "tenants": {tenant: traffic.to_json() for tenant, traffic in self._by_tenant.items()},
+            "tenants": {tenant: usage.to_json() for tenant, usage in self._by_tenant.items()},
             "top_prefixes": [
-                {"prefix": key.hex(), "tenant": tenant, **traffic.to_json()} for (tenant, key), traffic in top
+                {"prefix": key.hex(), "tenant": tenant, **usage.to_json()} for (tenant, key), usage in top
             ],
         }

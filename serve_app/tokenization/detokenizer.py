@@ -60,7 +60,7 @@ class TokenTexts:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-class StreamDecoder:
+class Detokenizer:
     """Detokenizes one answer. Everything pushed, then ``flush``, concatenates to the decoding of all its ids.
 
     Byte-level BPE (Llama 3, Qwen, the demo model): exact and constant work a token. Other tokenizers: a window of

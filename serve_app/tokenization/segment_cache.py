@@ -28,7 +28,7 @@ class ChainLink:
 
 
 @dataclass(frozen=True, slots=True)
-class TextCacheStats:
+class SegmentCacheStats:
     """``bytes``: charged now, at most ``capacity_bytes``. ``hits`` and ``misses`` count looked-up segments."""
 
     bytes: int
@@ -38,7 +38,7 @@ class TextCacheStats:
     misses: int
 
 
-class TextCache:
+class SegmentCache:
     """Two maps under one byte bound and one order of use; the least recently used entry of either goes first."""
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -85,9 +85,9 @@ class TextCache:
             _, evicted = self._entries.popitem(last=False)
             self._bytes -= _charge(evicted)
 
-    def stats(self) -> TextCacheStats:
+    def stats(self) -> SegmentCacheStats:
         """Return size and counters."""
-        return TextCacheStats(self._bytes, self._capacity_bytes, len(self._entries), self._hits, self._misses)
+        return SegmentCacheStats(self._bytes, self._capacity_bytes, len(self._entries), self._hits, self._misses)
 
 
 def _charge(entry: TokenArray | ChainLink | None) -> int:

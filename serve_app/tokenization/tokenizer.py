@@ -1,6 +1,6 @@
 """Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
 
-Owns the checkpoint's tokenizer, chat template and TextCache. What is remembered is keyed under the scope root: it
+Owns the checkpoint's tokenizer, chat template and SegmentCache. What is remembered is keyed under the scope root: it
 holds no KV, but a hit is faster than a miss, and no tenant may learn by timing what another sent. Keys are
 xxh3_128 with a seed of this process, so they are neither stable nor predictable outside it.
 """
@@ -25,9 +25,9 @@ from transformers import AutoTokenizer
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from serve_app.errors import InvalidRequest
-from serve_app.tokenization.detokenizer import StreamDecoder, TokenTexts
+from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
 from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import ChainLink, TextCache, TextCacheStats
+from serve_app.tokenization.segment_cache import ChainLink, SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter
 
 INLINE_BYTES = 4096
@@ -98,7 +98,7 @@ class PromptTokenizer:
         self._block_size = block_size
         self._segmenter = Segmenter(backend)
         self._prefix, self._suffix = self._find_template_ids()
-        self._cache = TextCache(cache_bytes)
+        self._cache = SegmentCache(cache_bytes)
         self._public = PublicTokens()
         self._seed = secrets.randbits(64)
         self._texts = TokenTexts(backend)
@@ -121,7 +121,7 @@ class PromptTokenizer:
         """Stop the worker threads; cold ``encode_async`` calls fail from now on."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def stats(self) -> TextCacheStats:
+    def stats(self) -> SegmentCacheStats:
         """Return the cache's size and counters."""
         with self._cache.lock:
             return self._cache.stats()
@@ -197,9 +197,9 @@ class PromptTokenizer:
         root = public_root + root if public_blocks else root
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
 
-    def decoder(self) -> StreamDecoder:
+    def decoder(self) -> Detokenizer:
         """Return a decoder for the tokens of one answer."""
-        return StreamDecoder(self._texts)
+        return Detokenizer(self._texts)
 
     def _apply_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]

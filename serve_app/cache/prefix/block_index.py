@@ -25,8 +25,8 @@ class CachedBlock:
     scope: PrefixScope
     children: int = 0
     released_at: int = 0
-    lineage: bytes = b""
-    """Filled by the tiers when they need it (see ``lineage``)."""
+    prefix_digest: bytes = b""
+    """Filled by the tiers when they need it (see ``serve_app.cache.prefix_digest``)."""
 
     def equals(self, parent: int | None, token_bytes: bytes, scope: PrefixScope) -> bool:
         """Return whether it holds these tokens under this parent in this scope: an equal hash alone proves nothing."""

@@ -27,7 +27,7 @@ SCAN_LIMIT_S = 10.0
 
 
 @dataclass(slots=True)
-class _Filed:
+class _IndexedFile:
     block: TierBlock
     size: int
 
@@ -51,7 +51,7 @@ class DiskTier:
         self.evicted_blocks = 0
         self._files = files
         self._lock = threading.Lock()
-        self._index: dict[bool, OrderedDict[bytes, _Filed]] = {False: OrderedDict(), True: OrderedDict()}
+        self._index: dict[bool, OrderedDict[bytes, _IndexedFile]] = {False: OrderedDict(), True: OrderedDict()}
         self._events: list[BlocksStored | BlocksRemoved] = []
         self._life = 0
         self._used_ns = 0
@@ -88,7 +88,7 @@ class DiskTier:
         block_hash = block.block_hash
         known = self.get(block_hash)
         if known is not None:
-            if known.lineage != block.lineage:
+            if known.prefix_digest != block.prefix_digest:
                 return False
             self.touch([block_hash])
             return self.mark([block_hash], saved=True) == 1 if saved else True
@@ -104,7 +104,7 @@ class DiskTier:
             return False
         with self._lock:
             if life == self._life:
-                self._index[saved][block_hash] = _Filed(block, len(content))
+                self._index[saved][block_hash] = _IndexedFile(block, len(content))
                 self.used_bytes += len(content)
                 self._events.append(BlocksStored(block_hash, TIER))
                 return True
@@ -119,7 +119,7 @@ class DiskTier:
             return None
         try:
             block, row = self._files.read(block_hash, saved=saved)
-            if block.lineage != filed.block.lineage:
+            if block.prefix_digest != filed.block.prefix_digest:
                 raise WrongChain("the file was exchanged")
             return block, row
         except (OSError, TransferError) as error:
@@ -226,7 +226,7 @@ class DiskTier:
             kept.append((file, block))
             self.used_bytes += file.size
         for file, block in reversed(kept):
-            self._index[file.saved][file.block_hash] = _Filed(block, file.size)
+            self._index[file.saved][file.block_hash] = _IndexedFile(block, file.size)
             self._used_ns = max(self._used_ns, file.used_ns)
         event = self.announce()
         if event is not None:

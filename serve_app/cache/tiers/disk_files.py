@@ -65,7 +65,7 @@ class BlockFiles:
             lora=block.lora,
             hashes=block.block_hash,
             token_ids=block.token_bytes,
-            lineage=block.lineage,
+            prefix_digest=block.prefix_digest,
             checksum=checksum(row),
         )
         return encode_header(header) + row.tobytes()
@@ -140,7 +140,7 @@ class BlockFiles:
         check_format(header, self.format)
         if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
             raise WrongChain("the file holds another block than its name says")
-        return TierBlock(block_hash, header.lineage, header.scope, header.lora, header.token_ids)
+        return TierBlock(block_hash, header.prefix_digest, header.scope, header.lora, header.token_ids)
 
 
 MAX_SLOTS = 1024

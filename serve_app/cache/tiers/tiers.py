@@ -56,14 +56,14 @@ class TierCounts:
 
 
 @dataclass(slots=True)
-class _Announced:
+class _HostEvents:
     events: list[TierEvent] = field(default_factory=list)
 
-    def stored(self, hashes: bytes) -> None:
+    def add_stored(self, hashes: bytes) -> None:
         if hashes:
             self.events.append(BlocksStored(hashes, "host"))
 
-    def removed(self, hashes: bytes) -> None:
+    def add_removed(self, hashes: bytes) -> None:
         if hashes:
             self.events.append(BlocksRemoved(hashes, "host"))
 
@@ -84,7 +84,7 @@ class Tiers:
         self._host = HostTier(settings.host_bytes, size_bytes, self._row_bytes) if settings.host_bytes else None
         self._slot: DiskSlot | None = None
         self._disk: DiskQueue | None = None
-        self._announced = _Announced()
+        self._host_events = _HostEvents()
         if settings.disk_bytes:
             if settings.disk_dir is None:
                 raise ValueError("disk_cache_bytes needs disk_cache_dir")
@@ -102,7 +102,7 @@ class Tiers:
     @property
     def has_news(self) -> bool:
         """Whether ``take_events`` has anything."""
-        return bool(self._announced.events) or (self._disk is not None and self._disk.tier.has_events)
+        return bool(self._host_events.events) or (self._disk is not None and self._disk.tier.has_events)
 
     def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
         """Return what is known of a block and its fastest tier."""
@@ -156,7 +156,7 @@ class Tiers:
     def clear(self) -> None:
         """Forget everything, the saved too."""
         if self._host is not None:
-            self._announced.removed(b"".join(block.block_hash for block in self._host.blocks()))
+            self._host_events.add_removed(b"".join(block.block_hash for block in self._host.blocks()))
             self._host.clear()
         if self._disk is not None:
             self._disk.clear()
@@ -165,14 +165,14 @@ class Tiers:
         """Tell again what is held: for routers that were told to forget the whole replica."""
         self.take_events()
         if self._host is not None:
-            self._announced.stored(b"".join(reversed([block.block_hash for block in self._host.blocks()])))
+            self._host_events.add_stored(b"".join(reversed([block.block_hash for block in self._host.blocks()])))
         event = self._disk.tier.announce() if self._disk is not None else None
         if event is not None:
-            self._announced.events.append(event)
+            self._host_events.events.append(event)
 
     def take_events(self) -> list[TierEvent]:
         """Return the events since the last call; each tier's own are in order."""
-        events, self._announced.events = self._announced.events, []
+        events, self._host_events.events = self._host_events.events, []
         if self._disk is not None:
             events.extend(self._disk.tier.take_events())
         return events
@@ -190,7 +190,7 @@ class Tiers:
             if self._host is not None:
                 for block in list(self._host.blocks()):
                     self.wait_for_room(1, deadline_s)
-                    self._file(self._disk, block, self._host.row(block.block_hash))
+                    self._write_to_disk(self._disk, block, self._host.row(block.block_hash))
             self._disk.stop(max(0.0, deadline_s - time.monotonic()))
             self._disk = None
         if self._slot is not None:
@@ -240,27 +240,27 @@ class Tiers:
                 rows.append(host.put(block))
                 wanted.append(base + i)
                 stored.append(block.block_hash)
-            elif held.lineage == block.lineage:
+            elif held.prefix_digest == block.prefix_digest:
                 host.touch(block.block_hash)
             else:
                 self.counts["host"].drops += 1
         if rows:
             read(wanted, rows)
         self.counts["host"].stores += len(rows)
-        self._announced.stored(b"".join(reversed(stored)))
+        self._host_events.add_stored(b"".join(reversed(stored)))
 
     def _evict_host(self, host: HostTier) -> None:
         block = host.oldest()
         if self._disk is not None:
-            self._file(self._disk, block, host.row(block.block_hash))
+            self._write_to_disk(self._disk, block, host.row(block.block_hash))
         host.evict(block.block_hash)
         self.counts["host"].evicted += 1
-        self._announced.removed(block.block_hash)
+        self._host_events.add_removed(block.block_hash)
 
     @staticmethod
-    def _file(disk: DiskQueue, block: TierBlock, row: Row) -> None:
+    def _write_to_disk(disk: DiskQueue, block: TierBlock, row: Row) -> None:
         known = disk.find(block.block_hash)
-        if known is not None and known.lineage == block.lineage:
+        if known is not None and known.prefix_digest == block.prefix_digest:
             disk.touch([block.block_hash])
         elif known is not None or disk.room() <= 0:
             disk.drop(1)
@@ -279,7 +279,7 @@ class Tiers:
             known = disk.find(block.block_hash)
             if known is None:
                 fresh.append(i)
-            elif known.lineage == block.lineage:
+            elif known.prefix_digest == block.prefix_digest:
                 held.append(block.block_hash)
             else:
                 foreign += 1

@@ -17,10 +17,10 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
-from serve_app.engine.core.load_reporter import LoadView
+from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, Clock, EngineLoop
-from serve_app.engine.core.output_processor import Settlement
-from serve_app.engine.kv.prompt_saves import Saves
+from serve_app.engine.core.output_processor import OutputProcessor
+from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
@@ -64,19 +64,19 @@ class TorchEngine:
         )
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters)
         self._meters = EngineMeters()
-        self._saves = Saves(self._cache, self._meters)
+        self._saves = PromptSaves(self._cache, self._meters)
         self._inbox = Inbox(self.settings)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._lower = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
+        self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
         host_rows = None
-        if self._lower is not None:
-            self._scheduler.fetch, self._saves.file = self._lower.fetch, self._lower.save
-            host_rows = self._lower.host_rows
+        if self._tier_loader is not None:
+            self._scheduler.fetch, self._saves.file = self._tier_loader.fetch, self._tier_loader.save
+            host_rows = self._tier_loader.host_rows
         self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        self._settlement = Settlement(
-            self._cache, runner, self._scheduler, self._saves, self._lower, self._inbox, self._meters
+        self._outputs = OutputProcessor(
+            self._cache, runner, self._scheduler, self._saves, self._tier_loader, self._inbox, self._meters
         )
-        self._load = LoadView(self.settings)
+        self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
     def start(self) -> None:
@@ -107,10 +107,10 @@ class TorchEngine:
         sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.count_held(chain, self._cache.reusable_blocks(len(ids)))
         with self._inbox.changed:
-            self._inbox.check(request.request_id, request.tenant, self._load.retry_after_s())
+            self._inbox.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
             self._runner.adapters.pin(request.scope.lora)
             self._inbox.put(sequence)
-            self._load.arrived(sequence)
+            self._load_reporter.arrived(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
@@ -120,7 +120,7 @@ class TorchEngine:
     def load(self) -> LoadReport:
         """Return the load as of the last step, with everything submitted since."""
         with self._inbox.changed:
-            return self._load.report(self._clock())
+            return self._load_reporter.report(self._clock())
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
@@ -129,8 +129,8 @@ class TorchEngine:
         gauges = gauge_samples(
             self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
         )
-        counted = (*self._meters.samples(self._labels), *self._settlement.speculation.samples(self._labels))
-        tiers = self._lower.samples(self._labels) if self._lower is not None else ()
+        counted = (*self._meters.samples(self._labels), *self._outputs.speculation.samples(self._labels))
+        tiers = self._tier_loader.samples(self._labels) if self._tier_loader is not None else ()
         runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
         return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
 
@@ -153,7 +153,7 @@ class TorchEngine:
         )
 
     def wake(self) -> None:
-        """Look again at requests whose ``arrival`` is done by now (any thread)."""
+        """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
         self._inbox.wake()
 
     def export_prefix(
@@ -209,18 +209,18 @@ class TorchEngine:
             for sequence in inbox.take_arrivals():
                 first = self._saves.arrived(sequence)
                 if first is not None:
-                    inbox.begins(first)
+                    inbox.add_live(first)
                     self._runner.adapters.pin_too(first.request.scope.lora)
                     self._scheduler.add(first)
                 self._scheduler.add(sequence)
             for request_id in inbox.take_cancels():
-                self._settlement.cancel(request_id)
-            self._load.update(self._scheduler, self._meters, ())
+                self._outputs.cancel(request_id)
+            self._load_reporter.update(self._scheduler, self._meters, ())
             calls = inbox.take_calls()
         for call in calls:
             call()
-        if self._lower is not None:
-            self._lower.begin_step()
+        if self._tier_loader is not None:
+            self._tier_loader.begin_step()
         self.deliver()
         return True
 
@@ -232,7 +232,7 @@ class TorchEngine:
     def _has_work(self) -> bool:
         if self._scheduler.running_count:
             return True
-        lower, startable = self._lower, self._scheduler.waiting_count - self._scheduler.arriving_count
+        lower, startable = self._tier_loader, self._scheduler.waiting_count - self._scheduler.awaiting_remote_kv_count
         if lower is None:
             return startable > 0
         return startable > lower.loading or lower.tiers.has_news
@@ -241,21 +241,21 @@ class TorchEngine:
         """For the loop: choose, compute and settle one step."""
         chosen = self._scheduler.schedule()
         for sequence in self._scheduler.preempted:
-            self._settlement.preempted(sequence)
+            self._outputs.preempted(sequence)
         if not chosen:
             return
         started = self._clock()
         prefill_tokens = prompt_tokens = recomputed = 0
         for item in chosen:
             if item.admitted:
-                self._settlement.admitted(item.sequence, started)
+                self._outputs.admitted(item.sequence, started)
             if item.sequence.prefilling:
                 fresh, again = item.sequence.split_prefill(item.tokens)
                 prefill_tokens += item.tokens
                 prompt_tokens += fresh
                 recomputed += again
         with self._inbox.changed:
-            self._load.step_begins(chosen)
+            self._load_reporter.begin_step(chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
@@ -263,16 +263,16 @@ class TorchEngine:
         self._meters.recomputed_tokens += recomputed
         with self._inbox.changed:
             for item, result in zip(chosen, results, strict=True):
-                self._settlement.settle(item, result, now)
-            self._load.update(self._scheduler, self._meters, self._inbox.arrivals.values())
+                self._outputs.process(item, result, now)
+            self._load_reporter.update(self._scheduler, self._meters, self._inbox.arrivals.values())
         self.deliver()
 
     def deliver(self) -> tuple[Event, ...]:
         """For the loop: send cache events, then outputs; return the events."""
         events: tuple[Event, ...] = self._cache.take_events()
-        if self._lower is not None:
-            events = (*events, *self._lower.take_events())
-        self._settlement.outbox.deliver(events, self._event_sink)
+        if self._tier_loader is not None:
+            events = (*events, *self._tier_loader.take_events())
+        self._outputs.outbox.deliver(events, self._event_sink)
         return events
 
     def fail_all(self, reason: str) -> None:
@@ -281,21 +281,21 @@ class TorchEngine:
         with inbox.changed:
             inbox.stopping = inbox.closed = True
             for sequence in [*inbox.take_arrivals(), *self._scheduler.waiting, *self._scheduler.running]:
-                self._settlement.end(sequence, "error", error=reason)
-            self._load.update(self._scheduler, self._meters, ())
+                self._outputs.end(sequence, "error", error=reason)
+            self._load_reporter.update(self._scheduler, self._meters, ())
             calls = inbox.take_calls()
         for call in calls:
             call()
         self.deliver()
-        if self._lower is not None:
-            self._lower.close()
+        if self._tier_loader is not None:
+            self._tier_loader.close()
 
     def _reset(self, tiers: bool) -> bool:
-        if self._lower is not None and tiers:
-            self._lower.tiers.clear()
+        if self._tier_loader is not None and tiers:
+            self._tier_loader.tiers.clear()
             self.deliver()
         complete = self._cache.reset()
         # A cleared pool is announced as a cleared replica: what stays below has to be told again.
-        if CacheCleared() in self.deliver() and self._lower is not None:
-            self._lower.tiers.announce()
+        if CacheCleared() in self.deliver() and self._tier_loader is not None:
+            self._tier_loader.tiers.announce()
         return complete

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from serve_app.engine.protocol import EngineError, QueueFull
-from serve_app.engine.scheduling.admission import RESERVE
+from serve_app.engine.scheduling.admission import UNBORROWED_PART
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
@@ -58,7 +58,7 @@ class Inbox:
     def put(self, sequence: SequenceState) -> None:
         """Take in a request that was checked, and wake the loop."""
         self.arrivals[sequence.request.request_id] = sequence
-        self.begins(sequence)
+        self.add_live(sequence)
         self.changed.notify_all()
 
     def put_cancel(self, request_id: str) -> None:
@@ -97,23 +97,23 @@ class Inbox:
         taken, self._calls = self._calls, []
         return taken
 
-    def begins(self, sequence: SequenceState) -> None:
+    def add_live(self, sequence: SequenceState) -> None:
         """Note a live sequence that waits."""
         self._live[sequence.request.request_id] = None
         self._waiting[sequence.request.tenant] += 1
 
-    def waits_no_more(self, sequence: SequenceState) -> None:
+    def stop_waiting(self, sequence: SequenceState) -> None:
         """Note that a waiting sequence was admitted, or ended before that."""
         tenant = sequence.request.tenant
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
 
-    def ends(self, sequence: SequenceState) -> None:
+    def remove_live(self, sequence: SequenceState) -> None:
         """Note that a sequence is live no more."""
         self._live.pop(sequence.request.request_id, None)
         if sequence.scheduled_s is None:
-            self.waits_no_more(sequence)
+            self.stop_waiting(sequence)
 
     def _most_waiting(self, tenant: str) -> int:
         """Return the length of the waiting line beyond which a tenant is refused.
@@ -123,7 +123,7 @@ class Inbox:
         most, tenants = self._settings.max_waiting_requests, len(self._settings.tenant_shares)
         others = sum(1 for other in self._waiting if other != tenant)
         if tenants > 1 and self._waiting[tenant] >= max(1, most // (others + 2)):
-            return most - most // RESERVE
+            return most - most // UNBORROWED_PART
         return most
 
 

@@ -39,7 +39,7 @@ class _Work:
     under_way: int = 0
 
 
-class LoadView:
+class LoadReporter:
     """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -84,7 +84,7 @@ class LoadView:
         self._prefill_tokens_per_s = meters.prefill_tokens_per_s
         self._decode_step_s = meters.decode_step_s
 
-    def step_begins(self, chosen: Collection[Scheduled]) -> None:
+    def begin_step(self, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.outbox import Outbox
-from serve_app.engine.kv.prompt_saves import Saves
-from serve_app.engine.kv.tier_loader import LowerTiers
+from serve_app.engine.kv.prompt_saves import PromptSaves
+from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import FinishReason
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
@@ -19,7 +19,7 @@ from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import Runner, SegmentResult
 
 
-class Settlement:
+class OutputProcessor:
     """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
 
     def __init__(
@@ -27,8 +27,8 @@ class Settlement:
         cache: PrefixCache,
         runner: Runner,
         scheduler: Scheduler,
-        saves: Saves,
-        lower: LowerTiers | None,
+        saves: PromptSaves,
+        tier_loader: TierLoader | None,
         inbox: Inbox,
         meters: EngineMeters,
     ) -> None:
@@ -38,7 +38,7 @@ class Settlement:
         self._cache = cache
         self._scheduler = scheduler
         self._saves = saves
-        self._lower = lower
+        self._tier_loader = tier_loader
         self._inbox = inbox
         self._meters = meters
 
@@ -46,19 +46,19 @@ class Settlement:
         """Note that a sequence is in a step for the first time. Takes the condition itself."""
         sequence.scheduled_s = now
         with self._inbox.changed:
-            self._inbox.waits_no_more(sequence)
+            self._inbox.stop_waiting(sequence)
         self._meters.queue_time.observe(now - sequence.arrival_s)
         self._meters.admitted(
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
         )
 
     def preempted(self, sequence: SequenceState) -> None:
-        """Note that a sequence gave its blocks back and waits again: the tiers are asked anew when it starts."""
+        """Note that a sequence was preempted; the tiers are asked again when it restarts."""
         self._meters.preempted(sequence.request.tenant)
-        if self._lower is not None:
-            self._lower.forget(sequence.request.request_id)
+        if self._tier_loader is not None:
+            self._tier_loader.forget(sequence.request.request_id)
 
-    def settle(self, item: Scheduled, result: SegmentResult, now: float) -> None:
+    def process(self, item: Scheduled, result: SegmentResult, now: float) -> None:
         """Take one segment's result: publish its blocks, append its token, or end its request."""
         sequence = item.sequence
         if result.error:
@@ -74,7 +74,7 @@ class Settlement:
             self._meters.generation_tokens += taken
         if result.drafted is not None:
             sequence.drafted = result.drafted
-            self.speculation.settled(result, taken)
+            self.speculation.verified(result, taken)
         self._scheduler.computed(item, max(taken - 1, 0))
         if sequence.prefilling:
             return
@@ -89,7 +89,7 @@ class Settlement:
         if found is None:
             return
         self.end(found, "cancelled")
-        unwanted = self._scheduler.find(self._saves.abandoned(found) or "")
+        unwanted = self._scheduler.find(self._saves.abandon(found) or "")
         if unwanted is not None:
             self.end(unwanted, "cancelled")
 
@@ -106,9 +106,9 @@ class Settlement:
         request_id = sequence.request.request_id
         is_save = self._saves.ended(sequence, reason)
         self._scheduler.remove(request_id)
-        if self._lower is not None:
-            self._lower.forget(request_id)
+        if self._tier_loader is not None:
+            self._tier_loader.forget(request_id)
         self._adapters.unpin(sequence.request.scope.lora)
-        self._inbox.ends(sequence)
+        self._inbox.remove_live(sequence)
         if not is_save:
             self.outbox.end(sequence, reason, tokens=tokens, error=error, now=now)

@@ -1,7 +1,7 @@
 """KV from elsewhere into the pool, published exactly as if it had been computed.
 
-Owns the order of steps in which no promise is broken and no half-written block can be hit. Knows nothing of where the
-bytes come from. Runs in the engine's loop, between steps.
+Owns the order of steps in which no reservation is broken and no half-written block can be hit.
+Runs in the engine's loop, between steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install_blocks(
 ) -> int:
     """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
 
-    The caller has made sure that ``count`` blocks are available besides those matched and promised. What is loaded
+    The caller has made sure that ``count`` blocks are available besides those matched and reserved. What is loaded
     is idle afterwards, on the account of ``tenant``, and the last of its line to be evicted.
     """
     cache.acquire(matched)

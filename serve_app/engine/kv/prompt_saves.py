@@ -31,7 +31,7 @@ class _UnderWay:
     followers: list[SequenceState] = field(default_factory=list)
 
 
-class Saves:
+class PromptSaves:
     """Starts and ends saves; belongs to the engine's loop."""
 
     def __init__(self, cache: PrefixCache, meters: EngineMeters) -> None:
@@ -41,7 +41,7 @@ class Saves:
         self._by_key: dict[bytes, str] = {}
         self._numbers = count()
         self.file: Callable[[list[CachedBlock]], bool] | None = None
-        """Asked to write what is saved for good (children first) to disk; see ``LowerTiers.save``."""
+        """Asked to write what is saved for good (children first) to disk; see ``TierLoader.save``."""
 
     def arrived(self, sequence: SequenceState) -> SequenceState | None:
         """Return the sequence that has to run before ``sequence``, if its save needs a new one."""
@@ -53,13 +53,13 @@ class Saves:
         if known is not None:
             self._follow(sequence, known)
         elif not cache.enabled:
-            self._note(sequence, "off")
+            self._record_outcome(sequence, "off")
         elif not blocks:
-            self._note(sequence, "too_short")
+            self._record_outcome(sequence, "too_short")
         elif cache.renew_pin(save.key, save.ttl_s):
-            self._note(sequence, "present")
+            self._record_outcome(sequence, "present")
         elif not cache.may_pin(sequence.chain, blocks, sequence.request.tenant):
-            self._note(sequence, "over_budget")
+            self._record_outcome(sequence, "over_budget")
         else:
             return self._begin(sequence, save, blocks)
         return None
@@ -79,13 +79,13 @@ class Saves:
             )
             outcome = "saved" if pinned == "pinned" else pinned
             if outcome == "saved" and save.ttl_s is None:
-                self._file(sequence.blocks[: under_way.blocks])
+                self._write_to_disk(sequence.blocks[: under_way.blocks])
         for follower in under_way.followers:
-            self._note(follower, outcome)
+            self._record_outcome(follower, outcome)
             outcome = "present" if outcome == "saved" else outcome
         return True
 
-    def abandoned(self, sequence: SequenceState) -> str | None:
+    def abandon(self, sequence: SequenceState) -> str | None:
         """Note that a request was cancelled; return the id of the save that nobody waits for any more, if any."""
         under_way = self._under_way.get(sequence.after)
         if under_way is None or sequence not in under_way.followers:
@@ -119,7 +119,7 @@ class Saves:
             min(under_way.blocks, self._cache.reusable_blocks(sequence.prompt_tokens)),
         )
 
-    def _file(self, blocks: list[int]) -> None:
+    def _write_to_disk(self, blocks: list[int]) -> None:
         """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
         if self.file is None:
             return
@@ -129,7 +129,7 @@ class Saves:
                 "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
             )
 
-    def _note(self, sequence: SequenceState, outcome: SaveOutcome) -> None:
+    def _record_outcome(self, sequence: SequenceState, outcome: SaveOutcome) -> None:
         sequence.save_outcome = outcome
         self._meters.saved(outcome)
         if outcome not in ("saved", "present"):

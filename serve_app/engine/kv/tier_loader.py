@@ -1,7 +1,7 @@
 """The engine's side of the tiers: blocks go down when they are evicted and come up before a prefill.
 
 Owns who waits for a load. Knows nothing of files or slabs. Called by the loop alone, except ``samples``. A block comes
-up only if its lineage, the digest of scope and all tokens to its end, is the request's.
+up only if its prefix digest is the request's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix_digest import TierBlock, extend_lineage, next_lineage, scope_digest
+from serve_app.cache.prefix_digest import TierBlock, extend_digests, next_digest, scope_digest
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tiers import ReadRows, TierEvent, Tiers
 from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.metrics import EngineMeters, Histogram, Labels, Sample
-from serve_app.engine.scheduling.scheduler import Fetched
+from serve_app.engine.scheduling.scheduler import FetchOutcome
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
@@ -52,7 +52,7 @@ class _Fetch:
     loads: int = 0
 
 
-class LowerTiers:
+class TierLoader:
     """Spills, loads and waits of one engine."""
 
     def __init__(
@@ -87,16 +87,16 @@ class LowerTiers:
         """Drop what was kept for a request that ended."""
         self._fetches.pop(request_id, None)
 
-    def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> Fetched:
+    def fetch(self, sequence: SequenceState, matched: Sequence[int]) -> FetchOutcome:
         """Bring up the blocks that continue ``matched``; the pool must have room for the sequence."""
         fetch = self._fetches.get(sequence.request.request_id)
         load = fetch.load if fetch is not None else None
         if load is not None and not load.done:
-            return Fetched.WAIT
+            return FetchOutcome.WAIT
         hits = len(matched)
         missing = sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]
         if load is None and self.tiers.find(missing) is None:
-            return Fetched.NOTHING
+            return FetchOutcome.NOTHING
         if fetch is None:
             fetch = self._fetches[sequence.request.request_id] = _Fetch()
         fetch.load, fetch.turned_away = None, False
@@ -105,15 +105,15 @@ class LowerTiers:
         staged = load.blocks if load is not None else {}
         run = self._run(sequence, matched, staged)
         if not run or fetch.loads >= MOST_LOADS or not self._worthwhile(fetch, run):
-            return Fetched.NOTHING
+            return FetchOutcome.NOTHING
         if run[0][1] == "disk":
             return self._await_disk(fetch, run)
         # What was read from disk and does not fit this step stays with the request.
         fetch.load = load
         if self._room_blocks <= 0:
-            return Fetched.WAIT
+            return FetchOutcome.WAIT
         fetch.loads += 1
-        return Fetched.LOADED if self._install(sequence, matched, run, staged) else Fetched.NOTHING
+        return FetchOutcome.LOADED if self._install(sequence, matched, run, staged) else FetchOutcome.NOTHING
 
     def spill(self, evicted: Sequence[CachedBlock]) -> None:
         """Take what is evicted from the pool, children first."""
@@ -128,17 +128,17 @@ class LowerTiers:
     ) -> list[Row]:
         """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
 
-        ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's lineage.
+        ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's digest.
         The rows are views until the next spill.
         """
-        size, parent = self._cache.block_size, self._lineage(matched)
+        size, parent = self._cache.block_size, self._last_digest(matched)
         rows: list[Row] = []
         hashes: list[bytes] = []
         for i in range(len(matched), last):
             block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
             known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
-            (parent,) = extend_lineage(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
-            if known is None or row is None or known[0].lineage != parent:
+            (parent,) = extend_digests(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
+            if known is None or row is None or known[0].prefix_digest != parent:
                 break
             hashes.append(block_hash)
             if i >= first:
@@ -153,16 +153,16 @@ class LowerTiers:
         for entry in entries:
             unknown: list[CachedBlock] = []
             above: CachedBlock | None = entry
-            while above is not None and not above.lineage:
+            while above is not None and not above.prefix_digest:
                 unknown.append(above)
                 parent = above.parent
                 above = None if parent is None else batch.get(parent) or self._cache.entry(parent)
-            lineage = above.lineage if above is not None else b""
+            digest = above.prefix_digest if above is not None else b""
             for block in reversed(unknown):
-                lineage = block.lineage = next_lineage(lineage, scope_digest(block.scope), block.token_bytes)
+                digest = block.prefix_digest = next_digest(digest, scope_digest(block.scope), block.token_bytes)
             scope = entry.scope
             described.append(
-                TierBlock(entry.block_hash, entry.lineage, scope_digest(scope), scope.lora, entry.token_bytes)
+                TierBlock(entry.block_hash, entry.prefix_digest, scope_digest(scope), scope.lora, entry.token_bytes)
             )
         return described
 
@@ -202,7 +202,7 @@ class LowerTiers:
     ) -> list[tuple[TierBlock, str]]:
         """Return the verified blocks that continue ``matched``, each with its tier ("staged": read from disk)."""
         size, scope = self._cache.block_size, sequence.request.scope
-        parent = self._lineage(matched)
+        parent = self._last_digest(matched)
         first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
         found: list[tuple[TierBlock, str]] = []
         for i in range(first, limit):
@@ -211,19 +211,19 @@ class LowerTiers:
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"
             ids = sequence.tokens[size * i : size * (i + 1)]
-            (parent,) = extend_lineage(parent, scope.at(i), ids, size)
-            if known is None or known[0].lineage != parent:
+            (parent,) = extend_digests(parent, scope.at(i), ids, size)
+            if known is None or known[0].prefix_digest != parent:
                 break
             found.append(known)
         return found
 
-    def _lineage(self, matched: Sequence[int]) -> bytes:
-        """Return the lineage of a matched prefix's last block, b"" for none."""
+    def _last_digest(self, matched: Sequence[int]) -> bytes:
+        """Return the prefix digest of a matched prefix's last block, b"" for none."""
         if not matched:
             return b""
         last = self._cache.entry(matched[-1])
         assert last is not None
-        return self.describe([last])[0].lineage
+        return self.describe([last])[0].prefix_digest
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
         """Decide once a request, so that nobody waits for a load and then computes it after all."""
@@ -236,7 +236,7 @@ class LowerTiers:
             fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._prefill_rate())
         return fetch.worthwhile
 
-    def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> Fetched:
+    def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> FetchOutcome:
         hashes = [block.block_hash for block, tier in run if tier == "disk"]
         under_way = self._under_way()
         joined = next((load for load in under_way if hashes[0] in load.wanted), None)
@@ -245,11 +245,11 @@ class LowerTiers:
             room = LOADING_BYTES // self.tiers.size_bytes - taken
             if room <= 0 and under_way:
                 fetch.turned_away = True
-                return Fetched.WAIT
+                return FetchOutcome.WAIT
             joined = self.tiers.load(hashes[: max(1, room)])
         fetch.load = joined
         fetch.loads += 1
-        return Fetched.WAIT
+        return FetchOutcome.WAIT
 
     def _install(
         self,
@@ -302,9 +302,9 @@ class LowerTiers:
 
 def open_tiers(
     settings: EngineSettings, cache: PrefixCache, runner: Runner, meters: EngineMeters, wake: Callable[[], None]
-) -> LowerTiers | None:
+) -> TierLoader | None:
     """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
     if not (settings.tiers.on and settings.enable_prefix_caching):
         return None
     tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake)
-    return LowerTiers(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)
+    return TierLoader(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

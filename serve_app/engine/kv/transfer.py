@@ -26,7 +26,7 @@ T = TypeVar("T", covariant=True)
 
 
 RowsBelow = Callable[[PrefixScope, TokenArray, bytes, Sequence[int], int, int], Sequence[Row]]
-"""See ``LowerTiers.host_rows``."""
+"""See ``TierLoader.host_rows``."""
 
 
 class OnLoop(Protocol):
@@ -155,7 +155,7 @@ class PrefixTransfer:
         matched = self._match(scope, ids, chain)
         held = len(matched)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        room = cache.available_blocks - idle_hits - self._scheduler.promised_blocks
+        room = cache.available_blocks - idle_hits - self._scheduler.reserved_blocks
         count = min(first + part.header.blocks - held, self._step_blocks, room)
         if count <= 0 or held < first:
             return held, 0

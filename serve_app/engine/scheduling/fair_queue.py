@@ -1,8 +1,8 @@
-"""Whose turn it is to have prompt tokens computed: deficit round robin over tenants.
+"""Deficit round robin over tenants: whose prompt tokens are computed next.
 
-Owns the order of tenants and their credit, in uncached prompt tokens. Knows nothing of sequences or blocks. Bound:
-a tenant that gets work is served before the others had more than one quantum each, so with n tenants at work it
-waits for at most (n - 1) quanta. Who has no work has no credit: nobody saves up.
+Owns the order of tenants and their credit, in uncached prompt tokens. Bound: a tenant that gets work is served before
+the others had more than one quantum each, so with n tenants at work it waits for at most (n - 1) quanta. A tenant
+without work has no credit: nobody saves up.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ QUANTUM_TOKENS = 512
 
 
 def quantum_tokens(max_num_batched_tokens: int) -> int:
-    """Return the tokens of a turn where a step has so many."""
+    """Return the tokens of a turn in steps of up to ``max_num_batched_tokens``."""
     return max(1, min(QUANTUM_TOKENS, max_num_batched_tokens // 4))
 
 
-class TenantTurns:
+class FairQueue:
     """The ring of tenants with prefill work. The first one has the turn until its credit is spent."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -34,7 +34,7 @@ class TenantTurns:
         for tenant in at_work:
             self._credit.setdefault(tenant, 0)
 
-    def turn(self) -> tuple[str, int] | None:
+    def head(self) -> tuple[str, int] | None:
         """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
         if not self._credit:
             return None

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, and with how many tokens.
 
-Owns the waiting line. Knows nothing of tensors, threads or clients. Rules: decode first; then prefill in turns of
-tenants (``turns``), a tenant's least uncached work first, aged; a sequence whose next missing block another one is
-computing waits for that block (``flights``); who starts is promised blocks (``admission``), and where more are needed
-than there are somebody gives way (``running_set``). Mutates sequences and the prefix cache.
+Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
+least uncached work first, aged; a sequence whose next missing block another one is computing waits for that block
+(``pending_blocks``); a sequence that starts gets a reservation (``admission``), and where the pool runs out a victim
+is preempted (``running_set``). Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from itertools import count
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.admission import Verdict
-from serve_app.engine.scheduling.fair_queue import TenantTurns
-from serve_app.engine.scheduling.pending_blocks import Flights
-from serve_app.engine.scheduling.running_set import RunningSet, promised_blocks
+from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.engine.scheduling.pending_blocks import PendingBlocks
+from serve_app.engine.scheduling.running_set import RunningSet, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
@@ -47,16 +47,16 @@ class Scheduler:
         self._cache = cache
         self._adapters = adapters
         self._waiting: dict[str, SequenceState] = {}
-        self._flights = Flights()
-        self._running = RunningSet(settings, cache, self._flights, adapters)
-        self._turns = TenantTurns(settings.max_num_batched_tokens)
+        self._pending = PendingBlocks()
+        self._running = RunningSet(settings, cache, self._pending, adapters)
+        self._fair_queue = FairQueue(settings.max_num_batched_tokens)
         self._claim: SequenceState | None = None
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
         self._preempted: list[SequenceState] = []
-        self.fetch: Callable[[SequenceState, list[int]], Fetched] | None = None
-        """Asked before a prefill for the blocks that continue what the pool holds; see ``LowerTiers.fetch``."""
+        self.fetch: Callable[[SequenceState, list[int]], FetchOutcome] | None = None
+        """Asked before a prefill for the blocks that continue what the pool holds; see ``TierLoader.fetch``."""
 
     @property
     def waiting(self) -> Iterable[SequenceState]:
@@ -74,9 +74,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def arriving_count(self) -> int:
+    def awaiting_remote_kv_count(self) -> int:
         """How many of those wait for KV that is on its way from elsewhere."""
-        return sum(1 for sequence in self._waiting.values() if sequence.arriving)
+        return sum(1 for sequence in self._waiting.values() if sequence.awaits_remote_kv)
 
     @property
     def running_count(self) -> int:
@@ -84,23 +84,23 @@ class Scheduler:
         return len(self._running.sequences)
 
     @property
-    def promised_blocks(self) -> int:
-        """Blocks promised to running sequences and not taken yet."""
-        return self._running.admission.promised_blocks
+    def reserved_blocks(self) -> int:
+        """Blocks reserved for running sequences and not taken yet."""
+        return self._running.admission.reserved_blocks
 
     @property
     def preempted(self) -> Iterable[SequenceState]:
-        """Sequences that had to give way in the last ``schedule``; they wait again."""
+        """Sequences preempted in the last ``schedule``; they wait again."""
         return self._preempted
 
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
-        parked = self._flights.parked()
+        parked = self._pending.parked()
         return [
             sequence
             for sequence in self._waiting.values()
             if id(sequence) not in parked
-            and not sequence.arriving
+            and not sequence.awaits_remote_kv
             and not (sequence.after and self.find(sequence.after))
         ]
 
@@ -112,7 +112,7 @@ class Scheduler:
 
     def computes(self, block_hash: bytes) -> bool:
         """Return whether a running sequence is computing that block of its prompt (any thread may ask for a hint)."""
-        return self._flights.has(block_hash)
+        return self._pending.has(block_hash)
 
     def missing_block(self, sequence: SequenceState) -> bytes:
         """Return the hash of the first block a waiting sequence lacks, by its hint; b"" if only its last tokens."""
@@ -166,7 +166,7 @@ class Scheduler:
         sequence = item.sequence
         sequence.computed += item.tokens + accepted
         sequence.publish(self._cache)
-        self._running.land(sequence, sequence.computed)
+        self._running.resolve(sequence, sequence.computed)
 
     def _schedule_prefill(self, budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]) -> None:
         if not prefilling and self.running_count >= self._settings.max_num_seqs:
@@ -177,19 +177,19 @@ class Scheduler:
             self._refresh_hint(sequence)
         for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
-        self._turns.begin(lines)
+        self._fair_queue.begin(lines)
         self._stopped.clear()
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
-        while budget > 0 and (turn := self._turns.turn()):
+        while budget > 0 and (turn := self._fair_queue.head()):
             tenant, credit = turn
             spent = self._serve(lines[tenant], min(budget, credit), plan)
             budget -= spent
             if lines[tenant]:
-                self._turns.charge(tenant, spent)
+                self._fair_queue.charge(tenant, spent)
             else:
-                self._turns.leave(tenant)
+                self._fair_queue.leave(tenant)
         chosen.extend(plan.values())
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
@@ -247,7 +247,7 @@ class Scheduler:
 
     def rank(self, sequence: SequenceState) -> float:
         """Return a sequence's place among those of its tenant: the lowest is computed first."""
-        # Who had to give way was overtaken already: it counts as having nothing to compute.
+        # A preempted sequence was overtaken already: it counts as having nothing to compute.
         work = 0 if sequence.preemptions else sequence.uncached_tokens(self._cache.block_size)
         return work + AGING_TOKENS_PER_S * sequence.arrival_s
 
@@ -262,14 +262,14 @@ class Scheduler:
         sequence.held_blocks_hint = hint
 
     def _admit(self, sequence: SequenceState) -> Verdict:
-        """Admit a waiting sequence, park it behind a flight or a load, or say what it lacks."""
+        """Admit a waiting sequence, park it behind another's block or a load, or say what it lacks."""
         cache, size = self._cache, self._cache.block_size
         matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
         limit = cache.reusable_blocks(sequence.prefill_tokens)
         hits = len(matched)
-        if hits < limit and self._flights.park(sequence, sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]):
+        if hits < limit and self._pending.park(sequence, sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]):
             return "parked"
-        needed = promised_blocks(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
+        needed = blocks_to_reserve(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         tenant = sequence.request.tenant
         verdict = self._running.admission.verdict(tenant, needed, idle_hits)
@@ -277,17 +277,17 @@ class Scheduler:
             return verdict
         if hits < limit and self.fetch is not None:
             fetched = self.fetch(sequence, matched)
-            if fetched is Fetched.WAIT:
+            if fetched is FetchOutcome.WAIT:
                 return "parked"
-            if fetched is Fetched.LOADED:
+            if fetched is FetchOutcome.LOADED:
                 return self._admit(sequence)
         del self._waiting[sequence.request.request_id]
         self._running.start(sequence, matched, needed)
         return verdict
 
 
-class Fetched(Enum):
-    """What a fetch did: nothing to be had, more blocks are in the pool now, or come back later."""
+class FetchOutcome(Enum):
+    """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
 
     NOTHING = 0
     LOADED = 1

@@ -18,12 +18,12 @@ from serve_app.engine.step import BlockRun, Segment, block_runs
 class SequenceState:
     """A request on its way. Positions 0 to ``computed`` - 1 have KV; ``published`` leading blocks are indexed.
 
-    ``landed``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
+    ``resolved``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
     positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
     ``after``: the request that has to end before this one may start; ``save_outcome``: of the save it asked for.
     ``prefill_tokens``: those to compute before the next one can be sampled: the prompt, and after a preemption also
-    what was generated until then. ``number``: its place in the order of arrival. ``beyond_promise``: it holds more
-    blocks than it was promised. ``farthest``: the most positions that ever had KV at once.
+    what was generated until then. ``number``: its place in the order of arrival. ``beyond_reservation``: it
+    holds more blocks than were reserved for it. ``farthest``: the most positions that ever had KV at once.
     """
 
     __slots__ = (
@@ -32,7 +32,7 @@ class SequenceState:
         "_tokens",
         "after",
         "arrival_s",
-        "beyond_promise",
+        "beyond_reservation",
         "blocks",
         "cached_tokens",
         "chain",
@@ -40,7 +40,6 @@ class SequenceState:
         "drafted",
         "farthest",
         "held_blocks_hint",
-        "landed",
         "last_token_s",
         "length",
         "number",
@@ -49,6 +48,7 @@ class SequenceState:
         "published",
         "request",
         "reserved_blocks",
+        "resolved",
         "save_outcome",
         "scheduled_s",
         "sink",
@@ -70,10 +70,10 @@ class SequenceState:
         self.computed = 0
         self.drafted: int | None = None
         self.published = 0
-        self.landed = 0
+        self.resolved = 0
         self.cached_tokens = 0
         self.reserved_blocks = 0
-        self.beyond_promise = False
+        self.beyond_reservation = False
         self.held_blocks_hint = 0
         self.after = ""
         self.save_outcome: SaveOutcome | None = None
@@ -108,16 +108,16 @@ class SequenceState:
         return self.prompt_tokens + max(self.request.sampling.max_tokens - 1, 0)
 
     @property
-    def arriving(self) -> bool:
+    def awaits_remote_kv(self) -> bool:
         """Whether KV for this request is on its way from elsewhere."""
-        arrival = self.request.arrival
-        return arrival is not None and not arrival.done
+        remote_kv = self.request.remote_kv
+        return remote_kv is not None and not remote_kv.done
 
     def uncached_tokens(self, block_size: int) -> int:
         """Tokens of the prefill still to be computed; while waiting, by the hint of what is cached or on its way."""
         done = self.computed if self.blocks else self.held_blocks_hint * block_size
-        if self.arriving and self.request.arrival is not None:
-            done = max(done, self.request.arrival.tokens)
+        if self.awaits_remote_kv and self.request.remote_kv is not None:
+            done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
 
     def add_blocks(self, blocks: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ class SequenceState:
         self.blocks.extend(blocks)
 
     def wanted_drafts(self, most: int) -> int:
-        """Return how many tokens are worth drafting in a decode step; their KV fits what admission promised."""
+        """Return how many tokens are worth drafting in a decode step; their KV fits the reservation."""
         sampling = self.request.sampling
         return 0 if sampling.disable_spec_decode else min(most, sampling.max_tokens - self.generated_tokens - 1)
 
@@ -181,8 +181,8 @@ class SequenceState:
             self._extend_chain(cache, self.length // cache.block_size)
         self.held_blocks_hint = self.published
         self.release(cache)
-        self.computed = self.published = self.landed = 0
-        self.beyond_promise = False
+        self.computed = self.published = self.resolved = 0
+        self.beyond_reservation = False
 
     def split_prefill(self, tokens: int) -> tuple[int, int]:
         """Return how many of the next ``tokens`` positions are the prompt's, and how many had KV before already."""

@@ -23,7 +23,7 @@ class SpeculationMeters:
         self._base_steps = 0
         self._tokens = 0
 
-    def settled(self, result: SegmentResult, taken: int) -> None:
+    def verified(self, result: SegmentResult, taken: int) -> None:
         """Count one segment's result, of which ``taken`` tokens were of use."""
         self._seen = True
         self._base_steps += result.token is not None

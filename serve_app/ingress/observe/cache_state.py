@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from router.core import RoutingCore
-from serve_app.tenants.usage import TrafficTable
-from serve_app.tokenization.segment_cache import TextCacheStats
+from serve_app.tenants.usage import UsageTable
+from serve_app.tokenization.segment_cache import SegmentCacheStats
 
 _GAUGES = {
     ("warmpath_kv_cache_blocks", "used"): "blocks_in_use",
@@ -24,7 +24,7 @@ _FIELDS = {"warmpath_pinned_blocks": "blocks_pinned", "warmpath_pinned_bytes": "
 
 
 def cache_state(
-    core: RoutingCore, traffic: TrafficTable, tokenizer: TextCacheStats, *, model: str, engine: str
+    core: RoutingCore, traffic: UsageTable, tokenizer: SegmentCacheStats, *, model: str, engine: str
 ) -> dict[str, Any]:
     """Return the document as this ingress sees the app."""
     state = core.state()

@@ -82,15 +82,15 @@ def test_another_scope_is_refused(scope: PrefixScope) -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    """Hashes under another secret, tokens that are not the lineage's, a payload that is not the checksum's."""
+    """Hashes under another secret, tokens that are not the digest's, a payload that is not the checksum's."""
     chain = make()
     with pytest.raises(WrongChain, match="hashes"):
         verify_chain(chain, FORMAT, SCOPE, SCOPE.root(b"another secret"))
     other = (IDS + 1).astype("<i4").tobytes()
     forged = msgspec.structs.replace(chain.header, token_ids=other)
-    with pytest.raises(WrongChain, match="lineage"):
+    with pytest.raises(WrongChain, match="prefix digest"):
         verify_chain(KvChain(forged, chain.payload), FORMAT, SCOPE, ROOT)
-    # A collision: the hashes and a lineage of other tokens, under the victim's hashes.
+    # A collision: the hashes and a digest of other tokens, under the victim's hashes.
     stolen = make_header(FORMAT, SCOPE, IDS + 1, chain.header.hashes, chain.payload)
     with pytest.raises(WrongChain, match="hashes"):
         verify_chain(KvChain(stolen, chain.payload), FORMAT, SCOPE, ROOT)
@@ -137,7 +137,7 @@ def test_impossible_headers_are_refused() -> None:
     chain = make()
     for change in (
         {"hashes": b"x" * 15},
-        {"lineage": b""},
+        {"prefix_digest": b""},
         {"token_ids": b"1234"},
         {"format": KvFormat("model", 0, FORMAT.parts)},
         {"format": KvFormat("model", SIZE, (KvPart("complex", (1,)),))},
@@ -173,7 +173,7 @@ def test_a_part_is_what_was_asked_for_or_refused(first: int, last: int) -> None:
     lies.payload[0, 0] ^= 1
     with pytest.raises(BadChecksum):
         verify_part(lies, FORMAT, SCOPE, IDS, hashes, first)
-    # Equal tokens after another beginning: only the lineage tells.
-    forked = msgspec.structs.replace(part.header, lineage=bytes(len(part.header.lineage)))
+    # Equal tokens after another beginning: only the digest tells.
+    forked = msgspec.structs.replace(part.header, prefix_digest=bytes(len(part.header.prefix_digest)))
     with pytest.raises(WrongChain):
         verify_part(KvChain(forked, part.payload), FORMAT, SCOPE, IDS, hashes, first)

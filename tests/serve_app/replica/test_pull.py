@@ -14,10 +14,10 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.replica import pull as pull_module
-from serve_app.replica.pull import Fetched, HolderLost, Puller, PullRate, PullSettings, WantedPart
+from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullRate, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters
 from serve_app.replica.pull_peers import Exports
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SECRET, Collector, prompt, request, run_all
 
@@ -40,7 +40,7 @@ class Holder:
         self.gate.set()
         self.failure: Exception | None = None
 
-    async def fetch(self, holder: str, wanted: WantedPart) -> Fetched:
+    async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         assert holder == "holder"
         self.asked.append(wanted)
         await self.gate.wait()
@@ -53,8 +53,8 @@ class Holder:
 async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:
     """Submit a request as a replica does, and wait for its end."""
     collector = Collector()
-    arrival = puller.begin(item, "holder", len(item.token_ids))
-    engine.submit(replace(item, arrival=arrival), collector)
+    remote_kv = puller.begin(item, "holder", len(item.token_ids))
+    engine.submit(replace(item, remote_kv=remote_kv), collector)
     await asyncio.to_thread(collector.wait, [item.request_id])
     return collector
 
@@ -99,10 +99,10 @@ def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: Mak
         collector = Collector()
         for n, item in enumerate(items):
             # Some name the holder, some come from a router that knows of none.
-            arrival = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
-            assert arrival is not None
-            assert not arrival.done
-            second.submit(replace(item, arrival=arrival), collector)
+            remote_kv = puller.begin(item, "holder" if n % 2 == 0 else "", len(ids))
+            assert remote_kv is not None
+            assert not remote_kv.done
+            second.submit(replace(item, remote_kv=remote_kv), collector)
         assert second.load().queued_prefill_tokens == 100
         free = run_all(second, [request("free", other, 5)])
         assert free.tokens["free"] == reference("qwen3", other, 5)
@@ -143,7 +143,7 @@ def test_whatever_goes_wrong_costs_time_only(
             monkeypatch.setattr("serve_app.replica.pull_peers.EXPORTS_AT_ONCE", -100)
         elif trouble == "invalid":
 
-            async def corrupted(name: str, wanted: WantedPart) -> Fetched:
+            async def corrupted(name: str, wanted: WantedPart) -> PulledPart:
                 part = await holder.fetch(name, wanted)
                 assert isinstance(part, KvChain)
                 payload = part.payload.copy()
@@ -170,7 +170,7 @@ def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> 
     run_all(engine, [request("a", ids, 1, scope=mine)])
     exports = Exports(engine, 16, PullMeters())
 
-    def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> Fetched:
+    def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> PulledPart:
         return asyncio.run(exports.part(WantedPart(scope, root, ids.tobytes(), first, most)))
 
     assert ask(theirs, theirs.root(SECRET)) == "gone"
@@ -231,7 +231,7 @@ def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine:
         collector = Collector()
         for name in ("left", "stays"):
             item = keyed(request(name, ids, 2))
-            engine.submit(replace(item, arrival=puller.begin(item, "holder", 96)), collector)
+            engine.submit(replace(item, remote_kv=puller.begin(item, "holder", 96)), collector)
         engine.cancel("left")
         await asyncio.to_thread(collector.wait, ["left"])
         assert collector.finish == {"left": "cancelled"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import TokenArray
-from serve_app.tokenization.segment_cache import CHAIN_ENTRY_BYTES, IDS_ENTRY_BYTES, ChainLink, TextCache
+from serve_app.tokenization.segment_cache import CHAIN_ENTRY_BYTES, IDS_ENTRY_BYTES, ChainLink, SegmentCache
 
 KEYS = st.sampled_from([bytes([i]) for i in range(8)])
 ENTRIES = st.one_of(
@@ -28,7 +28,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
     steps: list[tuple[bytes, TokenArray | ChainLink | None]], capacity: int
 ) -> None:
     """Against a list in order of use: puts replace, touches move to the end, the front goes when over the bound."""
-    cache = TextCache(capacity)
+    cache = SegmentCache(capacity)
     model: list[tuple[bytes, TokenArray | ChainLink]] = []
     for key, entry in steps:
         old = [pair for pair in model if pair[0] == key]
@@ -52,4 +52,4 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
 def test_a_negative_bound_is_refused() -> None:
     """It would evict for ever."""
     with pytest.raises(ValueError, match="negative"):
-        TextCache(-1)
+        SegmentCache(-1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
-from serve_app.cache.prefix_digest import TierBlock, extend_lineage, scope_digest
+from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_digest
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
@@ -23,14 +23,14 @@ def path(*branches: int, scope: PrefixScope = SCOPE) -> list[TierBlock]:
     hashes = hash_blocks(scope.root(b"k"), ids, SIZE)
     raw = ids.astype("<i4").tobytes()
     return [
-        TierBlock(hashes[16 * i : 16 * i + 16], lineage, scope_digest(scope), scope.lora, raw[8 * i : 8 * i + 8])
-        for i, lineage in enumerate(extend_lineage(b"", scope, ids, SIZE))
+        TierBlock(hashes[16 * i : 16 * i + 16], prefix_digest, scope_digest(scope), scope.lora, raw[8 * i : 8 * i + 8])
+        for i, prefix_digest in enumerate(extend_digests(b"", scope, ids, SIZE))
     ]
 
 
 def content(block: TierBlock) -> Row:
     """The bytes that a block's KV would be."""
-    return np.frombuffer((block.lineage * (BYTES // 32 + 1))[:BYTES], dtype=np.uint8)
+    return np.frombuffer((block.prefix_digest * (BYTES // 32 + 1))[:BYTES], dtype=np.uint8)
 
 
 class Source:

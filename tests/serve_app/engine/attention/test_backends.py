@@ -20,7 +20,7 @@ from serve_app.engine.attention.runs_backend import RUNS
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner.attention_selector import Candidate, Case, NoBackend, choose_backend, fault, formula, probe
 from serve_app.engine.step import Segment, block_runs
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 HEADS = Heads(query=6, kv=2, dim=16, block_size=4, dtype=torch.float32)

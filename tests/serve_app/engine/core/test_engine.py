@@ -15,7 +15,7 @@ from serve_app.engine.protocol import EngineError, EngineRequest, QueueFull, Req
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
-from tests.serve_app.engine.conftest import MakeEngine
+from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.core.load_reporter import LoadView
+from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
@@ -33,7 +33,7 @@ class Line:
         )
         self.cache = PrefixCache(2048, 16, shares=shares)
         self.scheduler = Scheduler(self.settings, self.cache)
-        self.view = LoadView(self.settings)
+        self.view = LoadReporter(self.settings)
 
     def add(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
         item = request(name, ids, 1, tenant=tenant if tenant in self.tenants else self.tenants[0])

@@ -8,7 +8,7 @@ from router.core import RoutingCore
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksStored, Event, LoadReport
 from router.protocol.request import RoutedRequest
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 

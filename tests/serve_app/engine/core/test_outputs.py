@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 

@@ -14,7 +14,7 @@ from serve_app.cache.kv_chain import KvChain, TransferError, WrongScope
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest, ImportedPrefix, Save
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import prompt, request, root_of, run_all
 

@@ -18,8 +18,8 @@ from serve_app.engine.cpu import compiled_forward
 from serve_app.engine.cpu.compiled_forward import NotCompiled
 from serve_app.engine.runner import model_runner
 from serve_app.engine.settings import EngineSettings
+from tests.serve_app.conftest import Reference
 from tests.serve_app.engine.adapters import described, peft_greedy, save_adapter
-from tests.serve_app.engine.conftest import Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling a model needs g++")

@@ -15,8 +15,8 @@ from serve_app.engine.lora.peft_files import describe_adapter
 from serve_app.engine.protocol import EngineOutput, EngineRequest, RequestTooLong, Save
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import save_plain
-from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import GatedRunner, sample, simulated
 from tests.serve_app.engine.kv.test_tier_loader import settle, tiers
 from tests.serve_app.engine.tiny import SCOPE, Collector, prompt, request, run_all
@@ -303,8 +303,8 @@ def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
     other = PrefixScope("tiny", salt=b"other")
     run(first, saving("a while", 1, key=b"while", ttl_s=300.0, scope=other))
     settle(first)
-    assert first._lower is not None
-    assert len(first._lower.tiers.saved_hashes()) == 6
+    assert first._tier_loader is not None
+    assert len(first._tier_loader.tiers.saved_hashes()) == 6
     first.stop()
     second = make_engine(**settings)
     later = run(second, asking("later", 6), asking("other", 6, scope=other))

@@ -16,7 +16,7 @@ from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
 
@@ -144,7 +144,7 @@ def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path) -> None:
-    """Every prompt's blocks have the same hashes: below the pool, too, only the lineage counts."""
+    """Every prompt's blocks have the same hashes: below the pool, too, only the prefix digest counts."""
     settings = EngineSettings(tiers=TierSettings(
         400 * 1024 if kind == "host" else 0, 400 * 1024 if kind == "disk" else 0, tmp_path, load_ratio=1e9
     ), **SMALL)  # fmt: skip

@@ -12,7 +12,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
 
@@ -56,7 +56,7 @@ def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine) -> None:
 
 
 def test_what_does_not_fit_is_left_out(make_engine: MakeEngine, reference: Reference) -> None:
-    """Ten blocks into a pool of eight with a sequence at work: its promise is kept, the chain's head is taken."""
+    """Ten blocks into a pool of eight with a sequence at work: its reservation is kept, the chain's head is taken."""
     ids = prompt(160)
     first = make_engine()
     run_all(first, [request("a", ids, 1)])

@@ -24,8 +24,8 @@ from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult, block_runs
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import ALL_LINEAR, described, peft_greedy, save_adapter
-from tests.serve_app.engine.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
 
 VARIANTS: dict[str, dict[str, Any]] = {

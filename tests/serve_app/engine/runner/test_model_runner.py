@@ -13,7 +13,7 @@ from transformers import LlamaConfig, Qwen3Config
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.model_runner import ModelRunner, choose_dtype
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise, position_uniform, sample, sample_at_once
-from tests.serve_app.engine.conftest import MakeEngine
+from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 

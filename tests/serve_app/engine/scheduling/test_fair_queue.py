@@ -4,71 +4,71 @@ from __future__ import annotations
 
 from collections import Counter
 
-from serve_app.engine.scheduling.fair_queue import QUANTUM_TOKENS, TenantTurns
+from serve_app.engine.scheduling.fair_queue import QUANTUM_TOKENS, FairQueue
 
 
-def serve(turns: TenantTurns, work: dict[str, int], budget: int) -> list[tuple[str, int]]:
+def serve(queue: FairQueue, work: dict[str, int], budget: int) -> list[tuple[str, int]]:
     """One step: spend ``budget`` on the tenants' remaining work; return who got what, in order."""
-    turns.begin(tenant for tenant, left in work.items() if left)
+    queue.begin(tenant for tenant, left in work.items() if left)
     served = []
-    while budget and (turn := turns.turn()):
+    while budget and (turn := queue.head()):
         tenant, credit = turn
         tokens = min(credit, budget, work[tenant])
         work[tenant] -= tokens
         budget -= tokens
         served.append((tenant, tokens))
         if work[tenant]:
-            turns.charge(tenant, tokens)
+            queue.charge(tenant, tokens)
         else:
-            turns.leave(tenant)
+            queue.leave(tenant)
     return served
 
 
 def test_hungry_tenants_get_equal_tokens_whatever_the_step() -> None:
     """After any number of steps two tenants with work differ by at most a quantum."""
-    turns = TenantTurns(2048)
+    queue = FairQueue(2048)
     work = {"a": 10**6, "b": 10**6, "c": 10**6}
     got: Counter[str] = Counter()
     for step in range(50):
-        for tenant, tokens in serve(turns, work, 700 + 37 * step):
+        for tenant, tokens in serve(queue, work, 700 + 37 * step):
             got[tenant] += tokens
-        assert max(got.values()) - min(got.get(tenant, 0) for tenant in work) <= turns.quantum_tokens
+        assert max(got.values()) - min(got.get(tenant, 0) for tenant in work) <= queue.quantum_tokens
 
 
 def test_a_newcomer_waits_for_at_most_a_quantum_of_each_other() -> None:
-    turns = TenantTurns(2048)
+    queue = FairQueue(2048)
     work = {f"t{i}": 10**6 for i in range(9)}
-    serve(turns, work, 1800)
+    serve(queue, work, 1800)
     work["new"] = 10
     before = 0
     while True:
-        for tenant, tokens in serve(turns, work, 300):
+        for tenant, tokens in serve(queue, work, 300):
             if tenant == "new":
-                assert before <= 9 * turns.quantum_tokens
+                assert before <= 9 * queue.quantum_tokens
                 return
             before += tokens
 
 
 def test_who_has_no_work_saves_nothing_up() -> None:
     """A tenant that was idle for long gets one quantum in its turn, like everybody."""
-    turns = TenantTurns(2048)
+    queue = FairQueue(2048)
     work = {"busy": 10**6, "idle": 5}
-    serve(turns, work, 2048)
+    serve(queue, work, 2048)
     for _ in range(20):
-        serve(turns, work, 2048)
+        serve(queue, work, 2048)
     work["idle"] = 10**6
     got = Counter(dict.fromkeys(work, 0))
-    for tenant, tokens in serve(turns, work, 2048):
+    for tenant, tokens in serve(queue, work, 2048):
         got[tenant] += tokens
-    assert abs(got["busy"] - got["idle"]) <= turns.quantum_tokens
+    assert abs(got["busy"] - got["idle"]) <= queue.quantum_tokens
 
 
 def test_a_lone_tenant_gets_the_whole_step() -> None:
-    assert sum(tokens for _, tokens in serve(TenantTurns(2048), {"a": 10**6}, 2048)) == 2048
+    assert sum(tokens for _, tokens in serve(FairQueue(2048), {"a": 10**6}, 2048)) == 2048
 
 
 def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
     """So that one step serves four tenants."""
-    assert TenantTurns(8192).quantum_tokens == QUANTUM_TOKENS
-    assert TenantTurns(64).quantum_tokens == 16
-    assert TenantTurns(2).quantum_tokens == 1
+    assert FairQueue(8192).quantum_tokens == QUANTUM_TOKENS
+    assert FairQueue(64).quantum_tokens == 16
+    assert FairQueue(2).quantum_tokens == 1

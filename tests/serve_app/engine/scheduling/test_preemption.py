@@ -1,4 +1,4 @@
-"""Optimistic admission: a full pool makes sequences give way, and nobody can tell from the answers."""
+"""Optimistic admission: a full pool preempts sequences, and nobody can tell from the answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec, Save
-from serve_app.engine.scheduling.running_set import PROMISED_TOKENS, who_gives_way
+from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
-from tests.serve_app.engine.conftest import MakeEngine
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, save_draft
 
@@ -73,7 +73,7 @@ class Stepped:
         self.check()
 
     def check(self) -> None:
-        """Blocks are conserved, promises are covered, only running sequences hold blocks."""
+        """Blocks are conserved, reservations are covered, only running sequences hold blocks."""
         scheduler, cache = self.engine._scheduler, self.engine._cache
         self.preemptions.update(sequence.request.request_id for sequence in scheduler.preempted)
         pool = cache.pool
@@ -82,8 +82,8 @@ class Stepped:
         held = {block for sequence in scheduler.running for block in sequence.blocks}
         pinned = set(cache.pins.counts())
         assert pool.used_blocks == len(held | pinned)
-        assert scheduler.promised_blocks == sum(sequence.reserved_blocks for sequence in scheduler.running)
-        assert 0 <= scheduler.promised_blocks <= cache.available_blocks
+        assert scheduler.reserved_blocks == sum(sequence.reserved_blocks for sequence in scheduler.running)
+        assert 0 <= scheduler.reserved_blocks <= cache.available_blocks
         assert scheduler.running_count <= self.settings.max_num_seqs
         assert not any(sequence.blocks for sequence in scheduler.waiting)
 
@@ -150,7 +150,7 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
             assert tokens[name] == expected[name]
     engine = bench.engine
     scheduler, cache = engine._scheduler, engine._cache
-    assert scheduler.running_count == scheduler.waiting_count == scheduler.promised_blocks == 0
+    assert scheduler.running_count == scheduler.waiting_count == scheduler.reserved_blocks == 0
     assert cache.pool.used_blocks == cache.pins.blocks
     assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
     assert not any(engine._runner.adapters._running.values()), "every slot was given back"
@@ -170,12 +170,12 @@ def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
     assert bench.collector.tokens == expected
     assert bench.preemptions["r0"] == 0, "nobody came before it"
     assert bench.preemptions.total() >= 6, "the pool was too large: the test proves nothing"
-    assert max(bench.preemptions.values()) <= 1 + log2(600 / PROMISED_TOKENS)
+    assert max(bench.preemptions.values()) <= 1 + log2(600 / RESERVED_TOKENS)
     assert bench.runner.steps <= 8 * 620, "no slower than one after the other"
 
 
 def test_recomputing_takes_what_the_cache_kept() -> None:
-    """Who gives way finds its complete blocks again unless they were needed; its report of cached tokens stays."""
+    """A victim finds its complete blocks again unless they were needed; its report of cached tokens stays."""
     bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
     ids = [prompt(40, 1), prompt(40, 2)]
     for number, row in enumerate(ids):
@@ -184,7 +184,7 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
         bench.step()
     (victim,) = bench.engine._scheduler.waiting
     assert victim.request.request_id == "r1", "the later one"
-    assert victim.generated_tokens >= PROMISED_TOKENS
+    assert victim.generated_tokens >= RESERVED_TOKENS
     assert victim.held_blocks_hint == (victim.length - 1) // BLOCK
     while len(bench.collector.finish) < 2:
         bench.step()
@@ -197,12 +197,12 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
     bench.engine.stop()
 
 
-def test_who_gives_way() -> None:
-    """Later arrivals before earlier ones, the tenant most over its share first, promises kept against late-comers."""
+def test_the_choice_of_a_victim() -> None:
+    """Later arrivals before earlier ones, the tenant most over its share first; reservations hold."""
 
     def sequence(number: int, tenant: str = "a", *, beyond: bool = False) -> SequenceState:
         made = SequenceState(request(str(number), prompt(4), 4, tenant=tenant), lambda _: None, b"", 0.0)
-        made.number, made.beyond_promise = number, beyond
+        made.number, made.beyond_reservation = number, beyond
         return made
 
     def nobody_over(_: str) -> float:
@@ -210,14 +210,14 @@ def test_who_gives_way() -> None:
 
     first, second, third = sequence(0), sequence(1, beyond=True), sequence(2)
     running = [third, first, second]
-    assert who_gives_way(second, running, nobody_over) is third, "the latest, although within its promise"
-    assert who_gives_way(third, running, nobody_over) is third, "never an earlier one for a later one"
+    assert choose_victim(second, running, nobody_over) is third, "the latest, although within its reservation"
+    assert choose_victim(third, running, nobody_over) is third, "never an earlier one for a later one"
     greedy, modest = sequence(0, "greedy", beyond=True), sequence(5, "modest")
     over = {"greedy": 9.0, "modest": 0.0}.__getitem__
-    assert who_gives_way(modest, [greedy, modest], over) is greedy
-    assert who_gives_way(greedy, [greedy, modest], over) is greedy
-    greedy.beyond_promise = False
-    assert who_gives_way(modest, [greedy, modest], over) is modest, "a promise holds against whoever comes later"
+    assert choose_victim(modest, [greedy, modest], over) is greedy
+    assert choose_victim(greedy, [greedy, modest], over) is greedy
+    greedy.beyond_reservation = False
+    assert choose_victim(modest, [greedy, modest], over) is modest, "a reservation holds against whoever comes later"
 
 
 @pytest.mark.parametrize("drafted", [False, True])

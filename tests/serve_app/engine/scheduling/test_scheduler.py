@@ -37,7 +37,7 @@ class Bench:
             if segment.sampling is not None and item.sequence.append_token(1):
                 self.scheduler.remove(item.sequence.request.request_id)
         pool = self.cache.pool
-        assert self.scheduler.promised_blocks <= self.cache.available_blocks
+        assert self.scheduler.reserved_blocks <= self.cache.available_blocks
         assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
         return [(item.sequence.request.request_id, item.tokens) for item in chosen]
 
@@ -95,7 +95,7 @@ def test_admission_by_worst_case_and_nobody_overtakes_who_waits_for_blocks() -> 
 
 
 def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> None:
-    """Eight cached blocks, one free, one promised: a hit on the eight that needs one more has to wait."""
+    """Eight cached blocks, one free, one reserved: a hit on the eight that needs one more has to wait."""
     bench = Bench(num_blocks=10, max_num_batched_tokens=256)
     bench.add("warm", prompt(128), 1)
     bench.step()
@@ -119,7 +119,7 @@ def test_a_running_sequence_never_lacks_a_block(admission: str) -> None:
         if not bench.step():
             break
     assert bench.scheduler.running_count == bench.scheduler.waiting_count == 0
-    assert bench.scheduler.promised_blocks == 0
+    assert bench.scheduler.reserved_blocks == 0
     assert bench.cache.pool.used_blocks == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.cache.kv_chain import FormatMismatch
 from serve_app.cache.tiers.tiers import TierSettings
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, save_draft
 

@@ -16,7 +16,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.runner import SpeculativeRunner, accept
 from serve_app.engine.step import Segment, SegmentResult
-from tests.serve_app.engine.conftest import MakeEngine, Reference
+from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all, save_draft
 
 NOISE = {"same": 0.0, "close": 0.05, "far": 3.0}
