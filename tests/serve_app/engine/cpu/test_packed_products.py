@@ -90,4 +90,16 @@ def test_without_our_kernel_onednn_packs(monkeypatch: pytest.MonkeyPatch) -> Non
         raise NoAmx("there is no C compiler (gcc)")
 
     monkeypatch.setattr(packed_products, "load_linear", missing)
+    monkeypatch.setattr(packed_products, "_right", lambda pack: True)  # not every CPU has what oneDNN's packing needs
     assert choose_packing() is OneDnnProduct
+
+
+def test_onednn_is_left_out_where_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without AVX-512 has no such product: the models run as they are."""
+
+    def missing(*_: object) -> object:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(packed_products, "load_linear", lambda: (_ for _ in ()).throw(NoAmx("no AMX")))
+    monkeypatch.setattr(packed_products.OneDnnProduct, "__init__", missing)
+    assert choose_packing() is None
