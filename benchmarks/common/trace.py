@@ -1,11 +1,13 @@
 """Requests to replay: a published trace by its block ids, or a synthetic one from a seed.
 
-Owns TraceRequest, the reader of the trace's JSON lines and the synthetic generator. Knows nothing of replicas or
-servers. Out: requests in order of arrival; two prompts share a prefix exactly as far as their ids are equal.
+Owns TraceRequest, the reader of a trace's JSON lines, the synthetic generator, and the flags that choose among them.
+Out: requests in order of arrival; two prompts share a prefix exactly as far as their ids are equal.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ import numpy as np
 
 from router.protocol.block_hash import TokenArray
 
-DEFAULT_TRACE = Path("../shared/traces/mooncake_conversation.jsonl")
+DEFAULT_TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation.jsonl.gz"
+"""The first 6,000 requests of the published trace; ``benchmarks/traces/README.md`` names its source and licence."""
+SYNTHETIC = "synthetic"
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one id of the published trace stands for."""
 
@@ -39,9 +43,9 @@ def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = 
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
-    """Read the first ``requests`` of a trace. Raises ValueError with the line's number when one is malformed."""
+    """Read the first ``requests`` of a trace, gzipped or plain. Raises ValueError naming the line that is malformed."""
     found: list[TraceRequest] = []
-    with path.open() as lines:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             if requests is not None and len(found) >= requests:
                 break
@@ -59,6 +63,26 @@ def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
     if not found:
         raise ValueError(f"{path} holds no requests")
     return sorted(found, key=lambda request: request.arrival_s)
+
+
+def add_trace_flags(parser: argparse.ArgumentParser, requests: int) -> None:
+    """Add the flags that ``chosen_trace`` reads; ``requests``: how many are replayed by default."""
+    known = f'JSON lines, gzipped or plain, or "{SYNTHETIC}" (default: the first 6,000 requests of the published trace)'
+    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help=known)
+    parser.add_argument("--requests", type=int, default=requests)
+    parser.add_argument("--skip", type=int, default=0, help="requests at the start of the trace to leave out")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def chosen_trace(options: argparse.Namespace) -> list[TraceRequest]:
+    """Return the requests that the flags choose. Raises ValueError when the trace has fewer."""
+    wanted = options.skip + options.requests
+    if options.trace == SYNTHETIC:
+        return synthetic_trace(wanted, options.seed)[options.skip :]
+    found = read_trace(Path(options.trace), wanted)
+    if len(found) < wanted:
+        raise ValueError(f"{options.trace} holds {len(found)} requests, {wanted} are asked for")
+    return found[options.skip :]
 
 
 def synthetic_trace(

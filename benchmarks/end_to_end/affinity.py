@@ -19,7 +19,7 @@ from benchmarks.common.client import Answer, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, spread, write
 from benchmarks.common.server import instance
-from router.policy.policies import POLICIES
+from router.settings import POLICY_NAMES
 from serve_app.checkpoints.checkpoint import resolve_model
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--policies", type=names_of(POLICIES), default="estimated_ttft,power_of_two,round_robin")
+    parser.add_argument("--policies", type=names_of(POLICY_NAMES), default="estimated_ttft,power_of_two,round_robin")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     results = {}

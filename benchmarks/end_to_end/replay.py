@@ -22,12 +22,12 @@ from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.plots import plot_ttft
 from benchmarks.common.report import names_of, write
 from benchmarks.common.server import instance
-from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, add_trace_flags, chosen_trace
 from benchmarks.end_to_end.replay_text import TraceText
 from benchmarks.peers.sglang_router import sglang_router
+from router.settings import POLICY_NAMES
 from serve_app.checkpoints.checkpoint import resolve_model
 
-POLICIES = ("estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin")
 SGLANG_ROUTER = "sglang_router"
 KV_BLOCK_TOKENS = 16
 _TENANT_IDS = 1
@@ -41,16 +41,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--url", help="replay against this server instead of starting any")
     parser.add_argument("--api-key", action="append", default=[], metavar="TENANT=KEY", help="with --url; repeatable")
     parser.add_argument("--model", default="demo", help="its tokenizer makes the prompts")
-    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help='JSON lines, or "synthetic" (default: %(default)s)')
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--skip", type=int, default=0, help="requests at the start of the trace to leave out")
-    parser.add_argument("--seed", type=int, default=0, help="of the synthetic trace")
+    add_trace_flags(parser, requests=500)
     parser.add_argument("--speed", type=float, default=0.25, help="divides the trace's timestamps, before shrinking")
     parser.add_argument("--tokens-per-id", type=int, default=64, help="of the trace's 512: the shrinking factor")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
-    parser.add_argument("--policies", type=names_of(POLICIES), default=",".join(POLICIES))
+    parser.add_argument("--policies", type=names_of(POLICY_NAMES), default=",".join(POLICY_NAMES))
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
     parser.add_argument("--timeout-s", type=float, default=300.0)
@@ -99,14 +96,9 @@ def row_of(results: Sequence[Result], slo_s: float) -> dict[str, Any]:
 def main() -> None:
     """Replay the trace through every system that was asked for."""
     options = parse()
-    wanted = options.skip + options.requests
-    if options.trace == "synthetic":
-        trace = synthetic_trace(wanted, options.seed)
-    else:
-        trace = read_trace(Path(options.trace), wanted)
     text = TraceText(resolve_model(options.model), options.tokens_per_id)
     keys = dict(pair.split("=", 1) for pair in options.api_key) or {"default": ""}
-    shots = shots_of(trace[options.skip :], text, options, keys)
+    shots = shots_of(chosen_trace(options), text, options, keys)
     outcomes: dict[str, list[Result]] = {}
     rows: dict[str, Any] = {}
     if options.url:

@@ -16,12 +16,13 @@ from typing import Any
 
 from benchmarks.common.plots import plot_ttft
 from benchmarks.common.report import write
-from benchmarks.common.trace import DEFAULT_TRACE, TraceRequest, read_trace, synthetic_trace
+from benchmarks.common.trace import TraceRequest, add_trace_flags, chosen_trace
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
+from benchmarks.simulation.front_door import RAY_PREFIX
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
+from router.settings import DEFAULT_POLICY, POLICY_NAMES
 
-DEFAULT_POLICY = "estimated_ttft"
-POLICY_NAMES = (DEFAULT_POLICY, "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin", "ray_prefix")
+CONTENDING = (*POLICY_NAMES, RAY_PREFIX)
 UNLIMITED = "unlimited_cache"
 
 
@@ -69,9 +70,7 @@ def _line(name: str, row: dict[str, float]) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", default=str(DEFAULT_TRACE), help='JSON lines, or "synthetic" (default: %(default)s)')
-    parser.add_argument("--requests", type=int, default=6000)
-    parser.add_argument("--skip", type=int, default=0, help="requests at the start of the trace to leave out")
+    add_trace_flags(parser, requests=6000)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1500, help="of 512 tokens, a replica")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="tokens/s")
@@ -82,8 +81,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", action=argparse.BooleanOptionalAction, default=True, help="rows for each part's share"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES))
+    parser.add_argument("--policies", nargs="+", choices=CONTENDING, default=list(CONTENDING))
     parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
@@ -91,11 +89,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Replay the trace with every policy."""
     options = parse()
-    wanted = options.skip + options.requests
-    if options.trace == "synthetic":
-        trace = synthetic_trace(wanted, options.seed)
-    else:
-        trace = read_trace(Path(options.trace), wanted)
     settings = ClusterSettings(
         replicas=options.replicas,
         blocks=options.blocks,
@@ -106,9 +99,9 @@ def main() -> None:
         seed=options.seed,
     )
     runs = contenders(options.policies, pull=options.pull, parts=options.parts)
-    results, outcomes = simulate(trace[options.skip :], settings, runs)
+    results, outcomes = simulate(chosen_trace(options), settings, runs)
     said: dict[str, Any] = {**asdict(settings), "pull": options.pull, "trace": options.trace, "skip": options.skip}
-    write(options.json, {**said, "requests": len(trace) - options.skip}, results)
+    write(options.json, {**said, "requests": options.requests}, results)
     if options.json is not None:
         curves = {name: list(outcomes[name].ttft_s.values()) for name in (*options.policies, UNLIMITED)}
         plot_ttft(options.json.with_suffix(".png"), curves, f"Simulated: {settings.replicas} replicas")

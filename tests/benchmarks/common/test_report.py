@@ -10,6 +10,7 @@ import pytest
 from benchmarks.common.report import names_of
 from benchmarks.end_to_end import affinity, replay
 from benchmarks.engine import compare as engine
+from router.settings import POLICY_NAMES
 
 
 def test_names_are_split_and_none_is_allowed() -> None:
@@ -21,8 +22,8 @@ def test_names_are_split_and_none_is_allowed() -> None:
     ("main", "flag", "known"),
     [
         (engine.main, "--systems", engine.MODULES),
-        (replay.main, "--policies", replay.POLICIES),
-        (affinity.main, "--policies", affinity.POLICIES),
+        (replay.main, "--policies", POLICY_NAMES),
+        (affinity.main, "--policies", POLICY_NAMES),
     ],
 )
 def test_an_unknown_name_ends_a_benchmark_before_it_begins(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace, token_ids_of
+from benchmarks.common.trace import (
+    DEFAULT_TRACE,
+    TRACE_BLOCK_TOKENS,
+    TraceRequest,
+    add_trace_flags,
+    chosen_trace,
+    read_trace,
+    synthetic_trace,
+    token_ids_of,
+)
 
 ROW = {"timestamp": 1500, "input_length": 600, "output_length": 7, "hash_ids": [3, 9]}
 
@@ -26,6 +38,57 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({**ROW, "timestamp": ms}) + "\n" for ms in (3000, 1500, 0)))
     assert read_trace(path, 2) == [TraceRequest(1.5, 600, 7, (3, 9)), TraceRequest(3.0, 600, 7, (3, 9))]
     assert [request.arrival_s for request in read_trace(path)] == [0.0, 1.5, 3.0]
+
+
+def chosen(*flags: str) -> list[TraceRequest]:
+    parser = argparse.ArgumentParser()
+    add_trace_flags(parser, requests=50)
+    return chosen_trace(parser.parse_args(flags))
+
+
+def test_the_default_trace_comes_with_the_project() -> None:
+    """The published lines, unchanged: 6,000 requests in order, an id for each 512 tokens, ids numbered as they appear.
+
+    The archive carries no time, so that packing the same lines again gives the same file.
+    """
+    packed = DEFAULT_TRACE.read_bytes()
+    assert packed[4:8] == bytes(4)
+    lines = gzip.decompress(packed)
+    assert hashlib.sha256(lines).hexdigest() == "68ce4e4b4bed6c423efce345f1e575af03d80327f05611395eedaa1065a46427"
+    assert all(json.loads(line).keys() == ROW.keys() for line in lines.splitlines())
+    trace = read_trace(DEFAULT_TRACE)
+    assert len(trace) == 6000
+    assert (trace[0].arrival_s, trace[-1].arrival_s) == (0.0, 1872.0)
+    newest = -1
+    for request in trace:
+        assert request.hash_ids[0] == 0 and request.output_tokens >= 1
+        for hash_id in request.hash_ids:
+            assert hash_id <= newest + 1
+            newest = max(newest, hash_id)
+
+
+def test_its_source_and_licence_are_named() -> None:
+    """Beside the data."""
+    note = DEFAULT_TRACE.with_name("README.md").read_text()
+    assert DEFAULT_TRACE.name in note and "Apache-2.0" in note and "github.com/kvcache-ai/Mooncake" in note
+
+
+def test_flags_choose_the_requests() -> None:
+    """The default trace, a slice of it, a synthetic one; never fewer requests than asked for."""
+    trace = read_trace(DEFAULT_TRACE)
+    assert chosen() == trace[:50]
+    assert chosen("--skip", "5990", "--requests", "10") == trace[5990:]
+    assert chosen("--trace", "synthetic", "--seed", "3", "--skip", "10") == synthetic_trace(60, 3)[10:]
+    with pytest.raises(ValueError, match="holds 6000 requests, 6001 are asked for"):
+        chosen("--requests", "6001")
+
+
+def test_a_trace_may_be_plain_or_gzipped(tmp_path: Path) -> None:
+    lines = (json.dumps(ROW) + "\n") * 3
+    plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
+    plain.write_text(lines)
+    packed.write_bytes(gzip.compress(lines.encode()))
+    assert read_trace(plain) == read_trace(packed)
 
 
 @pytest.mark.parametrize("change", [{"hash_ids": [1]}, {"input_length": 0}, {"timestamp": "x"}, {"hash_ids": None}])

@@ -17,7 +17,7 @@ from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
 
-KINDS = [Contender(policy, *kind) for policy in simulate.POLICY_NAMES for kind in ((False, False), (True, True))]
+KINDS = [Contender(policy, *kind) for policy in simulate.CONTENDING for kind in ((False, False), (True, True))]
 SMALL = ClusterSettings(replicas=4, blocks=250)
 
 
@@ -180,9 +180,9 @@ def test_the_command_writes_the_contract(tmp_path: Path, monkeypatch: pytest.Mon
     document = json.loads(path.read_text())
     assert set(document) == {"settings", "versions", "results"}
     rows = document["results"]
-    assert set(simulate.POLICY_NAMES) < set(rows)
+    assert set(simulate.CONTENDING) < set(rows)
     assert {"lmetric/shortest_first+pull", "estimated_ttft/first_come", "unlimited_cache"} < set(rows)
-    assert len(rows) == 4 * len(simulate.POLICY_NAMES) + 1
+    assert len(rows) == 4 * len(simulate.CONTENDING) + 1
     figures = {"hit_rate", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"}
     assert all(figures < set(row) for row in rows.values())
     assert path.with_suffix(".png").stat().st_size > 1000
