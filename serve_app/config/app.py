@@ -79,7 +79,7 @@ class AppConfig(BaseModel):
     device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
     attention_backend: str = Field(
         "auto",
-        description="on a GPU, the first that passes a check at the start: fa3_torch, fa3, varlen_torch, fa2, sdpa",
+        description="on a GPU, the first that passes a check at the start: fa3_torch, varlen_torch, sdpa",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
     compile_model: bool = Field(

@@ -1,14 +1,13 @@
-"""Attention backends over FlashAttention kernels, as far as this environment has any.
+"""Attention backends over the FlashAttention kernels behind ``torch.nn.attention.varlen``.
 
-Owns how each library is called. Knows nothing of which works: a library that is missing raises ImportError here,
-one that does not run on this device raises when the probe calls it. Nothing is downloaded.
+A kernel that is missing raises ImportError here; one that does not run on this device raises when the probe calls it.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -86,29 +85,6 @@ def restore_torch_flash() -> None:
         attention.restore_flash_attention_impl()
 
 
-def fa3() -> PagedVarlen:
-    """FlashAttention 3 called directly. Raises ImportError where it is not installed."""
-    flash = importlib.import_module("flash_attn_interface")
-
-    def kernel(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: PageTable, scale: float
-    ) -> torch.Tensor:
-        found = flash.flash_attn_with_kvcache(
-            query,
-            keys,
-            values,
-            cache_seqlens=pages.lengths,
-            page_table=pages.blocks,
-            cu_seqlens_q=pages.cu_rows,
-            max_seqlen_q=pages.most_rows,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return _first(found)
-
-    return PagedVarlen("fa3", kernel)
-
-
 def varlen_through_torch() -> GatheredVarlen:
     """The FlashAttention 2 that torch carries, over copied KV. Raises ImportError where torch has no varlen."""
     varlen = importlib.import_module("torch.nn.attention.varlen")
@@ -138,40 +114,3 @@ def varlen_through_torch() -> GatheredVarlen:
         return found
 
     return GatheredVarlen("varlen_torch", kernel)
-
-
-def fa2() -> GatheredVarlen:
-    """The flash-attn package, over copied KV. Raises ImportError where it is not installed."""
-    flash = importlib.import_module("flash_attn")
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_rows: torch.Tensor,
-        cu_tokens: torch.Tensor,
-        most_rows: int,
-        most_tokens: int,
-        scale: float,
-    ) -> torch.Tensor:
-        return _first(
-            flash.flash_attn_varlen_func(
-                query,
-                key,
-                value,
-                cu_rows,
-                cu_tokens,
-                most_rows,
-                most_tokens,
-                softmax_scale=scale,
-                causal=True,
-            )
-        )
-
-    return GatheredVarlen("fa2", kernel)
-
-
-def _first(found: Any) -> torch.Tensor:
-    """Some versions return the output alone, some with the log-sum-exp after it."""
-    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
-    return output

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from serve_app.engine.attention.flash_backends import (
-    fa2,
-    fa3,
-    fa3_through_torch,
-    restore_torch_flash,
-    varlen_through_torch,
-)
+from serve_app.engine.attention.flash_backends import fa3_through_torch, restore_torch_flash, varlen_through_torch
 from serve_app.engine.attention.gather_backends import SdpaBackend
 from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool
 from serve_app.engine.attention.runs_backend import RUNS
@@ -50,19 +44,15 @@ class Candidate:
 
 CANDIDATES = (
     Candidate("fa3_torch", lambda _: fa3_through_torch(), restore_torch_flash),
-    Candidate("fa3", lambda _: fa3()),
     Candidate("varlen_torch", lambda _: varlen_through_torch()),
-    Candidate("fa2", lambda _: fa2()),
     Candidate("sdpa", lambda _: SdpaBackend()),
     Candidate("amx", lambda heads: amx_backend(heads), cpu_only=True),
     Candidate("runs", lambda _: RUNS),
 )
-"""Those that follow block tables, those that copy KV for a fused kernel, torch's own, and the two made for CPUs."""
+"""One that follows block tables, one that copies KV for a fused kernel, torch's own, and the two made for CPUs."""
 
 CPU_NAMES = frozenset({"amx", "runs"})
 """What "auto" tries on a CPU."""
-
-NAMES = tuple(candidate.name for candidate in CANDIDATES)
 
 
 @dataclass(frozen=True, slots=True)

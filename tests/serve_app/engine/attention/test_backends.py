@@ -211,7 +211,7 @@ def test_settings_name_a_backend_or_get_an_error() -> None:
 def test_kernels_made_for_a_gpu_are_refused_here_with_a_reason() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    for name in ("fa3_torch", "fa3", "varlen_torch", "fa2"):
+    for name in ("fa3_torch", "varlen_torch"):
         with pytest.raises(NoBackend, match=f"{name}: .+"):
             choose_backend(name, torch.device("cpu"), HEADS)
     assert torch.nn.attention.current_flash_attention_impl() is None

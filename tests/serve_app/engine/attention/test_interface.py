@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from serve_app.engine.attention import interface as attention
-from serve_app.engine.attention import partial_attention, runs_plan
-from serve_app.engine.attention import runs_decode as decode_attention
+from serve_app.engine.attention import partial_attention, runs_backend, runs_decode, runs_plan
 from serve_app.engine.attention.interface import UnsupportedModel, paged_attention, refuse_unsupported
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.attention.runs_plan import plan_runs
@@ -40,11 +38,11 @@ def test_a_mixed_step_equals_the_formula(
 ) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(runs_plan, "LONG_RUN_TOKENS", long_run)
-    monkeypatch.setattr(decode_attention, "FOLDED_ROWS", folded)
+    monkeypatch.setattr(runs_decode, "FOLDED_ROWS", folded)
     monkeypatch.setattr(runs_plan, "PIECES_IN_PLACE", pieces)
     if portable:
         monkeypatch.setattr(partial_attention, "PORTABLE_SCORES", 400)
-        for module in (attention, decode_attention):
+        for module in (runs_backend, runs_decode):
             monkeypatch.setattr(module, "partial_attention", partial_attention.portable_attention)
     generator = torch.Generator().manual_seed(0)
     pool = KvPool(1, 128, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
