@@ -59,7 +59,6 @@ class Deployment:
         route = RoutedRequest(f"q{self.asked}", generation.block_hashes, tokens, generation.placement_key)
         decision = self.core.decide(route)
         assert decision is not None
-        self.core.take_decision(route.request_id)
         self.core.release(decision)
         self.core.apply(decision.replica_id, "epoch", [BlocksStored(generation.block_hashes)])
         return decision.replica_id, decision.selected_cached_tokens, decision.reason
