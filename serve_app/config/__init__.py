@@ -1,1 +1,1 @@
-"""Names, defaults and bounds of every setting. Imports nothing of ours, and no torch."""
+"""Names, defaults and bounds of every setting, and their page in ``docs/``. Imports no other room, and no torch."""

@@ -28,8 +28,8 @@ class PublicPromptConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     name: str = Field(pattern=f"^{_WORD}$", description="clients refer to the prompt as name@version")
-    version: str = Field(pattern=f"^{_WORD}$")
-    text: str | None = Field(None, description="the prompt; or:")
+    version: str = Field(pattern=f"^{_WORD}$", description="other text needs another version")
+    text: str | None = Field(None, description="the prompt itself, or:")
     file: Path | None = Field(None, description="a UTF-8 file that holds it, to the last byte")
     sha256: str | None = Field(None, description="digest of its UTF-8 bytes; another one stops the start")
 

@@ -1,14 +1,14 @@
-"""Tenants as the settings file names them.
-
-Owns names, defaults and bounds; knows nothing of how a tenant is recognised.
-"""
+"""Settings of who may ask, and what tenants share."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from serve_app.config.prompts import PublicPromptConfig, check_prompts
 
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 Sha256Hex = Annotated[str, StringConstraints(pattern=rf"^{_SHA256_HEX.pattern}$")]
@@ -25,3 +25,24 @@ class TenantConfig(BaseModel):
     trust_group: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="tenants of one group share all their KV"
     )
+
+
+class TenantsSection(BaseModel):
+    """Tenants, operators, the deployment's secret, and the prompts that all tenants share."""
+
+    tenants: list[TenantConfig] = Field(default_factory=list, description="none: one open `default` tenant")
+    public_prompts: list[PublicPromptConfig] = Field(
+        default_factory=list, description="system prompts whose KV all tenants share"
+    )
+    operator_key_sha256: list[str] = Field(
+        default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
+    )
+    metrics_public: bool = Field(False, description="serve /metrics without an operator key although tenants exist")
+    secret_file: Path | None = Field(
+        None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
+    )
+
+    @model_validator(mode="after")
+    def _prompts_fit(self) -> Self:
+        check_prompts(self.public_prompts)
+        return self

@@ -16,7 +16,8 @@ from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
 from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
-from serve_app.config.app import MIB, AppConfig
+from serve_app.config.app import AppConfig
+from serve_app.config.cache import MIB
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EventSink

@@ -1,0 +1,75 @@
+"""Settings of an engine: its device, its steps, drafts and LoRA adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+
+class EngineSection(BaseModel):
+    """How a replica computes: device, kernels, step sizes, admission, drafts."""
+
+    engine: Literal["torch", "simulated"] = Field(
+        "torch", description="'simulated' replaces the forward by a cost model"
+    )
+    replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
+    replica_num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for an engine replica")
+    max_model_len: int | None = Field(None, ge=2, description="tokens in prompt plus output; default: the model's own")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences running at once in a replica")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="tokens in one engine step")
+    max_waiting_requests: int = Field(256, ge=1, description="requests waiting in a replica before it answers 429")
+    admission: Literal["optimistic", "worst_case"] = Field(
+        "optimistic", description="'worst_case' reserves room for all of max_tokens; else a full pool preempts"
+    )
+    speculative_model: str | None = Field(
+        None,
+        description="drafts tokens for the model: a checkpoint or built-in model of its vocabulary, an EAGLE-3 head",
+    )
+    num_speculative_tokens: int = Field(4, ge=1, le=32, description="tokens drafted ahead of each verification")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="format of weights and KV; 'auto': bfloat16 where the device multiplies it, else float32"
+    )
+    device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
+    attention_backend: str = Field(
+        "auto",
+        description="on a GPU, the first that passes a check at the start: fa3_torch, varlen_torch, sdpa",
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
+    compile_model: bool = Field(
+        False, description="on a CPU with a C++ compiler: compile the model at the start, for faster steps"
+    )
+    num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
+    simulated_prefill_tokens_per_s: float = Field(
+        5000.0, gt=0, description="tokens that a simulated engine prefills a second"
+    )
+    simulated_decode_step_s: float = Field(0.02, gt=0, description="seconds of a simulated engine's decode step")
+
+    @model_validator(mode="after")
+    def _engine_fits(self) -> Self:
+        if self.device.startswith("cuda") and self.replica_num_gpus == 0:
+            raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
+        if self.compile_model and self.speculative_model is not None:
+            raise ValueError("compile_model and speculative_model cannot be used together: leave one out")
+        return self
+
+
+class LoraSection(BaseModel):
+    """Which LoRA adapters there are, and how many a replica holds."""
+
+    lora_adapters: dict[str, Path] = Field(default_factory=dict, description="adapters to preload: name -> path")
+    max_loras: int = Field(4, ge=1, le=256, description="LoRA adapters in one batch of a replica")
+    max_cpu_loras: int = Field(32, ge=1, le=4096, description="LoRA adapters in a replica's host memory")
+    max_lora_rank: int = Field(64, ge=1, le=1024, description="adapters of a higher rank are refused")
+    allow_runtime_lora: bool = Field(False, description="let operators load and unload adapters over HTTP")
+    lora_root: Path | None = Field(None, description="only adapters inside this directory are loaded over HTTP")
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> Self:
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError("max_cpu_loras must be at least max_loras")
+        # Ray's workers need not run in the directory that a relative path means.
+        self.lora_adapters = {name: path.expanduser().absolute() for name, path in self.lora_adapters.items()}
+        self.lora_root = self.lora_root.expanduser().absolute() if self.lora_root is not None else None
+        return self
