@@ -20,7 +20,6 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     block_hashes: bytes
     prompt_tokens: int
     placement_key: bytes
-    max_new_tokens: int = 0
     avoid: tuple[str, ...] = ()
     adapter: str = ""
 

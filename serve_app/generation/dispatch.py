@@ -1,17 +1,16 @@
 """Sends one generation to a replica and streams its tokens, sending it again when the replica dies.
 
 Owns retries (before and after the first token), the reservation's release, and the mapping of replica errors to
-client errors. Knows nothing of HTTP, text or scoring. In: an encoded prompt and sampling values; out: chunks.
+client errors. In: an encoded prompt and sampling values; out: tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from ray.exceptions import RayActorError, RayError
@@ -39,15 +38,11 @@ MAX_ATTEMPTS = 4
 """Times one generation is sent, the first included: more replicas than that dying at once is an outage."""
 
 
-class DispatchObserver(Protocol):
-    """Told what happened, for the counters."""
-
-    def retried(self, after_first_token: bool) -> None:
-        """A generation was sent again because its replica went away."""
-
-
 class Dispatcher:
-    """Streams generations from the replicas behind one Serve handle."""
+    """Streams generations from the replicas behind one Serve handle.
+
+    ``count_retry(after_first_token)`` is called whenever a generation is sent again because its replica went away.
+    """
 
     def __init__(
         self,
@@ -55,13 +50,13 @@ class Dispatcher:
         core: RoutingCore,
         decisions: RecentDecisions,
         block_size: int,
-        observer: DispatchObserver,
+        count_retry: Callable[[bool], None],
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
         self._decisions = decisions
         self._block_size = block_size
-        self._observer = observer
+        self._count_retry = count_retry
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
@@ -101,7 +96,7 @@ class Dispatcher:
                     yield Tokens((), None, "length")
                     return
                 if attempt + 1 < MAX_ATTEMPTS:
-                    self._observer.retried(bool(received))
+                    self._count_retry(bool(received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",
             code="replicas_lost",
@@ -194,7 +189,6 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
         block_hashes=generation.block_hashes,
         prompt_tokens=len(generation.token_ids),
         placement_key=generation.placement_key,
-        max_new_tokens=generation.sampling.max_tokens,
         avoid=avoid,
         adapter=generation.scope.lora,
     )

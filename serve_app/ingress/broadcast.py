@@ -1,7 +1,6 @@
-"""Calls to all replicas and to all ingresses of one application.
+"""Calls to all replicas and to all ingresses of one application, with their time limits.
 
-Owns the handles and their time limits. Knows nothing of what is asked of them, but for the adapters a new ingress has
-to learn of.
+Also how a new ingress waits for its first replica and learns which adapters the others know.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ logger = logging.getLogger(__name__)
 INGRESS_NAME = "Ingress"
 
 
-class Neighbours:
-    """The deployments around one ingress. ``ingress_replicas``: how many ingresses there are, this one included."""
+class Broadcast:
+    """Calls a method of every replica or ingress. ``ingress_replicas``: how many there are, this one included."""
 
     def __init__(self, replica: DeploymentHandle, app_name: str, ingress_replicas: int) -> None:
         self._replica = replica

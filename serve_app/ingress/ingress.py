@@ -38,7 +38,7 @@ from serve_app.errors import (
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.prepare import Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.broadcast import Neighbours
+from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import json_response, read_body
@@ -104,9 +104,9 @@ class Ingress:
         self._traffic = UsageTable()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        self._neighbours = Neighbours(replica, context.app_name, self._config.ingress_replicas)
+        self._broadcast = Broadcast(replica, context.app_name, self._config.ingress_replicas)
         self._adapter_admin = AdapterAdmin(
-            self._config, self._adapters, self._neighbours.replicas, self._neighbours.ingresses
+            self._config, self._adapters, self._broadcast.replicas, self._broadcast.ingresses
         )
         deployment = deployment_key(context.app_name, replica.deployment_name)
         self._core = core_for(deployment, RouterSettings.from_json(self._config.routing()))
@@ -126,12 +126,12 @@ class Ingress:
         self._completions = Completions(
             self._config,
             preparer,
-            Dispatcher(replica, self._core, decisions_for(deployment), self._config.block_size, self._metrics),
+            Dispatcher(replica, self._core, decisions_for(deployment), self._config.block_size, self._metrics.retried),
             self._tokenizer,
             self._metrics,
             self._traffic,
         )
-        self._connecting = asyncio.create_task(self._neighbours.connect(self._adapters))
+        self._connecting = asyncio.create_task(self._broadcast.connect(self._adapters))
         self._synced = False
 
     # -- generation -----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class Ingress:
             if self._config.ingress_replicas == 1:
                 samples += with_label(await self.ingress_samples(), "ingress", self._name)
             else:
-                for name, more in await self._neighbours.ingresses("named_samples", timeout_s=5):
+                for name, more in await self._broadcast.ingresses("named_samples", timeout_s=5):
                     samples += with_label(more, "ingress", name)
             return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -283,7 +283,7 @@ class Ingress:
 
         async def work() -> Response:
             self._guard.require_operator(request)
-            complete = await self._neighbours.replicas("reset_prefix_cache", timeout_s=30)
+            complete = await self._broadcast.replicas("reset_prefix_cache", timeout_s=30)
             return json_response({"complete": all(complete)})
 
         return await self._guard.answer(request, "reset_prefix_cache", work)

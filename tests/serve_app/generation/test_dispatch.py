@@ -99,7 +99,7 @@ def run(chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0) -> tuple[li
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
     handle, retries = FakeHandle(core, chunks), Retries()
-    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried)  # type: ignore[arg-type]
 
     async def collect() -> list[Tokens]:
         return [tokens async for tokens in dispatcher.generate(generation(max_tokens, public_blocks))]
@@ -224,7 +224,7 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     handle, retries = FakeHandle(core, chunks), Retries()
 
     async def collect() -> None:
-        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried)  # type: ignore[arg-type]
         async for _ in dispatcher.generate(generation()):
             pass
 
@@ -291,7 +291,7 @@ def test_closing_early_cancels_the_call() -> None:
     handle = FakeHandle(core, chunks)
 
     async def leave() -> None:
-        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries())  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried)  # type: ignore[arg-type]
         stream = dispatcher.generate(generation())
         await anext(stream)
         await stream.aclose()
