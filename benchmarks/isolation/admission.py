@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.report import spread, write
+from benchmarks.common.virtual_clock import VirtualClock
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import AdmissionRule, EngineSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from benchmarks.common.report import percentile
-from benchmarks.simulation.clock import VirtualClock
+from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import Job, SimulatedReplica

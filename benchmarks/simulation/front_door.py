@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from benchmarks.simulation.clock import VirtualClock
+from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore

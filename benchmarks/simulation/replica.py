@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.simulation.clock import VirtualClock
+from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport, RouterShare
@@ -211,27 +211,35 @@ class SimulatedReplica:
         missing = max(job.decision.pull_tokens - job.held_blocks * self._settings.block_size, 0)
         self._link_free_s = max(self._clock.now_s, self._link_free_s) + missing / self._settings.pull_tokens_per_s
 
-    def _copy(self, job: Job) -> None:
-        """Copy what the holder still has, while holding blocks for it here; too few on either side end the pull.
+    def export(self, token_ids: TokenArray, chain: bytes, first: int, last: int) -> int:
+        """Hand over blocks ``first`` to ``last`` - 1 to a pull, as ``PrefixTransfer`` does; return where they end.
 
-        The holder exports at once (into shared memory), so that it holds nothing for the time of the copy. What only
-        this conversation used there is evicted first from then on: the conversation has moved.
+        Into shared memory, so that nothing is held for the time of the copy. What only this prefix uses here is
+        evicted first from then on: the conversation has moved.
         """
+        held = self.cache.match(SCOPE, token_ids, chain)[:last]
+        self.cache.acquire(held)
+        self.cache.release(held)
+        if len(held) > first:
+            self.cache.demote(held)
+        return len(held)
+
+    def _copy(self, job: Job) -> None:
+        """Copy what the holder still has, as far as there is room for it here, and hold that room meanwhile."""
         cache, size, chain = self.cache, self._settings.block_size, job.request.chain
-        source = self._peers[job.decision.pull_from].cache
-        offered = source.match(SCOPE, job.token_ids, chain)[: job.decision.pull_tokens // size]
         matched = cache.match(SCOPE, job.token_ids, chain)
-        missing = len(offered) - len(matched)
+        holder = self._peers[job.decision.pull_from]
+        end = holder.export(job.token_ids, chain, len(matched), job.decision.pull_tokens // size)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
-        if missing <= 0 or missing > cache.available_blocks - idle_hits:
+        missing = min(end - len(matched), cache.available_blocks - idle_hits)
+        if missing <= 0:
             self._ready(job)
             return
-        source.demote(offered)
         cache.acquire(matched)
         blocks = [*matched, *cache.allocate(missing)]
 
         def arrived() -> None:
-            cache.publish(SCOPE, job.token_ids, chain, blocks, len(matched), len(offered))
+            cache.publish(SCOPE, job.token_ids, chain, blocks, len(matched), len(blocks))
             cache.release(blocks)
             job.pulled_tokens = missing * size
             self._ready(job)

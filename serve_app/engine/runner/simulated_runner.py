@@ -44,21 +44,6 @@ class CostModel:
         return prefill_tokens / self.prefill_tokens_per_s + decode_s
 
 
-class VirtualClock:
-    """A clock that advances only when slept on; both ``clock`` and ``sleep`` of a simulation."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def __call__(self) -> float:
-        """Return the virtual time."""
-        return self._now_s
-
-    def sleep(self, seconds: float) -> None:
-        """Advance the virtual time."""
-        self._now_s += seconds
-
-
 class SimulatedRunner:
     """Stands where a ``ModelRunner`` would; sleeps instead of computing."""
 

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, synthetic_trace
 from benchmarks.simulation import run as simulate
-from benchmarks.simulation.clock import VirtualClock
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
@@ -28,17 +27,6 @@ def run(trace: list[TraceRequest], contender: Contender, settings: ClusterSettin
 def prompt(arrival_s: float, tokens: int, first_id: int, output_tokens: int = 1) -> TraceRequest:
     blocks = -(-tokens // TRACE_BLOCK_TOKENS)
     return TraceRequest(arrival_s, tokens, output_tokens, tuple(range(first_id, first_id + blocks)))
-
-
-def test_the_clock_runs_events_in_order() -> None:
-    """By moment, then by scheduling; never into the past."""
-    clock, seen = VirtualClock(), []
-    for moment_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
-        clock.at(moment_s, lambda name=name: seen.append((clock(), name)))  # type: ignore[misc]
-    clock.run()
-    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
-    with pytest.raises(ValueError, match="past"):
-        clock.at(1.0, clock.run)
 
 
 @pytest.mark.parametrize("contender", KINDS, ids=lambda contender: contender.name)

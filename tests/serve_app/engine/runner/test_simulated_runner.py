@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.common.virtual_clock import VirtualClock
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner, VirtualClock
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment
 from tests.serve_app.engine.tiny import Collector, prompt, request

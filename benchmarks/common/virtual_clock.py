@@ -1,6 +1,6 @@
-"""Virtual time: a queue of callbacks, run in the order of their moments, then of their scheduling.
+"""Virtual time: a clock that moves when it is slept on, or from one scheduled callback to the next.
 
-Knows nothing of what it runs.
+Seconds from the start. Callbacks run in the order of their moments, then of their scheduling.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Time stands still while a callback runs."""
+    """Time stands still while a callback runs. ``self`` is the clock of a simulation, ``sleep`` its sleep."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -18,8 +18,14 @@ class VirtualClock:
         self._scheduled = 0
 
     def __call__(self) -> float:
-        """Return the moment it is, in seconds from the start."""
+        """Return the moment it is."""
         return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Move on by ``seconds``, running what is due by then."""
+        until_s = self.now_s + seconds
+        self.run(until_s)
+        self.now_s = until_s
 
     def at(self, moment_s: float, callback: Callable[[], None]) -> None:
         """Run ``callback`` at a moment. Raises ValueError for one that is past."""
@@ -32,8 +38,8 @@ class VirtualClock:
         """Run ``callback`` after a delay."""
         self.at(self.now_s + delay_s, callback)
 
-    def run(self) -> None:
-        """Run until nothing is scheduled."""
-        while self._events:
+    def run(self, until_s: float = float("inf")) -> None:
+        """Run what is scheduled up to ``until_s``."""
+        while self._events and self._events[0][0] <= until_s:
             self.now_s, _, callback = heapq.heappop(self._events)
             callback()
