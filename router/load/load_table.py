@@ -45,6 +45,7 @@ class LoadTable:
         self.num_full = 0
         self.num_pulling = 0
         self._num_unreported = 0
+        self._rate_tokens = self._rate_s = 0.0
         self.replica_ids: list[str] = []
         self.replicas: dict[str, ReplicaLoad] = {}
         self._reservations: dict[int, tuple[str, float]] = {}
@@ -81,6 +82,7 @@ class LoadTable:
         self.num_full -= replica.full
         self.num_pulling -= replica.pulls
         self._num_unreported -= len(replica.unreported)
+        self._count_rate(replica, -1)
         self._routers.forget(replica_id)
         last_id = self.replica_ids.pop()
         if last_id != replica_id:  # the last row moves into the hole
@@ -112,6 +114,9 @@ class LoadTable:
         if clean != report:
             self.clamped_reports += 1
         replica.report = without_shares(clean)
+        self._count_rate(replica, -1)
+        replica.measured(clean)
+        self._count_rate(replica, 1)
         replica.reported_at_s = now_s
         self._routers.report(replica_id, clean.shares, now_s)
         share = next((share for share in clean.shares if share.router_id == self.router_id), None)
@@ -207,10 +212,15 @@ class LoadTable:
         replica = self.replicas.get(replica_id)
         return 0 if replica is None else replica.queued_tokens
 
+    def _count_rate(self, replica: ReplicaLoad, sign: int) -> None:
+        """Add what a replica's prefill rate was measured over to that of all, or take it away."""
+        self._rate_tokens += sign * replica.rate_tokens
+        self._rate_s += sign * replica.rate_s
+
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
         row, pulled = replica.row, replica.pulls
-        replica.take(self._settings)
+        replica.take(self._settings, self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
         self._running[row] = replica.running
         self._pace[row] = replica.seconds_per_token
         self._pull_pace[row] = replica.pull_pace

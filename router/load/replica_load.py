@@ -18,12 +18,19 @@ MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
 
+ENOUGH_RATE_TOKENS = 8192
+"""A prefill rate measured over so many tokens is believed. Of one measured over fewer, what is missing is taken at
+the rate of all replicas together: a warm-up of 1,024 tokens beside other work may find a tenth of the true rate, and
+a replica believed to be slow gets no work that would correct it.
+"""
+
 
 @dataclass(slots=True)
 class ReplicaLoad:
     """The clamped report, this router's unreleased reservations, and what follows from both.
 
     The names are those of ``LoadTable``'s columns. ``take`` after a report, then ``count``, bring them up to date.
+    ``rate_tokens``, ``rate_s``: what the replica's prefill rate was measured over.
     """
 
     row: int
@@ -36,6 +43,8 @@ class ReplicaLoad:
     seconds_per_token: float = 0.0
     pull_pace: float = inf
     pulls: bool = False
+    rate_tokens: float = 0.0
+    rate_s: float = 0.0
     queued_tokens: int = 0
     committed_tokens: int = 0
     waiting: int = 0
@@ -50,12 +59,21 @@ class ReplicaLoad:
     _room: int = 0
     """For how many sequences, running or waiting, a replica has room; 0: no bound."""
 
-    def take(self, settings: LoadSettings) -> None:
-        """Work out what only a report changes."""
+    def measured(self, report: LoadReport) -> None:
+        """Note what the prefill rate of a report was measured over."""
+        rate, tokens = report.prefill_tokens_per_s, report.prefill_rate_tokens or ENOUGH_RATE_TOKENS
+        self.rate_tokens = float(min(tokens, ENOUGH_RATE_TOKENS)) if rate else 0.0
+        self.rate_s = self.rate_tokens / rate if rate else 0.0
+
+    def take(self, settings: LoadSettings, common_rate: float) -> None:
+        """Work out what only a report changes. ``common_rate``: of all replicas together, in tokens/s; 0.0: unknown."""
         rate, pull_rate = 0.0, settings.default_pull_tokens_per_s
         report = self.report
         if report is not None:
             rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s or pull_rate
+            missing_tokens = ENOUGH_RATE_TOKENS - self.rate_tokens
+            if rate and missing_tokens and common_rate:
+                rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
             self.running = report.running_sequences
             self._reported_tokens = report.queued_prefill_tokens
             self._reported_committed = report.committed_prefill_tokens
@@ -102,6 +120,7 @@ def clamped(report: LoadReport) -> LoadReport:
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
         adapters=report.adapters,
         adapter_load_s=report.adapter_load_s,
+        prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
     )
 
 

@@ -49,6 +49,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
     other tokens, ignored where none are committed.
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
+    ``prefill_rate_tokens``: how many recent prefill tokens that rate was measured over, 0 where it is not measured but
+    known; a router believes a rate over few of them only in part (see ``ReplicaLoad``).
     ``adapters``: the LoRA adapters in memory (see ``adapter_places``); ``adapter_load_s``: how long one takes to load.
     """
 
@@ -65,6 +67,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     committed_sequences: int = 1
     adapters: bytes = b""
     adapter_load_s: float = 0.0
+    prefill_rate_tokens: int = 0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

@@ -72,6 +72,11 @@ class EngineMeters:
         self._rate_tokens = 0.0
         self._rate_s = 0.0
 
+    @property
+    def prefill_rate_tokens(self) -> int:
+        """The prefill tokens that ``prefill_tokens_per_s`` was measured over, older ones counted in part."""
+        return round(self._rate_tokens)
+
     def admitted(self, tenant: str, prompt_tokens: int, cached_tokens: int, *, caching: bool) -> None:
         """Count a request's prefix-cache query, once, when it is first scheduled."""
         self.prompt_tokens += prompt_tokens

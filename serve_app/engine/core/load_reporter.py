@@ -50,6 +50,7 @@ class LoadReporter:
         self._running = 0
         self._waiting = 0
         self._prefill_tokens_per_s = 0.0
+        self._prefill_rate_tokens = 0
         self._decode_step_s = 0.0
 
     def arrived(self, sequence: SequenceState) -> None:
@@ -82,6 +83,7 @@ class LoadReporter:
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
         self._prefill_tokens_per_s = meters.prefill_tokens_per_s
+        self._prefill_rate_tokens = meters.prefill_rate_tokens
         self._decode_step_s = meters.decode_step_s
 
     def begin_step(self, chosen: Collection[Scheduled]) -> None:
@@ -105,6 +107,7 @@ class LoadReporter:
             max_running_sequences=self._settings.max_num_seqs,
             max_waiting_sequences=self._settings.max_waiting_requests,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            prefill_rate_tokens=self._prefill_rate_tokens,
             decode_step_s=self._decode_step_s,
             shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
             committed_prefill_tokens=committed_tokens,

@@ -193,6 +193,26 @@ def test_removal_ends_reservations() -> None:
     assert loads.open_reservations == 0
 
 
+def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
+    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are."""
+    loads = table("thin", "sure", "known")
+    reports = {"thin": (200.0, 1024), "sure": (2000.0, 9000), "known": (1000.0, 0)}
+
+    def tell() -> None:
+        for name, (rate, tokens) in reports.items():
+            loads.report(name, msgspec.structs.replace(report(rate=rate), prefill_rate_tokens=tokens), 0.0)
+
+    tell()
+    tell()
+    common_rate = (1024 + 2 * 8192) / (1024 / 200 + 8192 / 2000 + 8192 / 1000)
+    believed = 8192 / (1024 / 200 + 7168 / common_rate)
+    assert loads.seconds_per_token.tolist() == pytest.approx([1 / believed, 1 / 2000, 1 / 1000])
+    loads.remove_replica("sure")
+    loads.remove_replica("known")
+    tell()
+    assert loads.seconds_per_token.tolist() == pytest.approx([1 / 200])
+
+
 def test_other_settings_hold_at_once() -> None:
     """Rates that no replica has measured change with the settings, not with the next report or reservation."""
     loads = table("a", "b")
