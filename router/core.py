@@ -15,17 +15,17 @@ from threading import Lock
 from typing import Any
 
 from router.directory.directory import Directory
-from router.directory.pending_prefixes import InFlightPrefixes
+from router.directory.pending_prefixes import PendingPrefixes
 from router.load.load_table import LoadTable
-from router.load.lora_residency import AdapterPlaces
+from router.load.lora_residency import LoraResidency
 from router.observe.counters import RouterCounters
 from router.observe.explain import explain
 from router.observe.shadow import ShadowCounters, ShadowPolicy
 from router.observe.state import regret_state, router_state, sane_stats, shadow_state
 from router.policy.candidates import Candidate, Match, PolicyContext
-from router.policy.estimate import plan
+from router.policy.estimate import estimate
 from router.policy.policies import DEFAULT_POLICY, POLICIES, least_loaded
-from router.policy.replication import HotPrefixes
+from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
@@ -58,9 +58,9 @@ class RoutingCore:
         self._shadow_s = 0.0
         self._loads = LoadTable(router_id, self.settings.load)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
-        self._in_flight = InFlightPrefixes(self.settings.block_size)
-        self._hot = HotPrefixes(self.settings.block_size)
-        self._adapters = AdapterPlaces()
+        self._pending = PendingPrefixes(self.settings.block_size)
+        self._replication = Replication(self.settings.block_size)
+        self._adapters = LoraResidency()
 
     @property
     def directory(self) -> Directory:
@@ -106,8 +106,8 @@ class RoutingCore:
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._directory = Directory(settings.block_size, settings.max_blocks)
-                self._in_flight = InFlightPrefixes(settings.block_size)
-                self._hot = HotPrefixes(settings.block_size)
+                self._pending = PendingPrefixes(settings.block_size)
+                self._replication = Replication(settings.block_size)
                 for replica_id in self._loads.replica_ids:
                     self._directory.add_replica(replica_id)
 
@@ -162,7 +162,7 @@ class RoutingCore:
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
         """Return the policy's whole ranking without reserving anything."""
         with self._lock:
-            match, context = self._seen(request, blocked)
+            match, context = self._view_of(request, blocked)
             return POLICIES[self.settings.policy](request, match, self._loads, context, None)
 
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
@@ -177,7 +177,7 @@ class RoutingCore:
         """End a decision's reservation, at the first token or on error; again is harmless."""
         with self._lock:
             self._loads.release(decision.reservation)
-            self._in_flight.discard(decision.reservation)
+            self._pending.discard(decision.reservation)
 
     def explain(
         self, request: RoutedRequest, policies: Collection[str], blocked: Collection[str] | None = None
@@ -190,10 +190,10 @@ class RoutingCore:
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            match, context = self._seen(request, self._blocked() if blocked is None else blocked)
+            match, context = self._view_of(request, self._blocked() if blocked is None else blocked)
             contexts = {policy: context._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
-            tiers = self._directory.tiers(self._usable(request), match)
-            return explain(request, match, tiers, self._loads, contexts, now_s, self._hot)
+            tiers = self._directory.tiers(self._reusable_chain(request), match)
+            return explain(request, match, tiers, self._loads, contexts, now_s, self._replication)
 
     def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
         """Count what the replica really reused and how long the first token took.
@@ -238,9 +238,9 @@ class RoutingCore:
         loads = self._loads
         self._expire(now_s)
         self._turn += 1
-        match, context = self._seen(request, blocked)
+        match, context = self._view_of(request, blocked)
         if match and self.settings.policy == DEFAULT_POLICY:
-            chosen = self._hot.choice(request, match, loads, context, now_s)
+            chosen = self._replication.choose(request, match, loads, context, now_s)
         else:
             chosen = next(iter(POLICIES[self.settings.policy](request, match, loads, context, 1)), None)
         if chosen is None:
@@ -248,13 +248,15 @@ class RoutingCore:
             return None
         replica_id, _, reason = chosen
         best = max(match.values()) if match else 0
-        planned = plan(request, replica_id, match, context.in_flight, best, loads, context.settings, context.adapter_s)
+        estimated = estimate(
+            request, replica_id, match, context.pending, best, loads, context.settings, context.adapter_s
+        )
         if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, planned, now_s)
-        number = loads.reserve(replica_id, planned.uncached_tokens, now_s)
+            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, estimated, now_s)
+        number = loads.reserve(replica_id, estimated.uncached_tokens, now_s)
         if self.settings.follow_in_flight and request.block_hashes:
-            self._in_flight.add(request.placement_key, number, replica_id, request.block_hashes)
-        selected, _, pull_from, pull_tokens, estimated_ttft_s = planned
+            self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
+        selected, _, pull_from, pull_tokens, estimated_ttft_s = estimated
         decision = Decision(
             replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens
         )
@@ -263,17 +265,17 @@ class RoutingCore:
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
         return decision
 
-    def _seen(self, request: RoutedRequest, blocked: Collection[str]) -> tuple[Match, PolicyContext]:
+    def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> tuple[Match, PolicyContext]:
         """Return cached tokens by replica, and what else a policy needs to know of this request."""
-        chain = self._usable(request)
+        chain = self._reusable_chain(request)
         match = self._directory.match(chain)
         follow = self.settings.follow_in_flight
-        in_flight = self._in_flight.match(request.placement_key, chain) if follow else {}
-        adapter_s = self._adapters.load_s(request.adapter, self._loads)
+        pending = self._pending.match(request.placement_key, chain) if follow else {}
+        adapter_s = self._adapters.wait_s(request.adapter, self._loads)
         scoring = self.settings.scoring
-        return match, PolicyContext(self._turn, self._rng, scoring, blocked, in_flight, adapter_s=adapter_s)
+        return match, PolicyContext(self._turn, self._rng, scoring, blocked, pending, adapter_s=adapter_s)
 
-    def _usable(self, request: RoutedRequest) -> bytes:
+    def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
         usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
         chain = request.block_hashes
@@ -282,7 +284,7 @@ class RoutingCore:
     def _expire(self, now_s: float) -> int:
         ended = self._loads.expire(now_s)
         for number in ended:
-            self._in_flight.discard(number)
+            self._pending.discard(number)
         return len(ended)
 
     def _new_shadow(self) -> ShadowPolicy | None:
@@ -292,7 +294,7 @@ class RoutingCore:
 
     def _drop(self, replica_id: str) -> None:
         for number in self._loads.remove_replica(replica_id):
-            self._in_flight.discard(number)
+            self._pending.discard(number)
         self._directory.remove_replica(replica_id)
         self._adapters.forget(replica_id)
         self._stats.pop(replica_id, None)

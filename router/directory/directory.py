@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
-from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, BlockTable, block_keys
+from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, KeyTable, block_keys
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 
@@ -27,7 +27,7 @@ class Directory:
             raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size
         self.ignored_events = 0
-        self._table = BlockTable(max_blocks)
+        self._table = KeyTable(max_blocks)
         self._sets = HolderSets()
         self._replicas: dict[str, ReplicaSlots] = {}
         self._owner: list[str] = []
@@ -154,7 +154,7 @@ class Directory:
             low, at_low, high, at_high = pending.pop()
             while high - low > 1:
                 middle = (low + high) >> 1
-                key = words[middle]  # the look-up is BlockTable.get, in line: it is most of a decision
+                key = words[middle]  # the look-up is KeyTable.get, in line: it is most of a decision
                 shard = key & shard_mask
                 slots, mask = words_of[shard], mask_of[shard]
                 tag = key >> bits_of_value

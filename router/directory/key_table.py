@@ -38,7 +38,7 @@ def block_keys(hashes: bytes) -> list[int]:
     return keys
 
 
-class BlockTable:
+class KeyTable:
     """Key -> value (below 2^``VALUE_BITS``) with bounded entries. Not thread-safe.
 
     By shard: ``words`` of its slots, the slot mask in ``masks``; for look-ups in line, never to write. A word is 0

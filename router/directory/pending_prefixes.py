@@ -14,7 +14,7 @@ from router.protocol.block_hash import common_blocks
 _CHAINS_A_KEY = 4
 
 
-class InFlightPrefixes:
+class PendingPrefixes:
     """Placement key -> the last few (reservation, replica, chain). Bounded by ``max_keys``, oldest out first."""
 
     def __init__(self, block_size: int, max_keys: int = 4096) -> None:

@@ -17,7 +17,7 @@ from uuid import uuid4
 import zmq
 
 from router.feed.messages import MAX_MESSAGE_BYTES, NONCE_BYTES, FeedEndpoint
-from router.feed.sequencer import FeedSource
+from router.feed.sequencer import FeedSequencer
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class FeedPublisher:
         max_queued_messages: int = 2000,
     ) -> None:
         """Bind to random ports of ``host``. ``advertised_host``: what others dial, if not ``host``."""
-        self.source = FeedSource(replica_id, epoch or uuid4().hex, max_blocks_per_message)
+        self.sequencer = FeedSequencer(replica_id, epoch or uuid4().hex, max_blocks_per_message)
         public_key, secret_key = zmq.curve_keypair()
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -56,7 +56,7 @@ class FeedPublisher:
         ports = [bound.bind_to_random_port(f"tcp://{host}") for bound in (self._pub, self._router)]
         dial = advertised_host or host
         self.endpoint = FeedEndpoint(
-            f"tcp://{dial}:{ports[0]}", f"tcp://{dial}:{ports[1]}", public_key.decode(), self.source.epoch
+            f"tcp://{dial}:{ports[0]}", f"tcp://{dial}:{ports[1]}", public_key.decode(), self.sequencer.epoch
         )
         self._streams: dict[bytes, Iterator[bytes]] = {}
         self._unsent: dict[bytes, bytes] = {}
@@ -68,7 +68,7 @@ class FeedPublisher:
 
     def publish(self, events: Iterable[Event]) -> None:
         """Send events to whoever listens; never blocks."""
-        for message in self.source.publish(events):
+        for message in self.sequencer.publish(events):
             self._pub.send(message)
 
     def answer(self, max_chunks: int = 16) -> bool:
@@ -110,7 +110,7 @@ class FeedPublisher:
                 continue
             asker, nonce = frames
             self._unsent.pop(asker, None)
-            self._streams[asker] = self.source.snapshot(nonce)
+            self._streams[asker] = self.sequencer.snapshot(nonce)
 
 
 class FeedPublisherThread:
@@ -181,6 +181,6 @@ class FeedPublisherThread:
                 if stopping:
                     return
         except Exception:
-            logger.exception("the feed publisher of %s stopped", self._publisher.source.replica_id)
+            logger.exception("the feed publisher of %s stopped", self._publisher.sequencer.replica_id)
         finally:
             self._publisher.close()

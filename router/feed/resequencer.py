@@ -24,7 +24,7 @@ _REMEMBERED_EPOCHS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaySettings:
+class ResequencerSettings:
     """``timeout_s`` without a chunk ends a request; requests back off from ``first_`` to ``last_backoff_s``.
 
     A feed silent for ``silence_s`` is asked for a snapshot, which finds out whether the tail was lost.
@@ -38,7 +38,7 @@ class ReplaySettings:
     max_buffered_bytes: int = 8 << 20
 
 
-class FeedReplay:
+class FeedResequencer:
     """Turns what arrives of one feed, in whatever order and number, into the events in order."""
 
     def __init__(
@@ -49,11 +49,11 @@ class FeedReplay:
         counters: FeedCounters,
         rng: Random,
         now_s: float,
-        settings: ReplaySettings | None = None,
+        settings: ResequencerSettings | None = None,
     ) -> None:
         self.replica_id = replica_id
         self.epoch = epoch
-        self.settings = settings or ReplaySettings()
+        self.settings = settings or ResequencerSettings()
         self._deliver = deliver
         self._counters = counters
         self._rng = rng

@@ -39,7 +39,7 @@ class BlockMirror:
         return {tier: b"".join(held) for tier, held in self._tiers.items() if held}
 
 
-class FeedSource:
+class FeedSequencer:
     """Numbers and encodes one replica's events for one process life (``epoch``)."""
 
     def __init__(self, replica_id: str, epoch: str, max_blocks_per_message: int = 2048) -> None:

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from router.feed.messages import MAX_MESSAGE_BYTES, FeedCounters, FeedEndpoint
-from router.feed.resequencer import FeedReplay, ReplaySettings
+from router.feed.resequencer import FeedResequencer, ResequencerSettings
 from router.protocol.events import Event
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ DeliverFrom = Callable[[str, str, tuple[Event, ...]], None]
 @dataclass(slots=True)
 class _Feed:
     endpoint: FeedEndpoint
-    replay: FeedReplay
+    resequencer: FeedResequencer
     sub: zmq.asyncio.Socket
     dealer: zmq.asyncio.Socket
     tasks: tuple[asyncio.Task[None], ...] = ()
@@ -50,7 +50,7 @@ class FeedSubscriber:
         *,
         clock: Callable[[], float] = time.monotonic,
         rng: Random | None = None,
-        settings: ReplaySettings | None = None,
+        settings: ResequencerSettings | None = None,
         max_queued_messages: int = 2000,
     ) -> None:
         self._deliver = deliver
@@ -72,7 +72,7 @@ class FeedSubscriber:
     def is_live(self, replica_id: str) -> bool:
         """Whether a followed feed has delivered its snapshot and everything since that has arrived."""
         feed = self._feeds.get(replica_id)
-        return feed is not None and feed.replay.live
+        return feed is not None and feed.resequencer.live
 
     def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
         """Follow a replica; the same endpoint again changes nothing, another one replaces it.
@@ -99,14 +99,14 @@ class FeedSubscriber:
         def deliver(epoch: str, events: tuple[Event, ...]) -> None:
             self._deliver(replica_id, epoch, events)
 
-        replay = FeedReplay(
+        resequencer = FeedResequencer(
             replica_id, endpoint.epoch, deliver, self._counters, self._rng, self._clock(), self._settings
         )
-        feed = self._feeds[replica_id] = _Feed(endpoint, replay, sub, dealer)
+        feed = self._feeds[replica_id] = _Feed(endpoint, resequencer, sub, dealer)
         loop = asyncio.get_running_loop()
         feed.tasks = (
-            loop.create_task(self._read(feed, sub, replay.on_delta)),
-            loop.create_task(self._read(feed, dealer, replay.on_chunk)),
+            loop.create_task(self._read(feed, sub, resequencer.on_delta)),
+            loop.create_task(self._read(feed, dealer, resequencer.on_chunk)),
         )
         if self._ticker is None or self._ticker.done():
             self._ticker = loop.create_task(self._tick())
@@ -158,7 +158,7 @@ class FeedSubscriber:
                 take(data, self._clock())
             except Exception:
                 self._counters.malformed += 1
-                logger.exception("a message of the feed of %s could not be applied", feed.replay.replica_id)
+                logger.exception("a message of the feed of %s could not be applied", feed.resequencer.replica_id)
             small += 1
             if len(data) > _LARGE_BYTES or small >= _SMALL_MESSAGES_A_TURN:
                 small = 0
@@ -169,7 +169,7 @@ class FeedSubscriber:
         while True:
             now_s = self._clock()
             for feed in list(self._feeds.values()):
-                nonce = feed.replay.poll(now_s)
+                nonce = feed.resequencer.poll(now_s)
                 if nonce is not None:
                     await self._ask(feed, nonce)
             await asyncio.sleep(_TICK_S)
@@ -178,7 +178,7 @@ class FeedSubscriber:
         try:
             await feed.dealer.send(nonce, zmq.NOBLOCK)
         except zmq.Again:
-            feed.replay.request_unsent()  # not connected (yet): it asks again after its backoff
+            feed.resequencer.request_unsent()  # not connected (yet): it asks again after its backoff
         except zmq.ZMQError:
-            feed.replay.request_unsent()
-            logger.warning("cannot ask %s for a snapshot", feed.replay.replica_id, exc_info=True)
+            feed.resequencer.request_unsent()
+            logger.warning("cannot ask %s for a snapshot", feed.resequencer.replica_id, exc_info=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.load.peer_routers import RoutersBeside
+from router.load.peer_routers import PeerRouters
 from router.load.replica_load import ReplicaLoad, clamped, without_shares
 from router.protocol.events import LoadReport
 from router.settings import LoadSettings
@@ -50,7 +50,7 @@ class LoadTable:
         self.replicas: dict[str, ReplicaLoad] = {}
         self._reservations: dict[int, tuple[str, float]] = {}
         self._priced: tuple[float, Floats] | None = None
-        self._routers = RoutersBeside(router_id)
+        self._peers = PeerRouters(router_id)
         self._deadlines: deque[int] = deque()
         self._last_number = 0
         self._grow(8)
@@ -83,7 +83,7 @@ class LoadTable:
         self.num_pulling -= replica.pulls
         self._num_unreported -= len(replica.unreported)
         self._count_rate(replica, -1)
-        self._routers.forget(replica_id)
+        self._peers.forget(replica_id)
         last_id = self.replica_ids.pop()
         if last_id != replica_id:  # the last row moves into the hole
             moved = self.replicas[last_id]
@@ -118,7 +118,7 @@ class LoadTable:
         replica.measured(clean)
         self._count_rate(replica, 1)
         replica.reported_at_s = now_s
-        self._routers.report(replica_id, clean.shares, now_s)
+        self._peers.report(replica_id, clean.shares, now_s)
         share = next((share for share in clean.shares if share.router_id == self.router_id), None)
         if share is not None and share.last_reservation > replica.last_admitted:
             # Never beyond what was handed out: a nonsense number would hide every later reservation.
@@ -134,7 +134,7 @@ class LoadTable:
         Raises KeyError for an unknown replica.
         """
         replica = self.replicas[replica_id]
-        self._routers.decided(self._num_unreported)
+        self._peers.decided(self._num_unreported)
         self._num_unreported += 1
         self._last_number += 1
         number = self._last_number
@@ -181,15 +181,15 @@ class LoadTable:
     @property
     def active_routers(self) -> int:
         """Routers that sent a replica something in the last half minute, this one among them."""
-        return self._routers.active
+        return self._peers.active
 
     @property
-    def apart(self) -> Floats | None:
+    def left_to_peers(self) -> Floats | None:
         """By row, how much this router leaves a replica to others that decide at the same moment: 0 to 1; None: all 0.
 
-        See ``RoutersBeside``.
+        See ``PeerRouters``.
         """
-        return self._routers.apart(self.replica_ids)
+        return self._peers.left_to_peers(self.replica_ids)
 
     @property
     def open_reservations(self) -> int:
@@ -220,7 +220,7 @@ class LoadTable:
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
         row, pulled = replica.row, replica.pulls
-        replica.take(self._settings, self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
+        replica.apply_report(self._settings, self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
         self._running[row] = replica.running
         self._pace[row] = replica.seconds_per_token
         self._pull_pace[row] = replica.pull_pace
@@ -233,7 +233,7 @@ class LoadTable:
     def _write_queue(self, replica: ReplicaLoad) -> None:
         """Write what of a row changes with a reservation."""
         row, was_full = replica.row, replica.full
-        replica.count()
+        replica.recompute_queue()
         self._queued[row] = queued = replica.queued_tokens
         self._committed[row] = committed = replica.committed_tokens
         self._overtakable[row] = queued - committed

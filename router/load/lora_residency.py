@@ -14,16 +14,16 @@ import numpy as np
 from router.load.load_table import Floats, LoadTable
 from router.protocol.events import LoadReport, adapter_hash, unpack_adapters
 
-_MAX_LOAD_S = 600.0
+_MAX_LOADING_S = 600.0
 
 
-class AdapterPlaces:
+class LoraResidency:
     """Replicas by adapter. A replica that has not measured a load yet costs the median of those that have."""
 
     def __init__(self) -> None:
         self._reported: dict[str, tuple[bytes, float]] = {}
         self._holders: dict[bytes, set[str]] = {}
-        self._load_s: dict[str, float] = {}
+        self._loading_s: dict[str, float] = {}
 
     def report(self, replica_id: str, report: LoadReport) -> None:
         """Take a known replica's report."""
@@ -35,27 +35,27 @@ class AdapterPlaces:
         for key in unpack_adapters(report.adapters):
             self._holders.setdefault(key, set()).add(replica_id)
         if isfinite(report.adapter_load_s) and report.adapter_load_s > 0.0:
-            self._load_s[replica_id] = min(report.adapter_load_s, _MAX_LOAD_S)
+            self._loading_s[replica_id] = min(report.adapter_load_s, _MAX_LOADING_S)
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica; unknown ids are ignored."""
-        self._load_s.pop(replica_id, None)
+        self._loading_s.pop(replica_id, None)
         packed, _ = self._reported.pop(replica_id, (b"", 0.0))
         for key in set(unpack_adapters(packed)):
             self._holders[key].discard(replica_id)
             if not self._holders[key]:
                 del self._holders[key]
 
-    def load_s(self, adapter: str, loads: LoadTable) -> Floats | None:
+    def wait_s(self, adapter: str, loads: LoadTable) -> Floats | None:
         """Return by row the seconds that a request waits for its adapter; None where no replica has it in memory.
 
         ``adapter``: its key, "" for the base model, for which nobody waits.
         """
         holders = self._holders.get(adapter_hash(adapter)) if adapter else None
-        if not holders or not self._load_s:
+        if not holders or not self._loading_s:
             return None
-        usual_s = sorted(self._load_s.values())[len(self._load_s) // 2]
+        usual_s = sorted(self._loading_s.values())[len(self._loading_s) // 2]
         names = loads.replica_ids
-        waits = np.fromiter(map(self._load_s.get, names, repeat(usual_s)), np.float64, len(names))
+        waits = np.fromiter(map(self._loading_s.get, names, repeat(usual_s)), np.float64, len(names))
         waits[[row for name in holders if (row := loads.row_of(name)) is not None]] = 0.0
         return waits

@@ -20,7 +20,7 @@ _WEIGHT = 0.05
 _LEAST_UNSEEN = 0.02
 
 
-class RoutersBeside:
+class PeerRouters:
     """One router's knowledge of the others."""
 
     def __init__(self, router_id: str) -> None:
@@ -59,7 +59,7 @@ class RoutersBeside:
         """Note a decision that was made while ``unreported`` own requests were in no report."""
         self.unseen += _WEIGHT * (unreported - self.unseen)
 
-    def apart(self, replica_ids: Sequence[str]) -> npt.NDArray[np.float64] | None:
+    def left_to_peers(self, replica_ids: Sequence[str]) -> npt.NDArray[np.float64] | None:
         """Return by row how much to leave a replica to others: 0 for this router's, else ``unseen``, 1 at most.
 
         None: nothing, since there are no others or everything is seen.

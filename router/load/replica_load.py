@@ -29,7 +29,7 @@ a replica believed to be slow gets no work that would correct it.
 class ReplicaLoad:
     """The clamped report, this router's unreleased reservations, and what follows from both.
 
-    The names are those of ``LoadTable``'s columns. ``take`` after a report, then ``count``, bring them up to date.
+    The names are those of ``LoadTable``'s columns. ``apply_report``, then ``recompute_queue``, bring them up to date.
     ``rate_tokens``, ``rate_s``: what the replica's prefill rate was measured over.
     """
 
@@ -65,7 +65,7 @@ class ReplicaLoad:
         self.rate_tokens = float(min(tokens, ENOUGH_RATE_TOKENS)) if rate else 0.0
         self.rate_s = self.rate_tokens / rate if rate else 0.0
 
-    def take(self, settings: LoadSettings, common_rate: float) -> None:
+    def apply_report(self, settings: LoadSettings, common_rate: float) -> None:
         """Work out what only a report changes. ``common_rate``: of all replicas together, in tokens/s; 0.0: unknown."""
         rate, pull_rate = 0.0, settings.default_pull_tokens_per_s
         report = self.report
@@ -87,7 +87,7 @@ class ReplicaLoad:
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
 
-    def count(self) -> None:
+    def recompute_queue(self) -> None:
         """Work out the queue from the report and the unreported reservations."""
         self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
         self.waiting = waiting = self._reported_waiting + len(self.unreported)

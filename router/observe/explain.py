@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.load.load_table import LoadTable
-from router.observe.state import load_state
+from router.observe.state import replica_load_state
 from router.policy.candidates import Candidate, Match, PolicyContext
-from router.policy.estimate import Plan, plan
+from router.policy.estimate import Estimate, estimate
 from router.policy.policies import DEFAULT_POLICY, POLICIES
-from router.policy.replication import HotPrefixes
+from router.policy.replication import Replication
 from router.protocol.request import RoutedRequest
 
 _BECAUSE = {
@@ -35,23 +35,23 @@ def explain(
     loads: LoadTable,
     contexts: Mapping[str, PolicyContext],
     now_s: float,
-    hot: HotPrefixes,
+    replication: Replication,
 ) -> dict[str, Any]:
     """Return replicas in the order of the first policy of ``contexts``, and each policy's winner; JSON-able.
 
-    ``tiers``: tokens of each matched prefix by tier. ``hot``: has the last word on the default policy's.
+    ``tiers``: tokens of each matched prefix by tier. ``replication``: has the last word on the default policy's.
     """
     any_context = next(iter(contexts.values()))
     best = max(match.values(), default=0)
-    in_flight, adapter_s = any_context.in_flight, any_context.adapter_s
-    plans = {
-        replica_id: plan(request, replica_id, match, in_flight, best, loads, any_context.settings, adapter_s)
+    pending, adapter_s = any_context.pending, any_context.adapter_s
+    estimates = {
+        replica_id: estimate(request, replica_id, match, pending, best, loads, any_context.settings, adapter_s)
         for replica_id in loads.replica_ids
     }
     rankings = {policy: POLICIES[policy](request, match, loads, context, None) for policy, context in contexts.items()}
     ranked = rankings.get(DEFAULT_POLICY)
     if ranked and match:
-        first = hot.choice(request, match, loads, contexts[DEFAULT_POLICY], now_s, count=False)
+        first = replication.choose(request, match, loads, contexts[DEFAULT_POLICY], now_s, count=False)
         assert first is not None
         rankings[DEFAULT_POLICY] = [first, *(other for other in ranked if other.replica_id != first.replica_id)]
     order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
@@ -60,21 +60,21 @@ def explain(
         "prompt_tokens": request.prompt_tokens,
         "best_cached_tokens": best,
         "winners": {
-            policy: _winner(policy, ranked, plans, match, request, loads) for policy, ranked in rankings.items()
+            policy: _winner(policy, ranked, estimates, match, request, loads) for policy, ranked in rankings.items()
         },
         "replicas": [
             {
                 "replica_id": replica_id,
                 "cached_tokens": match.get(replica_id, 0),
                 "cached_tokens_by_tier": dict(tiers.get(replica_id, {})),
-                "in_flight_tokens": in_flight.get(replica_id, 0),
-                "uncached_tokens": plans[replica_id].uncached_tokens,
-                "pull_from": plans[replica_id].pull_from or None,
-                "pull_tokens": plans[replica_id].pull_tokens,
+                "in_flight_tokens": pending.get(replica_id, 0),
+                "uncached_tokens": estimates[replica_id].uncached_tokens,
+                "pull_from": estimates[replica_id].pull_from or None,
+                "pull_tokens": estimates[replica_id].pull_tokens,
                 "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replica_ids.index(replica_id)]),
-                "estimated_ttft_s": plans[replica_id].estimated_ttft_s,
+                "estimated_ttft_s": estimates[replica_id].estimated_ttft_s,
                 "blocked": replica_id in any_context.blocked,
-                **load_state(replica_id, loads, now_s),
+                **replica_load_state(replica_id, loads, now_s),
                 "policies": {policy: _place(replica_id, ranked) for policy, ranked in rankings.items()},
             }
             for replica_id in order
@@ -93,40 +93,42 @@ def _place(replica_id: str, ranked: list[Candidate]) -> dict[str, Any] | None:
 def _winner(
     policy: str,
     ranked: list[Candidate],
-    plans: Mapping[str, Plan],
+    estimates: Mapping[str, Estimate],
     match: Match,
     request: RoutedRequest,
     loads: LoadTable,
 ) -> dict[str, Any]:
     if not ranked:
-        why = "every replica is full or blocked: the request would wait" if plans else "there are no replicas"
+        why = "every replica is full or blocked: the request would wait" if estimates else "there are no replicas"
         return {"replica_id": None, "reason": None, "because": f"No replica: {why}."}
     first = ranked[0]
     because = _BECAUSE.get(first.reason) or _BECAUSE.get(f"{policy} {first.reason}")
-    because = because or _because(ranked, plans, match, request, loads)
+    because = because or _because(ranked, estimates, match, request, loads)
     return {
         "replica_id": first.replica_id,
         "reason": first.reason,
         "because": f"{first.replica_id} would get the request, because {because}; "
-        f"its first token is expected in {_seconds(plans[first.replica_id].estimated_ttft_s)}.",
+        f"its first token is expected in {_seconds(estimates[first.replica_id].estimated_ttft_s)}.",
     }
 
 
 def _because(
-    ranked: list[Candidate], plans: Mapping[str, Plan], match: Match, request: RoutedRequest, loads: LoadTable
+    ranked: list[Candidate], estimates: Mapping[str, Estimate], match: Match, request: RoutedRequest, loads: LoadTable
 ) -> str:
     """Say why the first of a ranking by score is first."""
-    first, planned = ranked[0], plans[ranked[0].replica_id]
-    held, best = planned.cached_tokens, max(match.values(), default=0)
+    first, estimated = ranked[0], estimates[ranked[0].replica_id]
+    held, best = estimated.cached_tokens, max(match.values(), default=0)
     if first.reason == "cached":
         holders = sum(tokens == best for tokens in match.values())
         among = "the most" if holders == 1 else f"as {holders} replicas do, and of these it scores best"
         return f"it holds {held} of {request.prompt_tokens} prompt tokens, {among}"
     if first.reason == "in_flight":
-        return f"it is computing a prompt of the same beginning, and will hold all but {planned.uncached_tokens} tokens"
+        return (
+            f"it is computing a prompt of the same beginning, and will hold all but {estimated.uncached_tokens} tokens"
+        )
     if first.reason == "cold":
         return "no replica holds any of the prompt, and it scores best; equal scores go by rendezvous order"
-    holder = min((name for name in match if match[name] == best), key=lambda name: plans[name].estimated_ttft_s)
+    holder = min((name for name in match if match[name] == best), key=lambda name: estimates[name].estimated_ttft_s)
     place = next((candidate for candidate in ranked if candidate.replica_id == holder), None)
     if place is None:
         why = "is full" if loads.is_full(holder) else "cannot take it"

@@ -16,9 +16,9 @@ from random import Random
 from router.load.load_table import LoadTable
 from router.observe.counters import DECISION_BUCKETS_S, Histogram
 from router.policy.candidates import Candidate, Match, PolicyContext
-from router.policy.estimate import Plan, plan
+from router.policy.estimate import Estimate, estimate
 from router.policy.policies import DEFAULT_POLICY, POLICIES
-from router.policy.replication import HotPrefixes
+from router.policy.replication import Replication
 from router.protocol.request import RoutedRequest
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ShadowPolicy:
 
     def __init__(self, policy: str, block_size: int, clock: Callable[[], float], rng: Random) -> None:
         self.policy = policy
-        self._hot = HotPrefixes(block_size)
+        self._replication = Replication(block_size)
         self._clock = clock
         self.counters = ShadowCounters()
         self._rng = rng
@@ -62,7 +62,7 @@ class ShadowPolicy:
         best_tokens: int,
         loads: LoadTable,
         acting_replica_id: str,
-        acting: Plan,
+        acting: Estimate,
         now_s: float,
     ) -> float:
         """Decide about a request that ``acting_replica_id`` is about to get, and count the difference.
@@ -74,32 +74,32 @@ class ShadowPolicy:
             self._turn += 1
             own = context._replace(turn=self._turn, rng=self._rng)
             if match and self.policy == DEFAULT_POLICY:
-                chosen = self._hot.choice(request, match, loads, own, now_s)
+                chosen = self._replication.choose(request, match, loads, own, now_s)
                 assert chosen is not None
             else:
                 chosen = POLICIES[self.policy](request, match, loads, own, 1)[0]
-            planned = plan(
-                request, chosen.replica_id, match, own.in_flight, best_tokens, loads, own.settings, own.adapter_s
+            estimated = estimate(
+                request, chosen.replica_id, match, own.pending, best_tokens, loads, own.settings, own.adapter_s
             )
         except Exception:
             self.counters.faults += 1
             if self.counters.faults == 1:
                 logger.exception("the shadow policy %s failed; further faults are only counted", self.policy)
         else:
-            self._count(request, chosen, planned, acting_replica_id, acting)
+            self._count(request, chosen, estimated, acting_replica_id, acting)
         spent_s = self._clock() - started_s
         self.counters.decision_s.add(spent_s)
         return spent_s
 
     def _count(
-        self, request: RoutedRequest, chosen: Candidate, planned: Plan, acting_replica_id: str, acting: Plan
+        self, request: RoutedRequest, chosen: Candidate, estimated: Estimate, acting_replica_id: str, acting: Estimate
     ) -> None:
         counters = self.counters
         counters.decisions += 1
         counters.agreed += chosen.replica_id == acting_replica_id
         counters.prompt_tokens += request.prompt_tokens
-        counters.cached_tokens += planned.cached_tokens
+        counters.cached_tokens += estimated.cached_tokens
         counters.acting_cached_tokens += acting.cached_tokens
-        counters.estimated_ttft_s += planned.estimated_ttft_s
+        counters.estimated_ttft_s += estimated.estimated_ttft_s
         counters.acting_estimated_ttft_s += acting.estimated_ttft_s
         counters.by_reason[chosen.reason] = counters.by_reason.get(chosen.reason, 0) + 1

@@ -46,13 +46,13 @@ def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[s
         "open_reservations": loads.open_reservations,
         "replicas": [
             {"replica_id": replica_id, "blocks": dict(directory.blocks_held(replica_id))}
-            | load_state(replica_id, loads, now_s)
+            | replica_load_state(replica_id, loads, now_s)
             for replica_id in loads.replica_ids
         ],
     }
 
 
-def load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any]:
+def replica_load_state(replica_id: str, loads: LoadTable, now_s: float) -> dict[str, Any]:
     """Return how busy a known replica is, JSON-able."""
     replica = loads.replicas[replica_id]
     report = replica.report

@@ -51,8 +51,8 @@ _NOTHING: Match = MappingProxyType({})
 class PolicyContext(NamedTuple):
     """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
 
-    ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``in_flight``: tokens that
-    an unfinished prefill of the same prefix will have cached, by replica. ``shut``: further rows that cannot take it.
+    ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``pending``: tokens that
+    an unfinished prefill of the same prefix will have cached, by replica. ``closed``: further rows that cannot take it.
     ``adapter_s``: by row, the seconds that the request waits there for its LoRA adapter; None: nowhere, or for as long
     everywhere.
     """
@@ -61,8 +61,8 @@ class PolicyContext(NamedTuple):
     rng: Random
     settings: PolicySettings = _DEFAULTS
     blocked: Collection[str] = ()
-    in_flight: Match = _NOTHING
-    shut: npt.NDArray[np.bool_] | None = None
+    pending: Match = _NOTHING
+    closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
 
 
@@ -80,10 +80,10 @@ def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]
     return mixed
 
 
-def longest(match: Match, in_flight: Match) -> Match:
+def longest(match: Match, pending: Match) -> Match:
     """Return by replica the larger of two counts."""
     held = dict(match)
-    for replica_id, tokens in in_flight.items():
+    for replica_id, tokens in pending.items():
         if tokens > held.get(replica_id, 0):
             held[replica_id] = tokens
     return held
@@ -109,9 +109,9 @@ def closed_rows(
     Replicas to avoid are closed only while another one is open.
     """
     rows = len(loads.replica_ids)
-    if not loads.num_full and not context.blocked and not request.avoid and context.shut is None:
+    if not loads.num_full and not context.blocked and not request.avoid and context.closed is None:
         return None, rows
-    closed = loads.full.copy() if context.shut is None else loads.full | context.shut
+    closed = loads.full.copy() if context.closed is None else loads.full | context.closed
     for replica_id in context.blocked:
         row = loads.row_of(replica_id)
         if row is not None:
@@ -183,7 +183,7 @@ def scored(
             reason = "only_replica"
         elif 0 < best == held:
             reason = "cached"
-        elif context.in_flight.get(replica_id, 0) > best:
+        elif context.pending.get(replica_id, 0) > best:
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"

@@ -17,7 +17,7 @@ from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
 
 
-class Plan(NamedTuple):
+class Estimate(NamedTuple):
     """``cached_tokens``: by the directory; ``uncached_tokens``: left to compute after hits, prefills under way, pulls.
 
     ``estimated_ttft_s``: seconds to the first token.
@@ -30,23 +30,23 @@ class Plan(NamedTuple):
     estimated_ttft_s: float
 
 
-def plan(
+def estimate(
     request: RoutedRequest,
     replica_id: str,
     match: Match,
-    in_flight: Match,
+    pending: Match,
     best_tokens: int,
     loads: LoadTable,
     settings: PolicySettings,
     adapter_s: Floats | None = None,
-) -> Plan:
+) -> Estimate:
     """Return the plan for a known replica. ``best_tokens``: the most that any replica has cached.
 
     ``adapter_s``: see ``PolicyContext``.
     """
     cached = held = match.get(replica_id, 0)
-    if in_flight:
-        held = max(held, in_flight.get(replica_id, 0))
+    if pending:
+        held = max(held, pending.get(replica_id, 0))
     replica = loads.replicas[replica_id]
     pull_from, pull_tokens, pull_s = "", 0, 0.0
     if loads.num_pulling and best_tokens > held:
@@ -58,7 +58,7 @@ def plan(
     wait_s = expected_prefill_s(replica, uncached, first_come=not settings.shortest_first)
     if adapter_s is not None:
         wait_s += float(adapter_s[replica.row])
-    return Plan(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
+    return Estimate(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
 
 
 def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come: bool) -> float:

@@ -40,8 +40,8 @@ def estimated_ttft(
     others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
     ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
     stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
-    left to each: the others cost up to as much more as the request itself (``LoadTable.apart``). A replica that lacks
-    the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter there.
+    left to each: the others cost up to as much more as the request itself (``LoadTable.left_to_peers``). A replica that
+    lacks the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter.
     """
     scores, own = ttft_scores(request, match, loads, context)
     return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
@@ -52,7 +52,7 @@ def ttft_scores(
 ) -> tuple[Floats, Floats]:
     """Return by row the scores of ``estimated_ttft`` and the request's own work, whoever may take it."""
     settings = context.settings
-    own = work_tokens(request, match, context.in_flight, loads, settings)
+    own = work_tokens(request, match, context.pending, loads, settings)
     if settings.shortest_first:
         # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
         # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
@@ -64,12 +64,12 @@ def ttft_scores(
             scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
     else:
         scores = loads.queued_tokens + own
-    apart = loads.apart
-    if apart is not None and len(scores):
+    left_to_peers = loads.left_to_peers
+    if left_to_peers is not None and len(scores):
         # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
         equal = np.count_nonzero(scores <= scores.min() * (1.0 + settings.tie_tolerance))
         if equal < min(loads.active_routers, len(scores)):
-            scores += apart * own.min()
+            scores += left_to_peers * own.min()
     scores *= loads.seconds_per_token
     if context.adapter_s is not None:
         scores += context.adapter_s

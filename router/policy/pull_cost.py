@@ -15,11 +15,11 @@ from router.settings import PolicySettings
 
 
 def work_tokens(
-    request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
+    request: RoutedRequest, match: Match, pending: Match, loads: LoadTable, settings: PolicySettings
 ) -> Floats:
     """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    What a prefill under way (``in_flight``) will hold counts as held. A pulled token costs ``pull_price`` x the
+    What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``pull_price`` x the
     prefill tokens that would be computed meanwhile.
     """
     # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
@@ -36,7 +36,7 @@ def work_tokens(
     else:
         own.fill(prompt)
     replicas = loads.replicas
-    for replica_id, held in (longest(match, in_flight) if in_flight else match).items():
+    for replica_id, held in (longest(match, pending) if pending else match).items():
         replica = replicas.get(replica_id)
         if replica is not None:
             left = prompt - held

@@ -32,14 +32,14 @@ this, so when it gets hot, what was not counted is an eighth of the bound at mos
 _FIRST = np.uint64(2**64 - 1)
 
 
-class HotPrefixes:
+class Replication:
     """One router's view of demand. Other routers see their part of it: rates are multiplied by how many there are."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.demand = PrefixDemand()
 
-    def choice(
+    def choose(
         self,
         request: RoutedRequest,
         match: Match,
@@ -62,10 +62,10 @@ class HotPrefixes:
         chosen = ranked[0]
         if max(match.values()) < context.settings.min_pull_tokens:
             return chosen
-        shut = beyond_bound(chosen.replica_id, request, match, context.in_flight, loads, context.settings)
-        if shut is not None:
+        closed = beyond_bound(chosen.replica_id, request, match, context.pending, loads, context.settings)
+        if closed is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.
-            within = context._replace(shut=shut)
+            within = context._replace(closed=closed)
             chosen = next(iter(scored(scores, own, request, match, loads, within, 1, tolerance)), chosen)
         another: str | None = None
         if loads.num_pulling:
@@ -111,12 +111,12 @@ class HotPrefixes:
                 break
             depth <<= 1
         for depth, rate in reversed(hot):
-            found = self._beyond(request, depth * size, rate, match, context, loads)
+            found = self._next_holder(request, depth * size, rate, match, context, loads)
             if found is not None:
                 return found
         return None
 
-    def _beyond(
+    def _next_holder(
         self,
         request: RoutedRequest,
         tokens: int,
@@ -126,15 +126,15 @@ class HotPrefixes:
         loads: LoadTable,
     ) -> str | None:
         settings = context.settings
-        holders = _holders(tokens, (match, context.in_flight), loads)
+        holders = _holders(tokens, (match, context.pending), loads)
         wanted = min(1 + int(rate / settings.holder_utilisation), settings.max_holders, len(loads.replica_ids))
         if not holders or len(holders) >= wanted:
             return None
         idlest = min(map(loads.queue_ahead, holders))
-        may = _next_holders(request.placement_key, holders, loads, settings.max_holders)
+        allowed = _next_holders(request.placement_key, holders, loads, settings.max_holders)
         open_ones = [
             name
-            for name in may
+            for name in allowed
             if name not in context.blocked and not loads.is_full(name) and pulls_faster(name, loads)
         ]
         chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
@@ -142,7 +142,7 @@ class HotPrefixes:
 
 
 def beyond_bound(
-    replica_id: str, request: RoutedRequest, match: Match, in_flight: Match, loads: LoadTable, settings: PolicySettings
+    replica_id: str, request: RoutedRequest, match: Match, pending: Match, loads: LoadTable, settings: PolicySettings
 ) -> npt.NDArray[np.bool_] | None:
     """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
 
@@ -156,14 +156,14 @@ def beyond_bound(
     least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
     if best < least or match.get(replica_id, 0) >= least:
         return None
-    holders = _holders(least, (match, in_flight), loads)
+    holders = _holders(least, (match, pending), loads)
     if replica_id in holders:
         return None
     held = [loads.replicas[name].row for name in holders]
     if len(held) >= most:
-        shut = np.ones(rows, np.bool_)
-        shut[held] = False
-        return shut
+        closed = np.ones(rows, np.bool_)
+        closed[held] = False
+        return closed
     weights = rendezvous(request.placement_key, loads)
     weights[held] = _FIRST
     least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]

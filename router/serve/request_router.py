@@ -21,7 +21,7 @@ from router.feed.messages import FeedEndpoint
 from router.feed.subscriber import FeedSubscriber
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
-from router.serve.wait_queue import WaitingLine
+from router.serve.wait_queue import WaitQueue
 from router.settings import RouterSettings
 
 logger = logging.getLogger("ray.serve")
@@ -48,7 +48,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._subscriber: FeedSubscriber | None = None
         self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
-        self._line = WaitingLine(self._pause)
+        self._wait_queue = WaitQueue(self._pause)
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -85,7 +85,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """
         if is_retry:
             self._undo(pending_request)
-        return await self._line.take(lambda: self._choose(pending_request), ahead=is_retry)
+        return await self._wait_queue.take(lambda: self._choose(pending_request), ahead=is_retry)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

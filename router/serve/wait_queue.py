@@ -13,34 +13,34 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class WaitingLine:
+class WaitQueue:
     """``pause``: called with the number of attempts so far, returns when it is time for the next."""
 
     def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
         self._pause = pause
-        self._line: deque[asyncio.Event] = deque()
+        self._queue: deque[asyncio.Event] = deque()
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     async def take(self, choose: Callable[[], T | None], *, ahead: bool = False) -> T:
         """Return what ``choose`` returns, asked in turn until it is not None; its exceptions end the wait.
 
         ``ahead``: in front of all that wait, for a request that has had its turn before.
         """
-        if not self._line or ahead:
+        if not self._queue or ahead:
             found = choose()
             if found is not None:
                 return found
         place = asyncio.Event()
         if ahead:
-            self._line.appendleft(place)
+            self._queue.appendleft(place)
         else:
-            self._line.append(place)
+            self._queue.append(place)
         try:
             attempt = 0
             while True:
-                while self._line[0] is not place:
+                while self._queue[0] is not place:
                     await place.wait()
                     place.clear()
                 found = choose()
@@ -49,6 +49,6 @@ class WaitingLine:
                 await self._pause(attempt)
                 attempt += 1
         finally:
-            self._line.remove(place)
-            if self._line:
-                self._line[0].set()
+            self._queue.remove(place)
+            if self._queue:
+                self._queue[0].set()

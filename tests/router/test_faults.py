@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.directory.directory import Directory
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ReplaySettings
+from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ResequencerSettings
 from router.protocol.events import (
     BlocksRemoved,
     BlocksStored,
@@ -33,7 +33,7 @@ from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 40)
-FAST = ReplaySettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
+FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
 IDLE = LoadReport(0, 0, 0, 8, 64, 1000.0, 0.01)
 NAMES = [f"r{number}" for number in range(6)]
 
@@ -183,7 +183,7 @@ def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
     assert core.directory.size_bytes < 1_000_000
     assert len(core.directory._owner) < 600
     assert set(core.counters.decisions_by_replica) == {"stays"}
-    assert len(core._in_flight) <= 4096
+    assert len(core._pending) <= 4096
 
 
 def test_a_flooding_feed_starves_no_other() -> None:

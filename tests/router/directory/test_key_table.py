@@ -1,4 +1,4 @@
-"""BlockTable against a plain dict."""
+"""KeyTable against a plain dict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.directory.key_table import VALUE_BITS, BlockTable, block_keys
+from router.directory.key_table import VALUE_BITS, KeyTable, block_keys
 
 HIGH = 1 << 63
 
@@ -23,7 +23,7 @@ def step_of(operation: str, value: int) -> int:
 @given(operations=operations)
 def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
     """Colliding keys, removals and growth never lose, double or mix up an entry, and the counts agree."""
-    table, oracle = BlockTable(10_000), dict[int, int]()
+    table, oracle = KeyTable(10_000), dict[int, int]()
     for some_keys, operation in operations:
         changes = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))
         moved = 0
@@ -43,7 +43,7 @@ def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
 
 def test_churn_does_not_grow_the_table() -> None:
     """Storing and removing for ever stays within the memory of what is held at once."""
-    table = BlockTable(100_000)
+    table = KeyTable(100_000)
     rng = Random(0)
     held: list[list[int]] = []
     sizes = []
@@ -60,7 +60,7 @@ def test_churn_does_not_grow_the_table() -> None:
 
 def test_bound_refuses_new_keys_only() -> None:
     """At the bound new keys are refused and counted; known ones still change, and removal makes room."""
-    table = BlockTable(3)
+    table = KeyTable(3)
     some = [HIGH | n for n in range(5)]
     table.update(some, lambda value: value or 1)
     assert (table.num_entries, table.num_refused) == (3, 2)
@@ -73,7 +73,7 @@ def test_bound_refuses_new_keys_only() -> None:
 
 def test_rebuild_maps_and_drops() -> None:
     """Rebuilding every shard maps each value once and reports how many entries moved."""
-    table = BlockTable(1000)
+    table = KeyTable(1000)
     some = block_keys(Random(1).randbytes(16 * 500))
     table.update(some[:300], lambda value: 1)
     table.update(some[300:], lambda value: 2)
@@ -86,7 +86,7 @@ def test_rebuild_maps_and_drops() -> None:
 
 def test_marks_of_free_slots_are_no_keys() -> None:
     """Hashes that begin like a mark of a free slot are stored under other keys, and read as absent."""
-    table = BlockTable(100)
+    table = KeyTable(100)
     marks = [1 << VALUE_BITS, 1 << VALUE_BITS | 1, 0, 1]
     odd = b"".join(number.to_bytes(8, "little") + bytes(8) for number in marks)
     table.update(block_keys(odd), lambda value: 5)

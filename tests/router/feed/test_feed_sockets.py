@@ -12,12 +12,12 @@ import pytest
 import zmq
 
 from router.core import RoutingCore
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ReplaySettings
+from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ResequencerSettings
 from router.protocol.events import BlocksRemoved, BlocksStored, Event, LoadReport
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
 CHAIN = Random(0).randbytes(16 * 50)
-FAST = ReplaySettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
+FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -97,7 +97,7 @@ def test_joining_waits_for_no_timeout() -> None:
         feed.put([BlocksStored(CHAIN), BEAT])
         core = RoutingCore("me")
         core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=ReplaySettings(timeout_s=3600.0))
+        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=ResequencerSettings(timeout_s=3600.0))
         core.follow(subscriber.is_live)
         subscriber.connect("a", feed.endpoint)
         assert not core.knows_every_cache

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
-from router.load.lora_residency import AdapterPlaces
+from router.load.lora_residency import LoraResidency
 from router.protocol.events import KEY_BYTES, MAX_ADAPTERS, BlocksStored, LoadReport, pack_adapters
 from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
@@ -88,15 +88,15 @@ def test_the_estimate_has_the_load_in_it_and_a_shadow_sees_it_too() -> None:
 
 def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed() -> None:
     """One replica's nonsense makes itself expensive at most."""
-    loads, places = LoadTable("me"), AdapterPlaces()
+    loads, places = LoadTable("me"), LoraResidency()
     for name, load_s in {"a": 0.0, "b": 0.1, "c": 0.3, "d": 1e30, "e": nan, "f": -1.0, "g": inf, "h": 0.2}.items():
         loads.add_replica(name)
         places.report(name, report((STYLE,) if name == "h" else (), load_s))
-    found = places.load_s(STYLE, loads)
+    found = places.wait_s(STYLE, loads)
     assert found is not None
     assert found.tolist() == [0.3, 0.1, 0.3, 600.0, 0.3, 0.3, 0.3, 0.0]
     places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=b"seven b"))
-    assert places.load_s(STYLE, loads) is None
+    assert places.wait_s(STYLE, loads) is None
     many = Random(1).randbytes(KEY_BYTES * (MAX_ADAPTERS + 50))
     places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=many))
     assert len(places._holders) == MAX_ADAPTERS
@@ -109,7 +109,7 @@ names, keys = st.sampled_from("abc"), st.sampled_from(["x", "y", "z"])
 @given(st.lists(st.tuples(names, st.one_of(st.none(), st.sets(keys))), max_size=20))
 def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] | None]]) -> None:
     """Whatever was reported before, and whoever went (None); nothing is kept of adapters that nobody has."""
-    loads, places, latest = LoadTable("me"), AdapterPlaces(), {name: set[str]() for name in "abc"}
+    loads, places, latest = LoadTable("me"), LoraResidency(), {name: set[str]() for name in "abc"}
     for name in latest:
         loads.add_replica(name)
     for name, held in news:
@@ -121,7 +121,7 @@ def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] |
     measured = {name for name, held in news if held is not None}
     for key in "xyz":
         holders = {name for name in latest if key in latest[name]}
-        found = places.load_s(key, loads)
+        found = places.wait_s(key, loads)
         if holders and measured:
             assert found is not None
             assert {name for name, load_s in zip("abc", found, strict=True) if not load_s} == holders

@@ -49,13 +49,13 @@ def test_replicas_are_shared_out_whole(routers: list[str]) -> None:
         loads = table(me, routers)
         for _ in range(200):
             loads.reserve("r0", 10, 0.0)
-        apart = loads.apart
+        left_to_peers = loads.left_to_peers
         if len(routers) == 1:
-            assert apart is None
+            assert left_to_peers is None
             return
-        assert apart is not None
-        assert set(apart.tolist()) == {0.0, 1.0}
-        own |= {name for name, left in zip(loads.replica_ids, apart.tolist(), strict=True) if left == 0.0}
+        assert left_to_peers is not None
+        assert set(left_to_peers.tolist()) == {0.0, 1.0}
+        own |= {name for name, left in zip(loads.replica_ids, left_to_peers.tolist(), strict=True) if left == 0.0}
     assert own == set(NAMES)
 
 
@@ -68,14 +68,14 @@ def test_who_sees_everything_keeps_to_nothing() -> None:
             loads.release(reserved)
         else:
             loads.report("r0", report(a=reserved, b=1), 0.0)
-    assert loads.apart is None
+    assert loads.left_to_peers is None
     for _ in range(10):
         loads.reserve("r0", 10, 0.0)
-    assert loads.apart is not None
+    assert loads.left_to_peers is not None
     loads.remove_replica("r0")
     for _ in range(200):
         loads.release(loads.reserve("r1", 10, 0.0))
-    assert loads.apart is None
+    assert loads.left_to_peers is None
 
 
 def cores(queued: dict[str, int]) -> list[RoutingCore]:

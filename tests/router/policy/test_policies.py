@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from router.load.load_table import LoadTable
 from router.policy.candidates import REASONS, Candidate, PolicyContext, rendezvous
-from router.policy.estimate import plan
+from router.policy.estimate import estimate
 from router.policy.policies import POLICIES
 from router.protocol.events import LoadReport
 from router.protocol.request import RoutedRequest
@@ -46,9 +46,11 @@ def rank(
     return POLICIES[policy](asked or request(), match or {}, loads, made, limit)
 
 
-def estimate(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
+def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
     """The estimated time to first token at the first replica."""
-    return plan(request(), NAMES[0], {NAMES[0]: held}, {}, held, loads, settings or PolicySettings()).estimated_ttft_s
+    return estimate(
+        request(), NAMES[0], {NAMES[0]: held}, {}, held, loads, settings or PolicySettings()
+    ).estimated_ttft_s
 
 
 rows = st.lists(
@@ -107,8 +109,8 @@ def test_cache_aware_policies_leave_an_overloaded_holder(policy: str) -> None:
 
 def test_estimated_ttft_is_the_time_of_the_work_in_front() -> None:
     """On an idle replica the estimate is the uncached tokens over the measured rate."""
-    assert estimate(loads_of((0, 0, 0)), 600) == pytest.approx(0.4)
-    assert estimate(loads_of((5000, 0, 5)), 600, PolicySettings(shortest_first=False)) == pytest.approx(5.4)
+    assert estimated_s(loads_of((0, 0, 0)), 600) == pytest.approx(0.4)
+    assert estimated_s(loads_of((5000, 0, 5)), 600, PolicySettings(shortest_first=False)) == pytest.approx(5.4)
 
 
 def test_estimated_ttft_lets_short_work_overtake_long_queues() -> None:
@@ -139,7 +141,7 @@ def test_score_is_the_documented_formula() -> None:
         behind = jobs * exp(-x)
         head = rank("estimated_ttft", loads, {NAMES[0]: 600}, settings=PolicySettings(pushback_weight=weight))[0]
         assert head.score == pytest.approx((ahead + own * (1 + weight * behind)) * 0.0011)
-        assert estimate(loads, 600) == pytest.approx((ahead + own) * 0.0011)
+        assert estimated_s(loads, 600) == pytest.approx((ahead + own) * 0.0011)
 
 
 def test_committed_tokens_are_ahead_of_everyone() -> None:
@@ -149,19 +151,19 @@ def test_committed_tokens_are_ahead_of_everyone() -> None:
     loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
     head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
     assert head.score == pytest.approx(5.1)
-    assert estimate(loads, 900) == pytest.approx(5.1)
+    assert estimated_s(loads, 900) == pytest.approx(5.1)
     loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
     x = 100 / 2000
     ahead, behind = 5000 + 4000 * (1 - (1 + x) * exp(-x)), 2 * exp(-x)
     head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
     assert head.score == pytest.approx((ahead + 100 * (1 + behind)) / 1000)
-    assert estimate(loads, 900) == pytest.approx((ahead + 100) / 1000)
+    assert estimated_s(loads, 900) == pytest.approx((ahead + 100) / 1000)
 
 
 def test_in_flight_prefixes_count_as_cached() -> None:
     """A second request for a cold prompt follows the first one, and says why."""
     loads = loads_of((1000, 0, 1), (0, 0, 0), (0, 0, 0))
-    head = rank("estimated_ttft", loads, {}, in_flight={NAMES[0]: 990})[0]
+    head = rank("estimated_ttft", loads, {}, pending={NAMES[0]: 990})[0]
     assert (head.replica_id, head.reason) == (NAMES[0], "in_flight")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.request import NoReplicaLeft
-from router.serve.wait_queue import WaitingLine
+from router.serve.wait_queue import WaitQueue
 
 
 class Room:
@@ -22,7 +22,7 @@ class Room:
         self.pauses: list[int] = []
         self.last_pause = last_pause
         self.served: list[object] = []
-        self.line = WaitingLine(self.pause)
+        self.queue = WaitQueue(self.pause)
 
     async def pause(self, attempt: int) -> None:
         self.pauses.append(attempt)
@@ -43,7 +43,7 @@ class Room:
         return chosen
 
     async def take(self, name: object, ahead: bool = False) -> object:
-        return await self.line.take(self.choose(name), ahead=ahead)
+        return await self.queue.take(self.choose(name), ahead=ahead)
 
 
 @settings(max_examples=50, deadline=None)
@@ -60,7 +60,7 @@ def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) 
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert room.served == [outcome for outcome in outcomes if isinstance(outcome, int)]
         assert set(range(requests)) - set(room.served) <= cancelled
-        assert len(room.line) == 0
+        assert len(room.queue) == 0
         assert room.asked <= 2 * requests + len(room.pauses)
 
     asyncio.run(main())
@@ -76,7 +76,7 @@ def test_nobody_spins() -> None:
             room.pauses.append(attempt)
             await asyncio.sleep(0)
 
-        room.line = WaitingLine(pause)
+        room.queue = WaitQueue(pause)
         tasks = [asyncio.create_task(room.take(number)) for number in range(100)]
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(outcome, NoReplicaLeft) for outcome in outcomes)
@@ -97,7 +97,7 @@ def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
             gate.clear()
 
         room = Room()
-        room.line = WaitingLine(pause)
+        room.queue = WaitQueue(pause)
         first = asyncio.create_task(room.take("first"))
         await asyncio.sleep(0)
         room.free = 1
@@ -129,7 +129,7 @@ def test_a_fault_ends_one_wait_only() -> None:
 
         waiting = asyncio.create_task(room.take(1))
         with pytest.raises(ValueError, match="no"):
-            await room.line.take(broken)
+            await room.queue.take(broken)
         assert await waiting == 1
 
     asyncio.run(main())
