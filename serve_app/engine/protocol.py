@@ -187,10 +187,18 @@ class Engine(Protocol):
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
 
     def export_prefix(
-        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+        self,
+        scope: PrefixScope,
+        root: bytes,
+        token_ids: TokenArray,
+        first: int = 0,
+        most_blocks: int | None = None,
+        *,
+        demote: bool = False,
     ) -> KvChain | None:
         """Return the KV of the longest cached prefix, in whole blocks from ``first`` on, ``most_blocks`` at most.
 
+        ``demote``: another replica takes the prefix over, so that what nobody else uses of it is evicted first here.
         Any thread, but it waits for the loop. None when there is none.
         """
 

@@ -89,7 +89,9 @@ class Exports:
 
     def _export(self, wanted: WantedPart) -> KvChain | None:
         token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
-        return self._engine.export_prefix(wanted.scope, wanted.root, token_ids, wanted.first, wanted.most_blocks)
+        return self._engine.export_prefix(
+            wanted.scope, wanted.root, token_ids, wanted.first, wanted.most_blocks, demote=True
+        )
 
 
 EXPORT_METHOD = "export_kv"

@@ -56,6 +56,7 @@ class PrefixCache:
         self._index = BlockIndex(block_size)
         self._clock = clock
         self._ticks = 0
+        self._demotion_ticks = -(1 << 62)
         self._events: list[CacheEvent] = []
 
     @property
@@ -88,7 +89,7 @@ class PrefixCache:
 
     def idle_leaves_first(self) -> list[CachedBlock]:
         """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
-        # Blocks of equal age (demoted ones) keep the reversed order of indexing, in which parents come last too.
+        # Blocks of equal age (demoted together) keep the reversed order of indexing, in which parents come last too.
         idle = [entry for entry in reversed(self._index) if self.pool.is_idle(entry.block)]
         return sorted(idle, key=lambda entry: entry.released_at)
 
@@ -154,11 +155,13 @@ class PrefixCache:
         A hit takes a block back into its turn.
         """
         demoted = 0
+        # A tick before every release, and a new one for each call: a leaf in a former owner's line must not match it.
+        self._demotion_ticks += 1
         for block in reversed(blocks):
             entry = self._index.of_block(block)
             if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
                 break
-            entry.released_at = 0
+            entry.released_at = self._demotion_ticks
             if entry.children == 0:
                 self._queue_leaf(entry)
             demoted += 1

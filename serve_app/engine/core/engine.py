@@ -157,13 +157,20 @@ class TorchEngine:
         self._inbox.wake()
 
     def export_prefix(
-        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+        self,
+        scope: PrefixScope,
+        root: bytes,
+        token_ids: TokenArray,
+        first: int = 0,
+        most_blocks: int | None = None,
+        *,
+        demote: bool = False,
     ) -> KvChain | None:
-        """Return the KV of the pool's longest prefix of ``token_ids``, from block ``first`` on, in whole blocks.
+        """Return the KV of the longest cached prefix of ``token_ids``, from block ``first`` on, in whole blocks.
 
-        ``most_blocks`` bounds them. None when there is none. Waits for the loop.
+        ``most_blocks`` bounds them; ``demote``: see ``PrefixCache.demote``. None when there is none. Any thread, waits.
         """
-        return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks)
+        return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks, demote=demote)
 
     def import_prefix(
         self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"

@@ -55,11 +55,19 @@ class PrefixTransfer:
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
 
     def export_prefix(
-        self, scope: PrefixScope, root: bytes, token_ids: TokenArray, first: int = 0, most_blocks: int | None = None
+        self,
+        scope: PrefixScope,
+        root: bytes,
+        token_ids: TokenArray,
+        first: int = 0,
+        most_blocks: int | None = None,
+        *,
+        demote: bool = False,
     ) -> KvChain | None:
         """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
 
-        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile.
+        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile, and with
+        ``demote`` they are the first to be evicted afterwards, as far as no other prefix or sequence uses them.
         """
         size = self._cache.block_size
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
@@ -93,6 +101,8 @@ class PrefixTransfer:
             if len(held) + len(below) == len(rows) and copied < len(payload):
                 return True
             self._cache.release(blocks)
+            if demote and copied:
+                self._cache.demote(blocks)
             blocks = []
             return False
 

@@ -71,13 +71,13 @@ def test_a_leak_is_found(soak: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that keeps every request that ended is caught after a hundred of them."""
     kept: list[object] = []
     monkeypatch.setattr(soak.engine, "kept", kept, raising=False)
-    ends = soak.engine._inbox.ends
-    monkeypatch.setattr(soak.engine._inbox, "ends", lambda sequence: (kept.append(sequence), ends(sequence)))
+    inbox, remove = soak.engine._inbox, soak.engine._inbox.remove_live
+    monkeypatch.setattr(inbox, "remove_live", lambda sequence: (kept.append(sequence), remove(sequence)))
     soak.churn(10)
     soak.check()
     soak.churn(130)
     soak.check()
-    assert {"table TorchEngine.kept", "Sequence", "EngineRequest"} <= grown(soak.checks).keys()
+    assert {"table TorchEngine.kept", "SequenceState", "EngineRequest"} <= grown(soak.checks).keys()
 
 
 def test_tables_count_what_is_reachable_and_growth_is_seen(soak: Soak) -> None:

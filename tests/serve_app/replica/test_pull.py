@@ -19,7 +19,7 @@ from serve_app.replica.pull_metrics import PullMeters
 from serve_app.replica.pull_peers import Exports
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import SECRET, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
 
 SETTINGS = PullSettings(min_tokens=32)
 Run = Callable[[Puller], Awaitable[None]]
@@ -117,6 +117,35 @@ def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: Mak
             assert collector.tokens[f"c{n}"] == reference("qwen3", np.append(ids, np.int32(n)), 3)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("piece_blocks", [100, 3])
+def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_engine: MakeEngine) -> None:
+    """What the pulled prefix shares with another conversation stays, and so does that one, though it is older.
+
+    An export that goes to no pull demotes nothing.
+    """
+    system, moved, new = prompt(64), prompt(64, 1), prompt(97, 2)
+    shared, moves = np.concatenate([system, prompt(33, 3)]), np.concatenate([system, moved, prompt(1, 4)])
+
+    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = make_engine(num_blocks=14), make_engine()
+        run_all(first, [request("shared", shared, 1)])
+        run_all(first, [request("moves", moves, 1)])
+        root = SCOPE.root(SECRET)
+        assert first.export_prefix(SCOPE, root, moves) is not None
+        assert [first.known_blocks(hash_blocks(root, ids, 16), 8) for ids in (shared, moves)] == [6, 8]
+        monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
+        puller = Puller(second, Holder(first).fetch, 16, SETTINGS)
+        got = await generate(second, puller, keyed(request("moves", moves, 1)))
+        assert got.cached["moves"] == 128
+        # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
+        run_all(first, [request("new", new, 1)])
+        assert [first.known_blocks(hash_blocks(root, ids, 16), 8) for ids in (shared, moves, new)] == [6, 5, 6]
+        assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(run(monkeypatch))
 
 
 @pytest.mark.parametrize("trouble", ["late", "holder_lost", "gone", "holder_busy", "invalid", "failed"])

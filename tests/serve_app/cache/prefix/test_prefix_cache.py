@@ -259,12 +259,15 @@ def cache_hashes(*values: int) -> list[bytes]:
 
 
 def test_blocks_in_use_or_in_front_of_longer_prefixes_are_not_demoted() -> None:
-    """Nothing is demoted while a sequence runs on it, nor from the middle of a chain; a hit ends a demotion."""
-    cache = PrefixCache(6, 1)
+    """Nothing is demoted while a sequence or a pin holds it, nor from the middle of a chain; a hit ends a demotion."""
+    cache = PrefixCache(6, 1, pin_budget_blocks=3)
     blocks = fill(cache, tokens(1, 2, 3))
     assert cache.demote(blocks) == 0
     cache.release(blocks)
     assert cache.demote(blocks[:2]) == 0
+    assert cache.pin(b"key", blocks) == "pinned"
+    assert cache.demote(blocks) == 0
+    cache.unpin(b"key")
     assert cache.demote(blocks) == 3
     cache.release(fill(cache, tokens(4, 5)))
     cache.release(fill(cache, tokens(1, 2, 3)))

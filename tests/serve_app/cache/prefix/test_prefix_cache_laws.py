@@ -152,6 +152,25 @@ class CacheMachine(RuleBasedStateMachine):
             self.held.remove(one)
             self.cache.release(one.blocks)
 
+    @rule(scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11))
+    def export(self, scope: PrefixScope, ids: list[int]) -> None:
+        """Hand a prefix to another replica: what it alone has and nobody uses is demoted, and demoted only."""
+        scope = scope_of(scope, ids)
+        array = np.array(ids, dtype=np.int32)
+        matched = self.cache.match(scope, array, self.cache.prompt_chain(scope, root_of(scope), array))
+        self.cache.acquire(matched)
+        if matched and self.owner[matched[0]] == PUBLIC:
+            self.seen_s[PUBLIC] = self.now_s
+        self.pins.read(matched, self.now_s)
+        self.cache.release(matched)
+        known = self.cache.hashes()
+        demoted = self.cache.demote(matched)
+        tail = matched[len(matched) - demoted :]
+        assert all(self.cache.pool.is_idle(block) for block in tail)
+        assert self.cache.hashes() == known
+        first = [entry.block for entry in self.cache.idle_leaves_first()]
+        assert [block for block in first if block in tail] == tail[::-1]
+
     @rule()
     def reset(self) -> None:
         complete = self.cache.reset()

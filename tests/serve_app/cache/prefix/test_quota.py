@@ -52,6 +52,18 @@ def test_idle_room_is_borrowed_and_given_back_first() -> None:
     assert (bench.held("flood"), bench.held("small")) == (6, 4)
 
 
+def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
+    """Nothing is left in the line of who had a block before: it would be taken from whoever has it now."""
+    bench = Bench(8)
+    moved = bench.fill("a", 1, 0)
+    others = [bench.fill("a", 1, number)[0] for number in range(1, 8)]
+    for _ in range(2):
+        assert bench.cache.demote(moved) == 1
+    assert bench.fill("b", 1) == moved
+    assert bench.cache.demote(moved) == 1
+    assert bench.cache.allocate(1, "c") == others[:1]
+
+
 def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
     """The newest blocks of whoever is over stay, the oldest go, tail first."""
     bench = Bench(8)
