@@ -212,7 +212,7 @@ class Puller:
 
 
 EXPECTED_BYTES_PER_S = 150e6
-"""Of a pull of some megabytes between two processes of one machine, while nothing was measured (see ``LOG.md``)."""
+"""Of a pull between two processes of one machine, until one was measured (``benchmarks/log/end_to_end.md``)."""
 
 
 _EXPECTED_WEIGHT_S = 0.1

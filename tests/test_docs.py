@@ -1,0 +1,85 @@
+"""What the documents name exists: files, folders, tests, modules, benchmarks, links."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import MODULES
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
+_PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
+_MODULE = re.compile(r"^(?:router|serve_app|cluster)(?:\.\w+)+$")
+_BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
+
+
+@cache
+def _names(path: Path) -> frozenset[str]:
+    """Return the functions and classes that a file defines, and what it assigns at its top."""
+    tree = ast.parse(path.read_text())
+    defined = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    assigned = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    return frozenset(defined | assigned)
+
+
+def _missing(code: str) -> str | None:
+    """Return what is wrong with a piece of code that a page shows, or None."""
+    path, separator, name = code.partition("::")
+    if _PATH.match(path):
+        if not (ROOT / path).exists():
+            return f"there is no {path}"
+        if separator and name not in _names(ROOT / path):
+            return f"{path} has no {name}"
+    if _MODULE.match(code):
+        parts = code.split(".")
+        while parts and not (ROOT.joinpath(*parts).is_dir() or ROOT.joinpath(*parts).with_suffix(".py").exists()):
+            parts.pop()
+        if len(parts) < code.count("."):
+            return f"there is no module {code}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_test_and_module_a_page_names_exists(page: Path) -> None:
+    """A page that names what was moved or renamed misleads whoever looks for it."""
+    assert [problem for code in _CODE.findall(page.read_text()) if (problem := _missing(code))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links inside the project are relative to their page."""
+    links = [link for link in _LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
+    """``python -m benchmarks NAME`` is the one way to run them."""
+    assert set(_BENCHMARK.findall(page.read_text())) - {"NAME"} <= set(MODULES)
+
+
+def test_what_does_not_exist_is_noticed() -> None:
+    """The test of the tests above."""
+    assert _missing("router/nowhere.py")
+    assert _missing("tests/test_docs.py::test_nothing")
+    assert _missing("serve_app.nowhere.at_all")
+    assert _missing("tests/test_docs.py::test_what_does_not_exist_is_noticed") is None
+    assert _missing("serve_app.config.reference") is None
+    assert _missing("serve_app/engine/") is None
