@@ -140,6 +140,11 @@ def split_chain(chain: bytes) -> Iterator[bytes]:
         yield chain[start : start + HASH_BYTES]
 
 
+def hash_at(chain: bytes, index: int) -> bytes:
+    """Return the hash of block ``index`` of a packed chain; b"" past its end."""
+    return chain[HASH_BYTES * index : HASH_BYTES * (index + 1)]
+
+
 def common_blocks(one: bytes, other: bytes) -> int:
     """Return how many leading hashes two packed chains share; equal hashes at a block mean equal blocks up to it."""
     low, high = 0, min(len(one), len(other)) // HASH_BYTES

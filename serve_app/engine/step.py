@@ -128,6 +128,11 @@ class Runner(Protocol):
         """Copy rows into blocks: the inverse of ``read_blocks``."""
 
 
+def ceil_div(total: int, part: int) -> int:
+    """Return ``total`` / ``part``, rounded up: how many parts hold ``total``."""
+    return -(-total // part)
+
+
 def block_runs(blocks: Sequence[int]) -> list[BlockRun]:
     """Return ``blocks`` as maximal runs of ascending neighbours."""
     runs: list[BlockRun] = []

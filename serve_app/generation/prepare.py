@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 import xxhash
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, system_prompt_key
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
 from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
@@ -210,7 +210,7 @@ class Preparer:
             return system_prompt_key(keys.public_root if shared else root, system_text)
         blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
         if blocks:
-            return encoded.block_hashes[HASH_BYTES * (blocks - 1) : HASH_BYTES * blocks]
+            return hash_at(encoded.block_hashes, blocks - 1)
         return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
 
 

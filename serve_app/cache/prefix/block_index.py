@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, split_chain
 
 
 @dataclass(slots=True)
@@ -77,8 +78,8 @@ class BlockIndex:
     def leading(self, chain: bytes, blocks: int) -> list[int]:
         """Return the blocks indexed under the first ``blocks`` hashes of a chain, up to the first gap (unverified)."""
         found: list[int] = []
-        for i in range(blocks):
-            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+        for block_hash in islice(split_chain(chain), blocks):
+            entry = self._by_hash.get(block_hash)
             if entry is None:
                 break
             found.append(entry.block)
@@ -98,7 +99,7 @@ class BlockIndex:
         for i in range(limit):
             if i == scope.public_blocks:
                 known = wanted = scope.private
-            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])
+            entry = self._by_hash.get(chain[HASH_BYTES * i : HASH_BYTES * (i + 1)])  # ``hash_at``, without a call
             if entry is None or entry.parent != parent or entry.token_bytes != raw[step * i : step * (i + 1)]:
                 break
             if entry.scope is not known:
@@ -135,7 +136,7 @@ def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> 
     low, high = 0, blocks
     while low < high:
         middle = (low + high + 1) // 2
-        if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):
+        if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):  # ``hash_at``, without a call
             low = middle
         else:
             high = middle - 1

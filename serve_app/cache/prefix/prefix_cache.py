@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
+from router.protocol.block_hash import (
+    HASH_BYTES,
+    ChainHasher,
+    PrefixScope,
+    TokenArray,
+    extend_chain,
+    hash_at,
+    hash_blocks,
+)
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
 from serve_app.cache.prefix.block_pool import BlockPool
@@ -185,7 +193,7 @@ class PrefixCache:
         stored = bytearray()
         done = first
         for i in range(first, last):
-            block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            block_hash = hash_at(chain, i)
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
             own_scope = public if i < scope.public_blocks else private
             entry = self._index.of_hash(block_hash)

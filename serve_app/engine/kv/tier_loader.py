@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import PrefixScope, TokenArray, hash_at
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -94,7 +94,7 @@ class TierLoader:
         if load is not None and not load.done:
             return FetchOutcome.WAIT
         hits = len(matched)
-        missing = sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]
+        missing = hash_at(sequence.chain, hits)
         if load is None and self.tiers.find(missing) is None:
             return FetchOutcome.NOTHING
         if fetch is None:
@@ -135,7 +135,7 @@ class TierLoader:
         rows: list[Row] = []
         hashes: list[bytes] = []
         for i in range(len(matched), last):
-            block_hash = chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            block_hash = hash_at(chain, i)
             known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
             (parent,) = extend_digests(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
             if known is None or row is None or known[0].prefix_digest != parent:
@@ -206,7 +206,7 @@ class TierLoader:
         first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
         found: list[tuple[TierBlock, str]] = []
         for i in range(first, limit):
-            block_hash = sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            block_hash = hash_at(sequence.chain, i)
             known = self.tiers.find(block_hash)
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"

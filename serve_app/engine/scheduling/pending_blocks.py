@@ -6,7 +6,7 @@ another has to wait.
 
 from __future__ import annotations
 
-from router.protocol.block_hash import HASH_BYTES
+from router.protocol.block_hash import hash_at
 from serve_app.engine.scheduling.sequence import SequenceState
 
 
@@ -21,7 +21,7 @@ class PendingBlocks:
         """Note that ``sequence`` is about to compute its blocks ``first`` to ``last`` - 1."""
         sequence.resolved = first
         for i in range(first, last):
-            self._computing.setdefault(sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)], sequence)
+            self._computing.setdefault(hash_at(sequence.chain, i), sequence)
 
     def has(self, block_hash: bytes) -> bool:
         """Return whether somebody computes that block (any thread)."""
@@ -41,7 +41,7 @@ class PendingBlocks:
     def resolve(self, sequence: SequenceState, last: int) -> None:
         """Wake whoever waits for a sequence's blocks before ``last``: they are computed, or will not be."""
         for i in range(sequence.resolved, last):
-            block_hash = sequence.chain[HASH_BYTES * i : HASH_BYTES * (i + 1)]
+            block_hash = hash_at(sequence.chain, i)
             if self._computing.get(block_hash) is sequence:
                 del self._computing[block_hash]
                 self._parked.pop(block_hash, None)

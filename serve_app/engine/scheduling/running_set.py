@@ -13,7 +13,7 @@ from serve_app.engine.scheduling.admission import Admission
 from serve_app.engine.scheduling.pending_blocks import PendingBlocks
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import AdapterSlots
+from serve_app.engine.step import AdapterSlots, ceil_div
 
 GROWTH_BLOCKS = 4
 """Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
@@ -49,7 +49,7 @@ class RunningSet:
         self.admission.started(sequence.request.tenant, reserved)
         self.sequences[sequence.request.request_id] = sequence
         # All of the prefill at once, so that it lies in one run where the pool allows it.
-        self._take(sequence, -(-sequence.prefill_tokens // size) - hits)
+        self._take(sequence, ceil_div(sequence.prefill_tokens, size) - hits)
         self._pending.begin(sequence, hits, cache.reusable_blocks(sequence.prefill_tokens))
 
     def make_room(self) -> list[SequenceState]:
@@ -74,7 +74,7 @@ class RunningSet:
         """Return how many tokens may be drafted for a decode; nobody is preempted for a draft."""
         size = self._cache.block_size
         wanted = sequence.wanted_drafts(most)
-        missing = -(-(sequence.computed + 1 + wanted) // size) - len(sequence.blocks)
+        missing = ceil_div(sequence.computed + 1 + wanted, size) - len(sequence.blocks)
         if missing <= 0 or self._grow(sequence, missing):
             return wanted
         return size * len(sequence.blocks) - sequence.computed - 1
@@ -87,7 +87,7 @@ class RunningSet:
 
     def _grow(self, sequence: SequenceState, missing: int) -> bool:
         """Take ``missing`` blocks or a few more; False, changing nothing, where they are neither reserved nor free."""
-        wanted = -(-sequence.most_tokens // self._cache.block_size) - len(sequence.blocks)
+        wanted = ceil_div(sequence.most_tokens, self._cache.block_size) - len(sequence.blocks)
         wanted = min(max(missing, GROWTH_BLOCKS), wanted)
         reserved = sequence.reserved_blocks
         if reserved >= missing:
@@ -124,7 +124,7 @@ def blocks_to_reserve(sequence: SequenceState, block_size: int, *, worst_case: b
     most = sequence.most_tokens
     if not worst_case:
         most = min(most, sequence.prefill_tokens + max(sequence.generated_tokens, RESERVED_TOKENS))
-    return -(-most // block_size)
+    return ceil_div(most, block_size)
 
 
 def choose_victim(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 
-from router.protocol.block_hash import HASH_BYTES
+from router.protocol.block_hash import hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.admission import Verdict
 from serve_app.engine.scheduling.fair_queue import FairQueue
@@ -119,7 +119,7 @@ class Scheduler:
         first = sequence.held_blocks_hint
         if first >= self._cache.reusable_blocks(sequence.prefill_tokens):
             return b""
-        return sequence.chain[HASH_BYTES * first : HASH_BYTES * (first + 1)]
+        return hash_at(sequence.chain, first)
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return a sequence that waits or runs here."""
@@ -255,9 +255,9 @@ class Scheduler:
         """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         hint, chain = sequence.held_blocks_hint, sequence.chain
-        if hint and not self._cache.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
+        if hint and not self._cache.held(hash_at(chain, hint - 1)):
             hint = self._cache.count_held(chain, hint)
-        elif hint < limit and self._cache.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
+        elif hint < limit and self._cache.held(hash_at(chain, hint)):
             hint = self._cache.count_held(chain, limit)
         sequence.held_blocks_hint = hint
 
@@ -267,7 +267,7 @@ class Scheduler:
         matched = cache.match(sequence.request.scope, sequence.tokens, sequence.chain)
         limit = cache.reusable_blocks(sequence.prefill_tokens)
         hits = len(matched)
-        if hits < limit and self._pending.park(sequence, sequence.chain[HASH_BYTES * hits : HASH_BYTES * (hits + 1)]):
+        if hits < limit and self._pending.park(sequence, hash_at(sequence.chain, hits)):
             return "parked"
         needed = blocks_to_reserve(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))

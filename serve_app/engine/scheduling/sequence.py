@@ -12,7 +12,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
-from serve_app.engine.step import BlockRun, Segment, block_runs
+from serve_app.engine.step import BlockRun, Segment, block_runs, ceil_div
 
 
 class SequenceState:
@@ -239,5 +239,5 @@ def check_request(
         raise RequestTooLong(
             f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} exceed the limit of {max_model_len} tokens"
         )
-    if -(-wanted // block_size) > max_blocks:
+    if ceil_div(wanted, block_size) > max_blocks:
         raise RequestTooLong(f"{wanted} tokens exceed the KV pool of {max_blocks * block_size} tokens")
