@@ -1,7 +1,4 @@
-"""Public prompts as the settings file names them: read once, checked, bounded.
-
-Owns the registry's bounds and errors; knows nothing of tokens.
-"""
+"""Public prompts as the settings file names them: read once, checked, bounded."""
 
 from __future__ import annotations
 
