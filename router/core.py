@@ -24,12 +24,12 @@ from router.observe.shadow import ShadowCounters, ShadowPolicy
 from router.observe.state import regret_state, router_state, sane_stats, shadow_state
 from router.policy.candidates import Candidate, Match, PolicyContext
 from router.policy.estimate import estimate
-from router.policy.policies import DEFAULT_POLICY, POLICIES, least_loaded
+from router.policy.policies import POLICIES, least_loaded
 from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
-from router.settings import RouterSettings
+from router.settings import DEFAULT_POLICY, RouterSettings
 
 
 class RoutingCore:
@@ -56,7 +56,7 @@ class RoutingCore:
         self._counted = self.counters.of_policy(self.settings.policy)
         self._shadow = self._new_shadow()
         self._shadow_s = 0.0
-        self._loads = LoadTable(router_id, self.settings.load)
+        self._loads = LoadTable(router_id)
         self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._pending = PendingPrefixes(self.settings.block_size)
         self._replication = Replication(self.settings.block_size)
@@ -100,7 +100,6 @@ class RoutingCore:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
-            self._loads.configure(settings.load)
             self._counted = self.counters.of_policy(settings.policy)
             if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
@@ -254,7 +253,7 @@ class RoutingCore:
         if self._shadow is not None:
             self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, estimated, now_s)
         number = loads.reserve(replica_id, estimated.uncached_tokens, now_s)
-        if self.settings.follow_in_flight and request.block_hashes:
+        if request.block_hashes:
             self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
         selected, _, pull_from, pull_tokens, estimated_ttft_s = estimated
         decision = Decision(
@@ -269,8 +268,7 @@ class RoutingCore:
         """Return cached tokens by replica, and what else a policy needs to know of this request."""
         chain = self._reusable_chain(request)
         match = self._directory.match(chain)
-        follow = self.settings.follow_in_flight
-        pending = self._pending.match(request.placement_key, chain) if follow else {}
+        pending = self._pending.match(request.placement_key, chain)
         adapter_s = self._adapters.wait_s(request.adapter, self._loads)
         scoring = self.settings.scoring
         return match, PolicyContext(self._turn, self._rng, scoring, blocked, pending, adapter_s=adapter_s)

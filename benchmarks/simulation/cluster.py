@@ -59,6 +59,7 @@ class Cluster:
                 self.clock,
                 self.replicas,
                 shortest_first=contender.shortest_first,
+                pulls=contender.pull,
                 on_first_token=self._first_token,
                 publish=self._publish,
             )
@@ -68,6 +69,8 @@ class Cluster:
             name: FrontDoor(name, names, settings, contender, self.clock, tree)
             for name in (f"router-{number}" for number in range(settings.routers))
         }
+        for name, replica in self.replicas.items():
+            self._deliver(name, (replica.report(),))
         self._rng = Random(settings.seed)
 
     def run(self, requests: Sequence[SimulatedRequest]) -> Outcome:

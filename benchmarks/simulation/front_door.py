@@ -13,7 +13,7 @@ from benchmarks.simulation.settings import ClusterSettings, Contender, Simulated
 from router.core import RoutingCore
 from router.protocol.events import Event
 from router.protocol.request import Decision, RoutedRequest
-from router.settings import LoadSettings, PolicySettings, RouterSettings
+from router.settings import PolicySettings, RouterSettings
 
 RAY_PREFIX = "ray_prefix"
 EPOCH = "simulated"
@@ -32,14 +32,8 @@ class FrontDoor:
         tree: RayPrefixTree | None = None,
     ) -> None:
         scoring = PolicySettings(shortest_first=contender.shortest_first, max_holders=settings.max_holders)
-        load = LoadSettings(
-            default_prefill_tokens_per_s=settings.prefill_tokens_per_s,
-            default_pull_tokens_per_s=settings.pull_tokens_per_s if contender.pull else 0.0,
-            decode_weight=settings.decode_weight,
-            reservation_ttl_s=float("inf"),
-        )
         policy = "least_loaded" if tree is not None else contender.policy
-        core_settings = RouterSettings(policy, settings.block_size, load=load, scoring=scoring)
+        core_settings = RouterSettings(policy, settings.block_size, scoring=scoring)
         self.core = RoutingCore(name, core_settings, clock=clock, rng=Random(f"{settings.seed} {name}"))
         self.core.update_replicas(replica_ids)
         self._replica_ids = replica_ids

@@ -57,6 +57,7 @@ class SimulatedReplica:
         peers: dict[str, SimulatedReplica],
         *,
         shortest_first: bool,
+        pulls: bool,
         on_first_token: FirstToken,
         publish: Publish,
     ) -> None:
@@ -69,6 +70,7 @@ class SimulatedReplica:
         self._clock = clock
         self._peers = peers
         self._shortest_first = shortest_first
+        self._pulls = pulls
         self._on_first_token = on_first_token
         self._publish = publish
         self._link_free_s = 0.0
@@ -111,6 +113,7 @@ class SimulatedReplica:
             decode_step_s=self._settings.decode_token_s,
             shares=shares,
             committed_prefill_tokens=committed,
+            pull_tokens_per_s=self._settings.pull_tokens_per_s if self._pulls else 0.0,
         )
 
     def _report(self) -> None:

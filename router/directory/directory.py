@@ -65,11 +65,6 @@ class Directory:
         """Bytes held, from the sizes of the arrays and tables."""
         return self._table.size_bytes + self._sets.size_bytes
 
-    @property
-    def sweeping(self) -> bool:
-        """Whether entries of gone epochs are left to be swept."""
-        return bool(self._dead) or self._sweep_at >= 0
-
     def blocks_held(self, replica_id: str) -> Mapping[str, int]:
         """Return the number of blocks a replica holds by tier; empty for an unknown replica."""
         replica = self._replicas.get(replica_id)
@@ -107,12 +102,15 @@ class Directory:
         if self._dead or self._sweep_at >= 0:
             self.sweep(1 + self._dead.bit_count() // 64)
 
-    def sweep(self, shards: int = 1) -> None:
-        """Drop entries of gone epochs from the next ``shards`` shards; ``apply`` does this as it goes."""
+    def sweep(self, shards: int = 1) -> bool:
+        """Drop entries of gone epochs from the next ``shards`` shards; ``apply`` does this as it goes.
+
+        Returns whether there may be more of them.
+        """
         for _ in range(shards):
             if self._sweep_at < 0:
                 if not self._dead:
-                    return
+                    return False
                 self._sweep_dead, self._sweep_at = self._dead, 0
             keep = ~self._dead
             asked: list[int] = []
@@ -131,6 +129,7 @@ class Directory:
                 self._free_slots.extend(bits(self._sweep_dead))
                 self._dead &= ~self._sweep_dead
                 self._sweep_at, self._sweep_dead = -1, 0
+        return bool(self._dead) or self._sweep_at >= 0
 
     def match(self, chain: bytes) -> dict[str, int]:
         """Return the tokens of ``chain``'s longest held prefix by replica; replicas that hold nothing are absent.

@@ -17,7 +17,9 @@ import xxhash
 from router.load.peer_routers import PeerRouters
 from router.load.replica_load import ReplicaLoad, clamped, without_shares
 from router.protocol.events import LoadReport
-from router.settings import LoadSettings
+
+RESERVATION_TTL_S = 120.0
+"""After this a reservation ends by itself: the backstop for lost releases."""
 
 _EXPIRED_A_CALL = 64
 
@@ -37,9 +39,8 @@ class LoadTable:
     figures by replica, as plain numbers.
     """
 
-    def __init__(self, router_id: str, settings: LoadSettings | None = None) -> None:
+    def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self._settings = settings or LoadSettings()
         self.clamped_reports = 0
         self.expired_reservations = 0
         self.num_full = 0
@@ -54,12 +55,6 @@ class LoadTable:
         self._deadlines: deque[int] = deque()
         self._last_number = 0
         self._grow(8)
-
-    def configure(self, settings: LoadSettings) -> None:
-        """Use other settings from now on; reservations keep their time to live."""
-        self._settings = settings
-        for replica in self.replicas.values():
-            self._write(replica)
 
     def add_replica(self, replica_id: str) -> None:
         """Start tracking a replica as idle; adding it again changes nothing."""
@@ -138,7 +133,7 @@ class LoadTable:
         self._num_unreported += 1
         self._last_number += 1
         number = self._last_number
-        self._reservations[number] = replica_id, now_s + self._settings.reservation_ttl_s
+        self._reservations[number] = replica_id, now_s + RESERVATION_TTL_S
         self._deadlines.append(number)
         replica.unreported[number] = uncached_tokens
         replica.unreported_tokens += uncached_tokens
@@ -159,7 +154,7 @@ class LoadTable:
         return True
 
     def expire(self, now_s: float) -> list[int]:
-        """End reservations older than the TTL, count them and return their numbers; the backstop for lost releases.
+        """End reservations older than ``RESERVATION_TTL_S``, count them and return their numbers.
 
         Looks at a bounded number of reservations a call, oldest first.
         """
@@ -220,7 +215,7 @@ class LoadTable:
     def _write(self, replica: ReplicaLoad) -> None:
         """Write a row after a report."""
         row, pulled = replica.row, replica.pulls
-        replica.apply_report(self._settings, self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
+        replica.apply_report(self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
         self._running[row] = replica.running
         self._pace[row] = replica.seconds_per_token
         self._pull_pace[row] = replica.pull_pace

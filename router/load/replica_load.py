@@ -12,7 +12,12 @@ from math import inf, isfinite
 import msgspec
 
 from router.protocol.events import LoadReport
-from router.settings import LoadSettings
+
+DEFAULT_PREFILL_TOKENS_PER_S = 5000.0
+"""Holds until some replica has measured its own rate."""
+
+DECODE_WEIGHT = 0.01
+"""How much each running sequence slows prefill, as a share of it."""
 
 MAX_TOKENS = 1 << 40
 MAX_SEQUENCES = 1 << 20
@@ -65,12 +70,12 @@ class ReplicaLoad:
         self.rate_tokens = float(min(tokens, ENOUGH_RATE_TOKENS)) if rate else 0.0
         self.rate_s = self.rate_tokens / rate if rate else 0.0
 
-    def apply_report(self, settings: LoadSettings, common_rate: float) -> None:
+    def apply_report(self, common_rate: float) -> None:
         """Work out what only a report changes. ``common_rate``: of all replicas together, in tokens/s; 0.0: unknown."""
-        rate, pull_rate = 0.0, settings.default_pull_tokens_per_s
+        rate = pull_rate = 0.0
         report = self.report
         if report is not None:
-            rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s or pull_rate
+            rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s
             missing_tokens = ENOUGH_RATE_TOKENS - self.rate_tokens
             if rate and missing_tokens and common_rate:
                 rate = ENOUGH_RATE_TOKENS / (self.rate_s + missing_tokens / common_rate)
@@ -81,9 +86,7 @@ class ReplicaLoad:
             self._settled = report.committed_sequences
             self._full_as_reported = 0 < report.max_waiting_sequences <= report.waiting_sequences
             self._room = report.max_running_sequences + report.max_waiting_sequences
-        self.seconds_per_token = (1.0 + settings.decode_weight * self.running) / (
-            rate or settings.default_prefill_tokens_per_s
-        )
+        self.seconds_per_token = (1.0 + DECODE_WEIGHT * self.running) / (rate or DEFAULT_PREFILL_TOKENS_PER_S)
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
 

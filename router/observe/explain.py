@@ -13,9 +13,10 @@ from router.load.load_table import LoadTable
 from router.observe.state import replica_load_state
 from router.policy.candidates import Candidate, Match, PolicyContext
 from router.policy.estimate import Estimate, estimate
-from router.policy.policies import DEFAULT_POLICY, POLICIES
+from router.policy.policies import POLICIES
 from router.policy.replication import Replication
 from router.protocol.request import RoutedRequest
+from router.settings import DEFAULT_POLICY
 
 _BECAUSE = {
     "only_replica": "it is the only replica that can take the request",

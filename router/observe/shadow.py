@@ -17,9 +17,10 @@ from router.load.load_table import LoadTable
 from router.observe.counters import DECISION_BUCKETS_S, Histogram
 from router.policy.candidates import Candidate, Match, PolicyContext
 from router.policy.estimate import Estimate, estimate
-from router.policy.policies import DEFAULT_POLICY, POLICIES
+from router.policy.policies import POLICIES
 from router.policy.replication import Replication
 from router.protocol.request import RoutedRequest
+from router.settings import DEFAULT_POLICY
 
 logger = logging.getLogger(__name__)
 

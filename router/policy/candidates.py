@@ -16,24 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from router.load.load_table import Floats, LoadTable
-from router.protocol.request import RoutedRequest
+from router.protocol.request import Reason, RoutedRequest
 from router.settings import PolicySettings
 
 Match = Mapping[str, int]
 """Cached tokens by replica."""
-
-REASONS = (
-    "cached",
-    "in_flight",
-    "cold",
-    "load_spill",
-    "hot_prefix",
-    "only_replica",
-    "round_robin",
-    "power_of_two",
-    "placement",
-    "fallback",
-)
 
 
 class Candidate(NamedTuple):
@@ -41,7 +28,7 @@ class Candidate(NamedTuple):
 
     replica_id: str
     score: float
-    reason: str
+    reason: Reason
 
 
 _DEFAULTS = PolicySettings()
@@ -180,7 +167,7 @@ def scored(
         replica_id = loads.replica_ids[row]
         held = match.get(replica_id, 0)
         if routable == 1:
-            reason = "only_replica"
+            reason: Reason = "only_replica"
         elif 0 < best == held:
             reason = "cached"
         elif context.pending.get(replica_id, 0) > best:
@@ -191,7 +178,7 @@ def scored(
     return candidates
 
 
-def listed(rows: list[int], reason: str, loads: LoadTable, limit: int | None) -> list[Candidate]:
+def listed(rows: list[int], reason: Reason, loads: LoadTable, limit: int | None) -> list[Candidate]:
     """Return candidates for rows already in order; their score is their rank."""
     if len(rows) == 1:
         reason = "only_replica"

@@ -26,6 +26,15 @@ from router.policy.candidates import (
 from router.policy.pull_cost import work_tokens
 from router.protocol.request import RoutedRequest
 
+TIE_TOLERANCE = 0.01
+"""Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
+
+BOUNDED_LOAD = 1.25
+"""Bounded hashing: how far over the mean a replica's requests may be."""
+
+SGLANG_RELATIVE_LOAD, SGLANG_ABSOLUTE_LOAD, SGLANG_MATCH_RATIO = 1.1, 32.0, 0.5
+"""sglang-router's defaults."""
+
 Policy = Callable[[RoutedRequest, Match, LoadTable, PolicyContext, int | None], list[Candidate]]
 
 
@@ -34,7 +43,7 @@ def estimated_ttft(
 ) -> list[Candidate]:
     """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
 
-    score = (ahead + own x (1 + pushback_weight x behind)) x seconds_per_token.
+    score = (ahead + own x (1 + behind)) x seconds_per_token.
     Of a queue only totals are known: the tokens that nobody overtakes, which are ahead, and ``others``, taken as jobs
     with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
     others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
@@ -44,7 +53,7 @@ def estimated_ttft(
     lacks the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter.
     """
     scores, own = ttft_scores(request, match, loads, context)
-    return scored(scores, own, request, match, loads, context, limit, context.settings.tie_tolerance)
+    return scored(scores, own, request, match, loads, context, limit, TIE_TOLERANCE)
 
 
 def ttft_scores(
@@ -54,20 +63,17 @@ def ttft_scores(
     settings = context.settings
     own = work_tokens(request, match, context.pending, loads, settings)
     if settings.shortest_first:
-        # ahead + own x (1 + weight x behind), put so that the usual weight of 1 needs the fewest steps:
-        # committed + others x (1 - e^-x) + own + (weight - 1) x own x jobs x e^-x
+        # ahead + own x (1 + behind), put so that it needs the fewest steps: committed + others x (1 - e^-x) + own
         shorter = own * loads.falloff
         np.expm1(shorter, shorter)
         scores = own + loads.committed_tokens
         scores -= shorter * loads.overtakable_tokens
-        if settings.pushback_weight != 1.0:
-            scores += (settings.pushback_weight - 1.0) * own * loads.jobs * (shorter + 1.0)
     else:
         scores = loads.queued_tokens + own
     left_to_peers = loads.left_to_peers
     if left_to_peers is not None and len(scores):
         # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
-        equal = np.count_nonzero(scores <= scores.min() * (1.0 + settings.tie_tolerance))
+        equal = np.count_nonzero(scores <= scores.min() * (1.0 + TIE_TOLERANCE))
         if equal < min(loads.active_routers, len(scores)):
             scores += left_to_peers * own.min()
     scores *= loads.seconds_per_token
@@ -119,7 +125,7 @@ def least_loaded(
 def bounded_hash(
     request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
 ) -> list[Candidate]:
-    """Rank by rendezvous order of the placement key; replicas over ``bounded_load`` x the mean come last, by load.
+    """Rank by rendezvous order of the placement key; replicas over ``BOUNDED_LOAD`` x the mean come last, by load.
 
     Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam).
     """
@@ -127,7 +133,7 @@ def bounded_hash(
     if not rows:
         return []
     requests = loads.running + loads.waiting
-    bound = ceil(context.settings.bounded_load * (float(requests[rows].sum()) + 1.0) / len(rows))
+    bound = ceil(BOUNDED_LOAD * (float(requests[rows].sum()) + 1.0) / len(rows))
     weights = rendezvous(request.placement_key, loads).tolist()
     rows.sort(key=lambda row: -weights[row])
     home = rows[0]
@@ -144,21 +150,19 @@ def sglang(
 ) -> list[Candidate]:
     """Rank by shortest queue when load is uneven, else by match when it is long enough, else by shortest queue.
 
-    Uneven: the largest load is over ``sglang_relative`` x the mean and over mean + ``sglang_absolute``.
+    Uneven: the most requests are over ``SGLANG_RELATIVE_LOAD`` x the mean and over mean + ``SGLANG_ABSOLUTE_LOAD``.
     Source: the cache-threshold rule of sglang-router.
     """
     requests = loads.running + loads.waiting
     own = uncached_tokens(request, match, loads)
-    scores, settings = requests, context.settings
+    scores = requests
     if len(requests):
         mean, largest = float(requests.mean()), float(requests.max())
-        uneven = largest > settings.sglang_relative * mean and largest > mean + settings.sglang_absolute
-        if not uneven and float(own.min()) < (1.0 - settings.sglang_match_ratio) * request.prompt_tokens:
+        uneven = largest > SGLANG_RELATIVE_LOAD * mean and largest > mean + SGLANG_ABSOLUTE_LOAD
+        if not uneven and float(own.min()) < (1.0 - SGLANG_MATCH_RATIO) * request.prompt_tokens:
             scores = own.copy()
     return scored(scores, own, request, match, loads, context, limit)
 
-
-DEFAULT_POLICY = "estimated_ttft"
 
 POLICIES: dict[str, Policy] = {
     "estimated_ttft": estimated_ttft,

@@ -13,13 +13,16 @@ from router.policy.candidates import Match, longest
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
 
+PULL_PRICE = 2.0
+"""Seconds that a second of pulling weighs: a copy takes room from other prefixes and the link from other pulls."""
+
 
 def work_tokens(
     request: RoutedRequest, match: Match, pending: Match, loads: LoadTable, settings: PolicySettings
 ) -> Floats:
     """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``pull_price`` x the
+    What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``PULL_PRICE`` x the
     prefill tokens that would be computed meanwhile.
     """
     # Floats and an array of no dimension: a whole number would cost numpy a conversion each time.
@@ -30,7 +33,7 @@ def work_tokens(
     own = np.empty(len(loads.replica_ids))
     shares = None
     if loads.num_pulling and prompt - least >= settings.min_pull_tokens:
-        shares = loads.pull_shares(settings.pull_price)
+        shares = loads.pull_shares(PULL_PRICE)
         own.fill(least)
         own += shares * np.array(prompt - least)
     else:

@@ -16,17 +16,20 @@ import numpy.typing as npt
 
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, Match, PolicyContext, rendezvous, scored
-from router.policy.policies import ttft_scores
+from router.policy.policies import TIE_TOLERANCE, ttft_scores
 from router.policy.pull_cost import pulls_faster
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings
 
+HOLDER_UTILISATION = 0.5
+"""The part of its time that a replica should spend on one prefix before another one holds it too."""
+
 _MOST_WORK_S = 0.5
 """Counted for one request at most: no single one makes a prefix hot, for more holders would not help it."""
 
 _WORTH_LOOKING = 0.125
-"""Part of ``holder_utilisation`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
+"""Part of ``HOLDER_UTILISATION`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
 this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays.
 """
 _FIRST = np.uint64(2**64 - 1)
@@ -55,8 +58,7 @@ class Replication:
         can take it. ``count``: False only asks, and leaves the demand as it is.
         """
         scores, own = ttft_scores(request, match, loads, context)
-        tolerance = context.settings.tie_tolerance
-        ranked = scored(scores, own, request, match, loads, context, 1, tolerance)
+        ranked = scored(scores, own, request, match, loads, context, 1, TIE_TOLERANCE)
         if not ranked:
             return None
         chosen = ranked[0]
@@ -66,12 +68,12 @@ class Replication:
         if closed is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.
             within = context._replace(closed=closed)
-            chosen = next(iter(scored(scores, own, request, match, loads, within, 1, tolerance)), chosen)
+            chosen = next(iter(scored(scores, own, request, match, loads, within, 1, TIE_TOLERANCE)), chosen)
         another: str | None = None
         if loads.num_pulling:
             another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
         if another is not None:
-            for candidate in scored(scores, own, request, match, loads, context, None, tolerance):
+            for candidate in scored(scores, own, request, match, loads, context, None, TIE_TOLERANCE):
                 if candidate.replica_id == another:
                     return candidate._replace(reason="hot_prefix")
         return chosen
@@ -100,7 +102,7 @@ class Replication:
         work_s = max(request.prompt_tokens - best, 1) * pace
         work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
         rate_of = self.demand.add if count else self.demand.rate_with
-        hashes, enough = request.block_hashes, settings.holder_utilisation
+        hashes, enough = request.block_hashes, HOLDER_UTILISATION
         depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
         hot = []
         while depth * size <= best:
@@ -127,7 +129,7 @@ class Replication:
     ) -> str | None:
         settings = context.settings
         holders = _holders(tokens, (match, context.pending), loads)
-        wanted = min(1 + int(rate / settings.holder_utilisation), settings.max_holders, len(loads.replica_ids))
+        wanted = min(1 + int(rate / HOLDER_UTILISATION), settings.max_holders, len(loads.replica_ids))
         if not holders or len(holders) >= wanted:
             return None
         idlest = min(map(loads.queue_ahead, holders))

@@ -5,7 +5,23 @@ Owns RoutedRequest (in) and Decision (out). Knows nothing of policies, text or s
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Reason = Literal[
+    "cached",
+    "in_flight",
+    "cold",
+    "load_spill",
+    "hot_prefix",
+    "only_replica",
+    "round_robin",
+    "power_of_two",
+    "placement",
+    "fallback",
+]
+"""Why a replica was chosen: stable words that counters and documents use."""
 
 
 class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -27,11 +43,11 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where a request was sent and why. Token counts are predictions made from the directory.
 
-    ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one
-    held; ``reason``: a short stable word for the counters (see ``policies``); ``estimated_ttft_s``: 0.0 when the
-    policy makes no estimate; ``reservation``: this router's number for it, reported back in ``RouterShare``.
-    ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen one should copy before it
-    computes the rest, "" where computing is faster; the estimate counts on it, and a pull that fails costs time only.
+    ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one held;
+    ``estimated_ttft_s``: 0.0 when the policy makes no estimate; ``reservation``: this router's number for it, reported
+    back in ``RouterShare``. ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen
+    one should copy before it computes the rest, "" where computing is faster; the estimate counts on it, and a pull
+    that fails costs time only.
     """
 
     replica_id: str
@@ -39,7 +55,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     reservation: int
     best_cached_tokens: int
     selected_cached_tokens: int
-    reason: str
+    reason: Reason
     estimated_ttft_s: float = 0.0
     pull_from: str = ""
     pull_tokens: int = 0

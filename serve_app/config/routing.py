@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, Field
 
-Policy = Literal["estimated_ttft", "lmetric", "bounded_hash", "sglang", "power_of_two", "round_robin"]
+from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicyName
 
 
 class RoutingSection(BaseModel):
     """How a request finds its replica, and how long it waits for one."""
 
-    policy: Policy = Field(
-        "estimated_ttft",
-        description="how a replica is chosen: estimated_ttft, lmetric, bounded_hash, sglang, power_of_two, round_robin",
-    )
-    shadow_policy: Policy | None = Field(
+    policy: PolicyName = Field(DEFAULT_POLICY, description=f"how a replica is chosen: {', '.join(POLICY_NAMES)}")
+    shadow_policy: PolicyName | None = Field(
         None, description="decides about every request beside `policy` without acting; counted apart"
     )
     no_replica_wait_s: float = Field(

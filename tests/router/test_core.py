@@ -9,10 +9,11 @@ from threading import Thread
 import pytest
 
 from router.core import RoutingCore
+from router.load.load_table import RESERVATION_TTL_S
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for
-from router.settings import LoadSettings, RouterSettings
+from router.settings import PolicySettings, RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 10)
 IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
@@ -95,13 +96,13 @@ def test_simultaneous_users_of_one_cold_prompt_follow_the_first() -> None:
 def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
     """Released twice or never, a reservation ends once."""
     clock = Clock()
-    core = core_of("a", clock=clock, load={"reservation_ttl_s": 5.0})
+    core = core_of("a", clock=clock)
     decision = decided(core, ask(1))
     core.release(decision)
     core.release(decision)
     decided(core, ask(2))
     assert core.loads.queue_ahead("a") > 0
-    clock.now_s = 6.0
+    clock.now_s = RESERVATION_TTL_S + 1.0
     assert core.expire() == 1
     assert core.loads.queue_ahead("a") == 0
     assert len(core._pending) == 0
@@ -162,8 +163,8 @@ def test_state_is_json_and_tells_the_truth() -> None:
 
 def test_settings_from_json_and_reconfiguration() -> None:
     """Settings come from JSON; unknown policies are refused; another block size empties the directory."""
-    settings = RouterSettings.from_json({"policy": "lmetric", "load": {"default_prefill_tokens_per_s": 7.0}})
-    assert settings.load == LoadSettings(default_prefill_tokens_per_s=7.0)
+    settings = RouterSettings.from_json({"policy": "lmetric", "scoring": {"max_holders": 7}})
+    assert settings.scoring == PolicySettings(max_holders=7)
     with pytest.raises(ValueError, match="unknown routing policy"):
         RouterSettings(policy="best")
     with pytest.raises(TypeError):

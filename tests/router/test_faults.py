@@ -142,7 +142,7 @@ def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, see
 )
 def test_a_replica_set_that_changes_on_every_message(steps: list[tuple[set[str], str, int, int]]) -> None:
     """After any sequence of sets, blocks and loads, directory and loads are those of a naive memory, and bounded."""
-    core = RoutingCore("me", RouterSettings(follow_in_flight=False, max_blocks=1000), clock=lambda: 0.0, rng=Random(0))
+    core = RoutingCore("me", RouterSettings(max_blocks=1000), clock=lambda: 0.0, rng=Random(0))
     held: dict[str, int] = {}
     queued: dict[str, int] = {}
     for wanted, name, depth, waiting in steps:
@@ -177,8 +177,8 @@ def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
         core.apply("stays", "e", [IDLE])
         core.decide(request(name=f"q{life}", key=rng.randbytes(16)))
     core.update_replicas(["stays"])
-    while core.directory.sweeping:
-        core.directory.sweep(64)
+    while core.directory.sweep(64):
+        pass
     assert core.directory.num_blocks == 0
     assert core.directory.size_bytes < 1_000_000
     assert len(core.directory._owner) < 600

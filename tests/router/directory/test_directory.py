@@ -104,8 +104,8 @@ def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], swee
             assert directory.match(chain(wanted, DEPTH)) == oracle.match(chain(wanted, DEPTH))
         counts = {name: {t: len(b) for t, b in tiers.items() if b} for name, tiers in oracle.held.items()}
         assert {n: {t: c for t, c in directory.blocks_held(n).items() if c} for n in counts} == counts
-    while directory.sweeping:
-        directory.sweep(64)
+    while directory.sweep(64):
+        pass
     live = {piece for tiers in oracle.held.values() for blocks in tiers.values() for piece in blocks}
     assert directory.num_blocks == len(live)
     for wanted in range(ROOTS):
@@ -150,7 +150,7 @@ def test_new_epoch_is_swept_in_bounded_steps() -> None:
     assert directory.match(chain(0, 4)) == {"b": 32}
     assert directory.num_blocks > 19_000, "nothing was walked through at once"
     calls = 0
-    while directory.sweeping:
+    while directory.sweep(0):
         directory.apply("b", "1", [])
         calls += 1
     assert 10 < calls < 1000
@@ -167,8 +167,8 @@ def test_epoch_churn_reuses_slots_and_sets() -> None:
         for name in REPLICAS:
             directory.apply(name, str(life), [BlocksStored(chain(life % ROOTS, DEPTH))])
             directory.sweep(64)
-    while directory.sweeping:
-        directory.sweep(64)
+    while directory.sweep(64):
+        pass
     assert directory.num_blocks == DEPTH
     assert len(directory._owner) < 40
     assert len(directory._sets) < 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from math import inf
 
 import msgspec
 import pytest
@@ -11,11 +12,16 @@ from hypothesis import strategies as st
 
 from router.load.load_table import LoadTable
 from router.protocol.events import LoadReport, RouterShare
-from router.settings import LoadSettings
+
+
+@pytest.fixture(autouse=True)
+def _round_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.load.replica_load.DEFAULT_PREFILL_TOKENS_PER_S", 100.0)
+    monkeypatch.setattr("router.load.load_table.RESERVATION_TTL_S", 10.0)
 
 
 def table(*replicas: str) -> LoadTable:
-    made = LoadTable("me", LoadSettings(default_prefill_tokens_per_s=100.0, reservation_ttl_s=10.0))
+    made = LoadTable("me")
     for name in replicas or ("a",):
         made.add_replica(name)
     return made
@@ -213,14 +219,13 @@ def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
     assert loads.seconds_per_token.tolist() == pytest.approx([1 / 200])
 
 
-def test_other_settings_hold_at_once() -> None:
-    """Rates that no replica has measured change with the settings, not with the next report or reservation."""
+def test_a_rate_that_no_replica_has_measured_is_the_usual_one() -> None:
+    """Until a replica reports its prefill rate the default holds for it alone; nobody pulls before it says so."""
     loads = table("a", "b")
-    loads.report("b", report(rate=50.0), 0.0)
-    loads.configure(LoadSettings(default_prefill_tokens_per_s=200.0, default_pull_tokens_per_s=1000.0))
-    assert loads.seconds_per_token.tolist() == [1 / 200, 1 / 50]
-    assert loads.pull_pace.tolist() == [0.2, 0.05]
-    assert loads.num_pulling == 2
+    loads.report("b", msgspec.structs.replace(report(rate=50.0), pull_tokens_per_s=1000.0), 0.0)
+    assert loads.seconds_per_token.tolist() == [1 / 100, 1 / 50]
+    assert loads.pull_pace.tolist() == [inf, 0.05]
+    assert loads.num_pulling == 1
 
 
 def test_pull_shares_follow_reports() -> None:

@@ -8,12 +8,13 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from router.core import RoutingCore
 from router.policy.policies import POLICIES
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
-from router.settings import LoadSettings, RouterSettings
+from router.settings import RouterSettings
 
 BLOCK = 16
 CHAIN = Random(0).randbytes(16 * 20)
@@ -151,9 +152,10 @@ def test_a_spill_of_bounded_hashing_names_the_bound_even_where_nobody_holds_anyt
 
 def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it() -> None:
     """However often one asks, the demand stays; once decisions have heated it, the winner is the next holder."""
-    settings = RouterSettings(load=LoadSettings(default_prefill_tokens_per_s=1000.0, default_pull_tokens_per_s=9000.0))
-    core = RoutingCore("me", settings, clock=lambda: 0.0, rng=Random(3))
+    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(3))
     core.update_replicas(NAMES)
+    for name in NAMES:
+        core.apply(name, "e", [structs.replace(report(), pull_tokens_per_s=9000.0)])
     chain = Random(9).randbytes(16 * 200)
     core.apply("b", "e", [BlocksStored(chain)])
     reasons = []

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from math import exp
 from random import Random
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.load.load_table import LoadTable
-from router.policy.candidates import REASONS, Candidate, PolicyContext, rendezvous
+from router.policy.candidates import Candidate, PolicyContext, rendezvous
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES
 from router.protocol.events import LoadReport
-from router.protocol.request import RoutedRequest
-from router.settings import PolicySettings
+from router.protocol.request import Reason, RoutedRequest
+from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings
 
 NAMES = [f"replica-{number}" for number in range(6)]
 
@@ -83,7 +84,7 @@ def test_contract(
     open_names = {name for name in loads.replica_ids if not loads.is_full(name) and name not in blocked}
     assert set(names) == (open_names - set(avoid) or open_names)
     assert len(names) == len(set(names))
-    assert all(candidate.reason in REASONS for candidate in ranked)
+    assert all(candidate.reason in get_args(Reason) for candidate in ranked)
     assert all(candidate.score == candidate.score and abs(candidate.score) < 1e15 for candidate in ranked)
     assert ranked == rank(policy, loads, match, asked, **context)
     assert rank(policy, loads, match, asked, limit=1, **context) == ranked[:1]
@@ -120,27 +121,33 @@ def test_estimated_ttft_lets_short_work_overtake_long_queues() -> None:
     assert rank("estimated_ttft", loads, {NAMES[0]: 1_000}, request(10_000))[0].replica_id == NAMES[1]
 
 
-def test_pushback_weight_prices_the_delay_of_others() -> None:
-    """The more sequences would be pushed back, the worse the score; weight 0 switches that off."""
-    loads = loads_of((50_000, 0, 5))
-    scores = [
-        rank("estimated_ttft", loads, {NAMES[0]: 500}, settings=PolicySettings(pushback_weight=weight))[0].score
-        for weight in (0.0, 1.0, 2.0)
-    ]
-    assert scores[0] < scores[1] < scores[2]
-    assert scores[2] - scores[1] == pytest.approx(scores[1] - scores[0])
+def test_the_delay_of_others_is_a_part_of_the_score() -> None:
+    """What a score has beyond the time to first token grows with the sequences that would be pushed back."""
+    beyond = []
+    for waiting in (0, 1, 2):
+        loads = loads_of((10_000 * waiting, 0, waiting))
+        beyond.append(rank("estimated_ttft", loads, {NAMES[0]: 500})[0].score - estimated_s(loads, 500))
+    assert beyond[0] == 0.0
+    assert 0.0 < beyond[1] < beyond[2]
+    assert beyond[2] == pytest.approx(2 * beyond[1])
+
+
+def test_policies_are_those_that_settings_name() -> None:
+    """Every name that may be configured has its rule, in the same order."""
+    assert tuple(POLICIES) == POLICY_NAMES
+    assert DEFAULT_POLICY in POLICY_NAMES
 
 
 def test_score_is_the_documented_formula() -> None:
-    """The score equals (ahead + own x (1 + weight x behind)) x seconds per token, computed term by term."""
-    for weight in (0.0, 1.0, 2.5):
-        loads = loads_of((50_000, 10, 5))
-        own, queued, jobs = 400.0, 50_000.0, 5.0
+    """The score equals (ahead + own x (1 + behind)) x seconds per token, computed term by term."""
+    for jobs in (1, 5, 15):
+        loads = loads_of((50_000, 10, jobs))
+        own, queued = 400.0, 50_000.0
         x = own / (queued / jobs)
         ahead = queued * (1 - (1 + x) * exp(-x))
         behind = jobs * exp(-x)
-        head = rank("estimated_ttft", loads, {NAMES[0]: 600}, settings=PolicySettings(pushback_weight=weight))[0]
-        assert head.score == pytest.approx((ahead + own * (1 + weight * behind)) * 0.0011)
+        head = rank("estimated_ttft", loads, {NAMES[0]: 600})[0]
+        assert head.score == pytest.approx((ahead + own * (1 + behind)) * 0.0011)
         assert estimated_s(loads, 600) == pytest.approx((ahead + own) * 0.0011)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,10 +12,15 @@ from router.load.load_table import LoadTable
 from router.policy.pull_cost import plan_pull, work_tokens
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
-from router.settings import LoadSettings, PolicySettings, RouterSettings
+from router.settings import PolicySettings, RouterSettings
 
-PULLING = PolicySettings(min_pull_tokens=100, pull_price=1.0)
+PULLING = PolicySettings(min_pull_tokens=100)
 REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
+
+
+@pytest.fixture(autouse=True)
+def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
@@ -36,9 +40,9 @@ def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
     return loads
 
 
-def work(match: dict[str, int], settings: PolicySettings = PULLING, pull_rate: float = 10_000.0) -> list[float]:
+def work(match: dict[str, int], pull_rate: float = 10_000.0) -> list[float]:
     loads = loads_of(pull_rate, a=0, b=0, c=0)
-    return [float(tokens) for tokens in work_tokens(REQUEST, match, {}, loads, settings)]
+    return [float(tokens) for tokens in work_tokens(REQUEST, match, {}, loads, PULLING)]
 
 
 def test_a_pulled_token_costs_its_share_of_prefill() -> None:
@@ -46,10 +50,12 @@ def test_a_pulled_token_costs_its_share_of_prefill() -> None:
     assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
 
 
-def test_a_pull_has_its_price() -> None:
+def test_a_pull_has_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a price of 3 the same pull weighs three times as much, and never more than computing."""
-    assert work({"b": 600}, replace(PULLING, pull_price=3.0)) == pytest.approx([400 + 180, 400, 400 + 180])
-    assert work({"b": 600}, replace(PULLING, pull_price=99.0)) == pytest.approx([1000, 400, 1000])
+    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 3.0)
+    assert work({"b": 600}) == pytest.approx([400 + 180, 400, 400 + 180])
+    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 99.0)
+    assert work({"b": 600}) == pytest.approx([1000, 400, 1000])
 
 
 def test_a_short_pull_is_not_worth_its_set_up() -> None:
@@ -64,15 +70,17 @@ def test_a_slow_link_is_not_used() -> None:
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
-    """Rates differ; who says nothing, or nonsense, takes the default; who leaves is forgotten."""
-    loads = LoadTable("me", LoadSettings(default_pull_tokens_per_s=2000.0))
-    for name, rate in {"fast": 20_000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}.items():
+    """Rates differ; who says nothing, or nonsense, pulls nothing; who leaves is forgotten."""
+    loads = LoadTable("me")
+    rates = {"fast": 20_000.0, "slow": 2000.0, "silent": 0.0, "nonsense": float("nan"), "holder": -1.0}
+    for name, rate in rates.items():
         loads.add_replica(name)
         loads.report(name, load(0, rate), 0.0)
-    assert work_tokens(REQUEST, {"holder": 600}, {}, loads, PULLING).tolist() == pytest.approx([430, 700, 700, 400])
-    assert loads.num_pulling == 4
+    left = work_tokens(REQUEST, {"holder": 600}, {}, loads, PULLING).tolist()
+    assert left == pytest.approx([430, 700, 1000, 1000, 400])
+    assert loads.num_pulling == 2
     loads.remove_replica("fast")
-    assert loads.num_pulling == 3
+    assert loads.num_pulling == 1
     assert loads_of(0.0, a=0).num_pulling == 0
 
 
