@@ -22,8 +22,8 @@ Made from the descriptions in `serve_app/config/` by `python -m serve_app.config
 
 Give a setting as `--set NAME=VALUE`, or in a YAML file with `warmpath serve --config FILE`; in `args:` of a Serve
 config file; or as `serve run serve_app.app:build_app NAME=VALUE`. Unknown names are errors. Names that vLLM also has
-mean the same. Units are in the names: `_s` seconds, `_tokens`, `_blocks`, `_bytes`; all are plain numbers. Relative paths
-start where the command runs.
+mean the same. Units are in the names: `_s` seconds, `_tokens`, `_blocks`, `_bytes`; all are plain numbers. Relative
+paths start where the command runs.
 """
 
 SECTIONS: dict[str, type[BaseModel]] = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicyName
+from router.settings import DEFAULT_POLICY, PolicyName
 
 
 class RoutingSection(BaseModel):
     """How a request finds its replica, and how long it waits for one."""
 
-    policy: PolicyName = Field(DEFAULT_POLICY, description=f"how a replica is chosen: {', '.join(POLICY_NAMES)}")
+    policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/routing.md)")
     shadow_policy: PolicyName | None = Field(
         None, description="decides about every request beside `policy` without acting; counted apart"
     )
