@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from serve_app.engine.attention.gather_backends import GatheredVarlen
-from serve_app.engine.attention.page_table import plan_pages
-from serve_app.engine.attention.paging import KvPool, PagedStep, PageTable, write_kv
+from serve_app.engine.attention.page_table import PageTable, plan_pages
+from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.step import Segment
 
 PagedKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PageTable, float], torch.Tensor]
@@ -40,12 +40,12 @@ class PagedVarlen:
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
         write_kv(step, layer, key, value)
-        assert step.pages is not None
+        pages: PageTable = step.plan
         pool = step.pool
         keys, values = (
             slots.view(-1, pool.block_size, *slots.shape[1:]) for slots in (pool.keys[layer], pool.values[layer])
         )
-        return self._kernel(query, keys, values, step.pages, scale)
+        return self._kernel(query, keys, values, pages, scale)
 
 
 def fa3_through_torch() -> PagedVarlen:

@@ -1,7 +1,6 @@
 """Attention backends that copy a step's KV out of the pool and call a kernel that knows no block tables.
 
-Owns what is copied when, in bounded memory: packed for variable-length kernels, padded for
-``scaled_dot_product_attention``. Knows nothing of devices: the probe tries each where it is to run.
+What is copied at once is bounded: packed for variable-length kernels, padded for ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from serve_app.engine.attention.page_table import plan_pages
-from serve_app.engine.attention.paging import KvPool, PagedStep, PageTable, write_kv
-from serve_app.engine.step import Segment
+from serve_app.engine.attention.page_table import PageTable, plan_pages
+from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
+from serve_app.engine.step import Segment, ceil_div
 
 GATHER_TOKENS = 128 * 1024
 """Tokens copied at once, unless one sequence has more: 512 MiB for 8 heads of 128 in bfloat16."""
@@ -54,8 +53,7 @@ class GatheredVarlen:
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
         step = plan_pages(pool, segments, self, rows)
-        assert step.pages is not None
-        return replace(step, jobs=tuple(_packed_parts(step.pages, pool.block_size)))
+        return replace(step, plan=_packed_parts(step.plan, pool.block_size))
 
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -63,7 +61,8 @@ class GatheredVarlen:
         """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
         write_kv(step, layer, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for part in step.jobs:
+        parts: list[_PackedPart] = step.plan
+        for part in parts:
             output[part.first : part.last] = self._kernel(
                 query[part.first : part.last],
                 step.pool.keys[layer].index_select(0, part.slots),
@@ -151,9 +150,9 @@ class SdpaBackend:
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
         step = plan_pages(pool, segments, self, rows)
-        assert step.pages is not None
-        padded = _padded_rows(step.pages, pool.block_size, pool.tensor.dtype)
-        return replace(step, jobs=(*padded, *_chunks(step.pages, pool.block_size)))
+        pages: PageTable = step.plan
+        padded = _padded_rows(pages, pool.block_size, pool.tensor.dtype)
+        return replace(step, plan=[*padded, *_chunks(pages, pool.block_size)])
 
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -161,9 +160,12 @@ class SdpaBackend:
         """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
         write_kv(step, layer, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for job in step.jobs:
-            attend = _attend_rows if isinstance(job, _PaddedRows) else _attend_chunk
-            attend(step.pool, layer, job, query, output, scale)
+        jobs: list[_PaddedRows | _Chunk] = step.plan
+        for job in jobs:
+            if isinstance(job, _PaddedRows):
+                _attend_rows(step.pool, layer, job, query, output, scale)
+            else:
+                _attend_chunk(step.pool, layer, job, query, output, scale)
         return output
 
 
@@ -180,7 +182,7 @@ def _padded_rows(pages: PageTable, size: int, dtype: torch.dtype) -> list[_Padde
             and (last + 1 - first) * pages.tokens[last] <= GATHER_TOKENS
         ):
             last += 1
-        width = -(-pages.tokens[last - 1] // size)
+        width = ceil_div(pages.tokens[last - 1], size)
         hidden = torch.arange(width * size, device=pages.lengths.device)[None] >= pages.lengths[first:last, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         jobs.append(_PaddedRows(first, last, pages.blocks[first:last, :width].reshape(-1), mask[:, None, None]))
@@ -201,7 +203,7 @@ def _chunks(pages: PageTable, size: int) -> list[_Chunk]:
                 (first, last, places[None] <= places[tokens - rows + first : tokens - rows + last, None])
                 for first, last in ((cut, min(cut + step, rows)) for cut in range(0, rows, step))
             ]
-        blocks = pages.blocks[i, : -(-tokens // size)]
+        blocks = pages.blocks[i, : ceil_div(tokens, size)]
         jobs.append(_Chunk(row, row + rows, tokens, blocks, tuple(masks)))
         row += rows
     return jobs

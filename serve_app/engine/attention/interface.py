@@ -1,8 +1,7 @@
 """Attention of a packed ragged step over the paged KV pool, as a transformers attention function.
 
-Owns the backend that suits any CPU: decode rows and prefill chunks by partial results
-merged through their log-sum-exp. Knows nothing of scheduling; where things lie, and another backend where
-there is one, comes in a PagedStep. Refuses what it does not compute (sliding windows, soft-capping, sinks).
+The step's own backend attends; where KV lies comes in the step's plan. What no backend computes (sliding windows,
+soft-capping, sinks) is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from transformers import AttentionInterface
 
 from serve_app.engine.attention.paging import PagedStep
-from serve_app.engine.attention.runs_backend import RUNS
 
 IMPLEMENTATION = "paged_kv"
 
@@ -69,8 +67,8 @@ def paged_attention(
         # What a compiled forward calls in place of this function, with the step that is current then.
         return torch.ops.warmpath.attend(query, key, value, layer, scale), None
     assert paged is not None
-    query, key, value = (given[0].transpose(0, 1) for given in (query, key, value))
-    return (paged.backend or RUNS).attend(paged, layer, query, key, value, scale)[None], None
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    return paged.backend.attend(paged, layer, query, key, value, scale)[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,18 +1,20 @@
 """The attention backend that suits any CPU: decode rows and prefill chunks over runs of neighbouring blocks.
 
-Partial results are merged through their log-sum-exp. Where things lie comes in a PagedStep.
+Partial results are merged through their log-sum-exp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from serve_app.engine.attention.paging import KvPool, PagedStep, PrefillPart, write_kv
+from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.attention.partial_attention import partial_attention
 from serve_app.engine.attention.runs_decode import attend_decodes
-from serve_app.engine.attention.runs_plan import plan_runs
+from serve_app.engine.attention.runs_plan import Piece, PrefillPart, RunsPlan, plan_runs
+from serve_app.engine.attention.step_layout import lay_out, singles_first, upload_step
 from serve_app.engine.step import Segment
 
 
@@ -24,24 +26,27 @@ class RunsBackend:
 
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
-        return plan_runs(pool, segments)
+        layout = lay_out(segments, singles_first(segments), pool.block_size, blank_rows=True)
+        step, _ = upload_step(pool, layout, self)
+        return replace(step, plan=plan_runs(pool, layout.segments))
 
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
         write_kv(step, layer, key, value)
+        plan: RunsPlan = step.plan
         tokens, heads, head_dim = query.shape
         kv_heads = step.pool.keys[layer].shape[1]
         real = len(step.slots)
         rows = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
-        if step.decode is not None and step.decode.rows == tokens:
-            return attend_decodes(step, step.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
+        if plan.decode is not None and plan.decode.rows == tokens:
+            return attend_decodes(step, plan.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
         output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
         output[real:] = 0
-        if step.decode is not None:
-            output[: step.decode.rows] = attend_decodes(step, step.decode, layer, rows[: step.decode.rows], scale)
-        for part in step.prefills:
+        if plan.decode is not None:
+            output[: plan.decode.rows] = attend_decodes(step, plan.decode, layer, rows[: plan.decode.rows], scale)
+        for part in plan.prefills:
             _prefill(step, part, layer, rows, output, scale)
         return output.view(tokens, heads, head_dim)
 
@@ -88,6 +93,6 @@ def _past(paged: PagedStep, part: PrefillPart, layer: int) -> list[tuple[torch.T
             copy = pool.scratch(name, len(part.blocks), blocks.shape[1])
             copies.append(torch.index_select(blocks, 0, part.blocks, out=copy).view(-1, *keys.shape[1:]))
         keys, values = copies
-        pieces = ((0, part.past),)
+        pieces = (Piece(0, part.past),)
     key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     return [(key[:, :, first : first + count], value[:, :, first : first + count]) for first, count in pieces]

@@ -1,14 +1,15 @@
 """How the single-token rows of a step attend on a CPU: to long runs in place, to scattered blocks by a copy.
 
-Owns the partial results and their merging. What is read how was planned once for all layers (``paging``).
+Partial results are merged through their log-sum-exp. What is read how was planned once for all layers.
 """
 
 from __future__ import annotations
 
 import torch
 
-from serve_app.engine.attention.paging import DecodePart, GatherJob, LoneRuns, PagedStep
+from serve_app.engine.attention.paging import PagedStep
 from serve_app.engine.attention.partial_attention import partial_attention
+from serve_app.engine.attention.runs_plan import DecodePart, GatherJob, LoneRuns
 
 FOLDED_ROWS = 8
 """From this many query rows over one run, packing it head by head costs less than spreading the queries."""
@@ -22,8 +23,8 @@ def attend_decodes(paged: PagedStep, part: DecodePart, layer: int, rows: torch.T
     outs = torch.zeros(part.partials * count, kv_heads, group, head_dim, dtype=torch.float32, device=rows.device)
     lses = torch.full((part.partials * count, kv_heads, group), float("-inf"), device=rows.device)
     for view in part.views:
-        keys = paged.pool.keys[layer][view.slot : view.slot + view.slots]
-        values = paged.pool.values[layer][view.slot : view.slot + view.slots]
+        run = slice(view.piece.slot, view.piece.slot + view.piece.slots)
+        keys, values = paged.pool.keys[layer][run], paged.pool.values[layer][run]
         viewed = rows[view.rows]
         attend = _folded if viewed.shape[0] * group >= FOLDED_ROWS else _streamed
         out, lses[view.target] = attend(paged, viewed, keys, values, scale)

@@ -1,30 +1,26 @@
-"""How the default backend reads the pool: prefill parts, and decode jobs of long runs and of the scattered rest.
+"""What the runs backend reads of the pool: prefill parts, and decode jobs of long runs and of the scattered rest.
 
-Owns the plan of a step's attention by views (once for all sequences that share a run) and padded gathers. Knows
-nothing of the model. Segments flow in, a PagedStep with its parts flows out.
+A long run that several rows begin with is read in place once for all of them; what is short or scattered is copied.
+For instance two rows after 512 tokens in common, with blocks of 16 and ``SHAPE_TOKENS`` 128::
+
+    slots    0 ............... 511 | 512 ... 559 | 560 ... 639 | 3200 ... 3239
+    row 0    read once, for both     copied        copied        copied
+    row 1    read once, for both     copied
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from serve_app.engine.attention.paging import (
-    DecodePart,
-    GatherJob,
-    KvPool,
-    LoneRuns,
-    PagedStep,
-    PrefillPart,
-    Rows,
-    ViewJob,
-    lay_out,
-)
-from serve_app.engine.step import Segment
+from serve_app.engine.attention.paging import KvPool
+from serve_app.engine.attention.step_layout import block_table, runs_of
+from serve_app.engine.step import Segment, ceil_div
 
 LONG_RUN_TOKENS = 256
 """From this length on a decode reads a run in place; below, one gather for many sequences costs less."""
@@ -38,118 +34,222 @@ PIECES_IN_PLACE = 4
 SMALL_REST_BLOCKS = 16
 """Rests up to this many blocks share one padded gather; longer ones are grouped by powers of two."""
 
-
-def plan_runs(pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
-    """Lay ``segments`` out as one packed row and plan what each part reads."""
-    step = lay_out(pool, segments)
-    device, size = pool.tensor.device, pool.block_size
-    singles, prefills, row = [], [], 0
-    for i in step.order:
-        if len(segments[i].token_ids) == 1:
-            singles.append(segments[i])
-        else:
-            prefills.append(_plan_prefill(segments[i], row, size, device))
-        row += len(segments[i].token_ids)
-    return replace(step, decode=_plan_decode(pool, singles) if singles else None, prefills=tuple(prefills))
+Rows = torch.Tensor | slice
+"""Row numbers; a single one is a slice, which costs no indexing kernel."""
 
 
-def _plan_prefill(segment: Segment, row: int, size: int, device: torch.device) -> PrefillPart:
-    pieces = tuple(_pieces(segment, size, segment.start))
+class Piece(NamedTuple):
+    """``slots`` neighbouring slots of the pool from ``slot`` on."""
+
+    slot: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPart:
+    """Rows ``first`` to ``last`` of the packed step: new tokens of one sequence after ``past`` computed ones.
+
+    ``pieces``: the past's KV in order. ``blocks``: where these are many, the past's blocks, which are copied together
+    then.
+    """
+
+    first: int
+    last: int
+    past: int
+    pieces: tuple[Piece, ...]
+    blocks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ViewJob:
+    """Decode rows that attend to one contiguous run. ``target``: their rows among the partial results."""
+
+    piece: Piece
+    rows: Rows
+    target: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class LoneRuns:
+    """Decode rows that attend to a run of their own each; ``rows`` and ``target`` [n]."""
+
+    runs: tuple[Piece, ...]
+    rows: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatherJob:
+    """Decode rows that attend to scattered blocks: ``blocks`` [rows * width], ``mask`` [rows, 1, 1, width * size]."""
+
+    blocks: torch.Tensor
+    mask: torch.Tensor
+    rows: Rows
+    target: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePart:
+    """Rows 0 to ``rows`` - 1 of the packed step, one token each; ``partials`` results a row are merged."""
+
+    rows: int
+    partials: int
+    views: tuple[ViewJob, ...]
+    lone: LoneRuns | None
+    gathers: tuple[GatherJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunsPlan:
+    """The plan of a step: its single-token rows, if there are any, then its chunks."""
+
+    decode: DecodePart | None
+    prefills: tuple[PrefillPart, ...]
+
+
+@dataclass(slots=True)
+class RowReads:
+    """What one decode row copies, and how many partial results it has so far."""
+
+    row: int
+    copied: list[Piece] = field(default_factory=list)
+    partials: int = 0
+
+    @property
+    def copied_slots(self) -> int:
+        """How many slots of the copied blocks count."""
+        return sum(piece.slots for piece in self.copied)
+
+    def copied_blocks(self, size: int) -> list[int]:
+        """Return the blocks to copy; one that counts in part only, the last of the sequence, comes last."""
+        blocks: list[int] = []
+        for slot, slots in sorted(self.copied, key=lambda piece: piece.slots % size > 0):
+            blocks.extend(range(slot // size, (slot + slots - 1) // size + 1))
+        return blocks
+
+    def next_target(self, rows: int) -> int:
+        """Return the row's place for one more result among ``rows`` results at a time."""
+        self.partials += 1
+        return (self.partials - 1) * rows + self.row
+
+
+class SharedRun(NamedTuple):
+    """A run that is read in place, once for all ``readers``."""
+
+    piece: Piece
+    readers: list[RowReads]
+
+
+class LongRuns:
+    """Splits what rows read into runs that are read in place, shared where rows begin alike, and a rest to copy."""
+
+    def __init__(self, block_size: int) -> None:
+        self._quantum = math.lcm(min(SHAPE_TOKENS, LONG_RUN_TOKENS), block_size)
+        self._least = max(LONG_RUN_TOKENS, self._quantum)
+        self._starting: dict[int, list[tuple[RowReads, int]]] = {}
+
+    def add(self, reader: RowReads, slot: int, slots: int) -> None:
+        """Let ``reader`` read ``slots`` slots from ``slot`` on."""
+        if slots >= self._least:
+            self._starting.setdefault(slot, []).append((reader, slots))
+        elif slots:
+            reader.copied.append(Piece(slot, slots))
+
+    def shared(self) -> Iterator[SharedRun]:
+        """Yield runs as long as all their readers read; what single readers read beyond them is added again."""
+        while self._starting:
+            slot = min(self._starting)
+            readers = self._starting.pop(slot)
+            length = min(slots for _, slots in readers) // self._quantum * self._quantum
+            for reader, slots in readers:
+                self.add(reader, slot + length, slots - length)
+            yield SharedRun(Piece(slot, length), [reader for reader, _ in readers])
+
+
+def plan_runs(pool: KvPool, segments: Sequence[Segment]) -> RunsPlan:
+    """Plan what each of ``segments``, which are in the packed order, reads."""
+    singles = [segment for segment in segments if len(segment.token_ids) == 1]
+    prefills: list[PrefillPart] = []
+    row = len(singles)
+    for segment in segments[row:]:
+        prefills.append(_plan_prefill(segment, row, pool))
+        row = prefills[-1].last
+    return RunsPlan(_plan_decode(pool, singles) if singles else None, tuple(prefills))
+
+
+def _plan_prefill(segment: Segment, row: int, pool: KvPool) -> PrefillPart:
+    pieces = tuple(_pieces(segment, pool.block_size, segment.start))
     blocks = None
     if len(pieces) > PIECES_IN_PLACE:
-        blocks = torch.tensor(segment.blocks[: -(-segment.start // size)], device=device)
+        blocks = torch.from_numpy(block_table(segment, segment.start, pool.block_size)).to(pool.tensor.device)
     return PrefillPart(row, row + len(segment.token_ids), segment.start, pieces, blocks)
 
 
-def _pieces(segment: Segment, size: int, tokens: int) -> list[tuple[int, int]]:
-    """Return (first slot, slots) of positions 0 to ``tokens`` - 1."""
-    pieces, left = [], tokens
-    for block, count in segment.runs:
-        if left <= 0:
-            break
-        pieces.append((block * size, min(count * size, left)))
-        left -= count * size
-    return pieces
+def _pieces(segment: Segment, size: int, tokens: int) -> Iterator[Piece]:
+    """Yield where positions 0 to ``tokens`` - 1 lie."""
+    for block, count in runs_of(segment, ceil_div(tokens, size)):
+        yield Piece(block * size, min(count * size, tokens))
+        tokens -= count * size
 
 
 def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
-    size = pool.block_size
-    rests: list[list[int]] = [[] for _ in segments]
-    rest_slots = [0] * len(segments)
-    short: list[list[tuple[int, int]]] = [[] for _ in segments]
-    heads: dict[int, list[tuple[int, int]]] = {}
-    quantum = math.lcm(min(SHAPE_TOKENS, LONG_RUN_TOKENS), size)
-    long_run = max(LONG_RUN_TOKENS, quantum)
-    # A row's last piece may end inside a block, and that block has to come last in the row's rest.
-    for row, segment in enumerate(segments):
-        for slot, slots in _pieces(segment, size, segment.end):
-            if slots >= long_run:
-                heads.setdefault(slot, []).append((row, slots))
-            else:
-                short[row].append((slot, slots))
-    shared: list[tuple[int, int, list[int]]] = []
-    while heads:
-        slot = min(heads)
-        members = heads.pop(slot)
-        cut = min(slots for _, slots in members) // quantum * quantum
-        shared.append((slot, cut, [row for row, _ in members]))
-        for row, slots in members:
-            if slots - cut >= long_run:
-                heads.setdefault(slot + cut, []).append((row, slots - cut))
-            elif slots > cut:
-                short[row].append((slot + cut, slots - cut))
-    for row, pieces in enumerate(short):
-        for slot, slots in sorted(pieces, key=lambda piece: piece[1] % size > 0):
-            rests[row].extend(range(slot // size, (slot + slots - 1) // size + 1))
-            rest_slots[row] += slots
-    return _decode_jobs(pool, len(segments), shared, rests, rest_slots)
-
-
-def _decode_jobs(
-    pool: KvPool,
-    rows: int,
-    shared: Sequence[tuple[int, int, list[int]]],
-    rests: Sequence[Sequence[int]],
-    rest_slots: Sequence[int],
-) -> DecodePart:
-    device, size = pool.tensor.device, pool.block_size
-    partials = [0] * rows
-
-    def upload(wanted: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(wanted, device=device)
-
-    def numbers(wanted: Sequence[int]) -> Rows:
-        return slice(wanted[0], wanted[0] + 1) if len(wanted) == 1 else upload(wanted)
-
-    def target_of(row: int) -> int:
-        partials[row] += 1
-        return (partials[row] - 1) * rows + row
-
-    def targets(members: Sequence[int]) -> Rows:
-        return numbers([target_of(row) for row in members])
-
-    alone = [(slot, slots, members) for slot, slots, members in shared if len(members) == 1]
+    long_runs = LongRuns(pool.block_size)
+    readers = [RowReads(row) for row in range(len(segments))]
+    for reader, segment in zip(readers, segments, strict=True):
+        for slot, slots in _pieces(segment, pool.block_size, segment.end):
+            long_runs.add(reader, slot, slots)
+    rows, device = len(readers), pool.tensor.device
+    shared = list(long_runs.shared())
+    alone = [run for run in shared if len(run.readers) == 1]
     lone = None
     if len(alone) > 1:
-        shared = [one for one in shared if len(one[2]) > 1]
-        places = [target_of(members[0]) for _, _, members in alone]
-        runs = tuple((slot, slots) for slot, slots, _ in alone)
-        lone = LoneRuns(runs, upload([members[0] for _, _, members in alone]), upload(places))
-    views = tuple(ViewJob(slot, slots, numbers(members), targets(members)) for slot, slots, members in shared)
-    groups: dict[int, list[int]] = {}
-    for row, blocks in enumerate(rests):
+        shared = [run for run in shared if len(run.readers) > 1]
+        lone = _lone_runs(alone, rows, device)
+    views = tuple(ViewJob(run.piece, *_rows_and_targets(run.readers, rows, device)) for run in shared)
+    gathers = tuple(_gather_jobs(pool, readers))
+    return DecodePart(rows, max(reader.partials for reader in readers), views, lone, gathers)
+
+
+def _lone_runs(alone: Sequence[SharedRun], rows: int, device: torch.device) -> LoneRuns:
+    readers = [run.readers[0] for run in alone]
+    targets = torch.tensor([reader.next_target(rows) for reader in readers], device=device)
+    return LoneRuns(
+        tuple(run.piece for run in alone), torch.tensor([reader.row for reader in readers], device=device), targets
+    )
+
+
+def _gather_jobs(pool: KvPool, readers: Sequence[RowReads]) -> Iterator[GatherJob]:
+    """Yield one padded gather for rows that copy a like number of blocks."""
+    groups: dict[int, list[tuple[RowReads, list[int]]]] = {}
+    for reader in readers:
+        blocks = reader.copied_blocks(pool.block_size)
         if blocks:
             bucket = max(len(blocks) - 1, SMALL_REST_BLOCKS - 1).bit_length()
-            groups.setdefault(bucket, []).append(row)
-    gathers = []
-    for _, members in sorted(groups.items()):
-        width = max(len(rests[row]) for row in members)
-        # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
-        table = np.array([[*rests[row], *[rests[row][0]] * (width - len(rests[row]))] for row in members])
-        lengths = np.array([rest_slots[row] for row in members])
-        hidden = torch.from_numpy(np.arange(width * size)[None, :] >= lengths[:, None]).to(device)
-        mask = torch.zeros(len(members), 1, 1, width * size, dtype=pool.tensor.dtype, device=device)
-        mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
-        blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
-        gathers.append(GatherJob(blocks_index, mask, numbers(members), targets(members)))
-    return DecodePart(rows, max(partials), views, lone, tuple(gathers))
+            groups.setdefault(bucket, []).append((reader, blocks))
+    for _, group in sorted(groups.items()):
+        yield _gather_job(pool, [reader for reader, _ in group], [blocks for _, blocks in group], len(readers))
+
+
+def _gather_job(pool: KvPool, readers: Sequence[RowReads], tables: Sequence[list[int]], rows: int) -> GatherJob:
+    device = pool.tensor.device
+    width = max(map(len, tables))
+    # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
+    table = np.array([[*blocks, *[blocks[0]] * (width - len(blocks))] for blocks in tables])
+    lengths = np.array([reader.copied_slots for reader in readers])
+    hidden = torch.from_numpy(np.arange(width * pool.block_size)[None, :] >= lengths[:, None]).to(device)
+    mask = torch.zeros(len(readers), 1, 1, width * pool.block_size, dtype=pool.tensor.dtype, device=device)
+    mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
+    blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
+    return GatherJob(blocks_index, mask, *_rows_and_targets(readers, rows, device))
+
+
+def _rows_and_targets(readers: Sequence[RowReads], rows: int, device: torch.device) -> tuple[Rows, Rows]:
+    """Return the readers' rows, and a place for one more result of each."""
+    return (
+        _numbers([reader.row for reader in readers], device),
+        _numbers([reader.next_target(rows) for reader in readers], device),
+    )
+
+
+def _numbers(wanted: Sequence[int], device: torch.device) -> Rows:
+    return slice(wanted[0], wanted[0] + 1) if len(wanted) == 1 else torch.tensor(wanted, device=device)

@@ -21,7 +21,8 @@ import torch
 from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep
 from serve_app.engine.cpu.packed_linears import PackedLinear
-from serve_app.engine.step import Segment, block_runs
+from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.step import Segment, block_runs, ceil_div
 
 _LEAST = 2
 """Dynamo compiles sizes of 0 and 1 apart; steps are padded instead."""
@@ -46,19 +47,19 @@ class CompiledForward:
         code = _logits.__code__.replace(co_name=f"_logits_{next(_numbers)}")
         self._compiled = torch.compile(FunctionType(code, globals()), dynamic=True, fullgraph=True, options=guards)
 
-    def __call__(self, step: PagedStep, logit_rows: Sequence[int]) -> torch.Tensor:
-        """Compute a step, write its KV, and return float32 logits [len(logit_rows), vocab] of those packed rows."""
+    def __call__(self, step: PagedStep) -> torch.Tensor:
+        """Compute a step, write its KV, and return the float32 logits [len(step.logit_rows), vocab]."""
         ids, positions = step.input_ids, step.position_ids
         missing = max(_LEAST - ids.shape[1], 0)
         if missing:
             ids, positions = (torch.nn.functional.pad(given, (0, missing)) for given in (ids, positions))
-        rows = [*logit_rows, *[0] * (_LEAST - len(logit_rows))]
+        rows = torch.nn.functional.pad(step.logit_rows, (0, max(_LEAST - len(step.logit_rows), 0)))
         _current.step, _current.linears = step, self._linears
         try:
-            logits: torch.Tensor = self._compiled(self._model, ids, positions, torch.tensor(rows))
+            logits: torch.Tensor = self._compiled(self._model, ids, positions, rows)
         finally:
             _current.step = None
-        return logits[: len(logit_rows)]
+        return logits[: len(step.logit_rows)]
 
 
 def _logits(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -80,17 +81,16 @@ def compile_forward(
     """
     forward = CompiledForward(model, linears)
     step, used = _small_step(pool, backend)
-    rows = torch.tensor(step.last_rows)
     plain = model(
         input_ids=step.input_ids,
         position_ids=step.position_ids,
         use_cache=False,
-        logits_to_keep=rows,
+        logits_to_keep=step.logit_rows,
         paged=step,
     ).logits[0]
     try:
         Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = forward(step, step.last_rows)
+        found = forward(step)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
         raise NotCompiled(
@@ -105,10 +105,11 @@ def compile_forward(
 
 def _small_step(pool: KvPool, backend: AttentionBackend) -> tuple[PagedStep, int]:
     """Return a step of a chunk and two single tokens, sizes all different, and how many blocks it writes to."""
-    chunk = list(range(-(-5 // pool.block_size)))
+    chunk = list(range(ceil_div(5, pool.block_size)))
     cases = [(5, chunk), (1, [len(chunk)]), (1, [len(chunk) + 1])]
     segments = [
-        Segment(np.arange(1, new + 1, dtype=np.int32), 0, blocks, block_runs(blocks), None) for new, blocks in cases
+        Segment(np.arange(1, new + 1, dtype=np.int32), 0, blocks, block_runs(blocks), SamplingParams(1))
+        for new, blocks in cases
     ]
     return backend.plan(pool, segments), len(chunk) + 2
 

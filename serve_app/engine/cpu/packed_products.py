@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from serve_app.engine.cpu.amx.library import LINEAR_DIM, AmxLinear, load_linear
+from serve_app.engine.step import ceil_div
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class AmxProduct:
         self._library = library
         self._out, self._in = weight.shape
         weight = weight.contiguous()
-        self._packed = torch.empty(-(-self._out // LINEAR_DIM) * LINEAR_DIM * self._in, dtype=torch.bfloat16)
+        self._packed = torch.empty(ceil_div(self._out, LINEAR_DIM) * LINEAR_DIM * self._in, dtype=torch.bfloat16)
         library.pack(weight.data_ptr(), self._packed.data_ptr(), self._out, self._in)
         self._bias = None if bias is None else bias.float().contiguous()
         self._addresses = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from serve_app.engine.attention.paging import PADDED_ROWS
+from serve_app.engine.attention.step_layout import PADDED_ROWS
 from serve_app.engine.cpu.packed_products import INPUT_MULTIPLE, Pack, Product
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
-from serve_app.engine.step import Segment
+from serve_app.engine.step import Segment, ceil_div
 
 _NOBODY = -2
 
@@ -212,7 +212,7 @@ def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, i
     small = False
     for _, start, stop in spans:
         first = start // PADDED_ROWS * PADDED_ROWS
-        last = min(-(-stop // PADDED_ROWS) * PADDED_ROWS, rows)
+        last = min(ceil_div(stop, PADDED_ROWS) * PADDED_ROWS, rows)
         is_small = stop - start <= SMALL_STEP_ROWS
         before = cuts[-1][1] if cuts else 0
         if cuts and small and is_small and first - before <= SMALL_STEP_ROWS:

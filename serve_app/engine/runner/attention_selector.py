@@ -18,7 +18,7 @@ from serve_app.engine.attention.gather_backends import SdpaBackend
 from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool
 from serve_app.engine.attention.runs_backend import RUNS
 from serve_app.engine.cpu.amx.attention import amx_backend
-from serve_app.engine.step import Segment, block_runs
+from serve_app.engine.step import Segment, block_runs, ceil_div
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def fault(backend: AttentionBackend, device: torch.device, heads: Heads, cases: 
 def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Return causal attention of the last rows, in float32: [n, heads, d] over [S, kv_heads, d]."""
     group = query.shape[1] // key.shape[1]
-    key, value = (given.float().repeat_interleave(group, dim=1).transpose(0, 1) for given in (key, value))
+    key, value = (heads.float().repeat_interleave(group, dim=1).transpose(0, 1) for heads in (key, value))
     scores = torch.matmul(query.float().transpose(0, 1), key.transpose(1, 2)) * scale
     future = torch.ones(scores.shape[1:], dtype=torch.bool).triu_(1 + scores.shape[2] - scores.shape[1])
     return torch.matmul(torch.softmax(scores.masked_fill_(future, float("-inf")), dim=-1), value).transpose(0, 1)
@@ -152,7 +152,7 @@ def ragged_cases(size: int) -> list[Case]:
     """Return decodes at a block's start, inside one and at its end, and chunks with and without a past."""
     decodes = [(1, 0), (1, 3 * size), (1, 5 * size + size // 2), (1, 2 * size - 1)]
     shapes = [*decodes, (3 * size + 1, 0), (size + 3, 2 * size)]
-    needed = [-(-(new + past) // size) for new, past in shapes]
+    needed = [ceil_div(new + past, size) for new, past in shapes]
     scattered = np.random.default_rng(2).permutation(sum(needed) + 3).tolist()
     return [
         (new, past, [scattered.pop() for _ in range(count)]) for (new, past), count in zip(shapes, needed, strict=True)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep, PageTable
+from serve_app.engine.attention.page_table import PageTable
+from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.step import Segment, block_runs
+from serve_app.engine.step import Segment, block_runs, ceil_div
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ MOST_ROWS = 256
 _TOLERANCE = 0.02
 """Largest difference to the eager step, as a part of its largest logit: the kernels are the same."""
 
-Forward = Callable[[PagedStep, torch.Tensor], torch.Tensor]
-"""(step, rows) -> float32 logits [rows, vocab]."""
+Forward = Callable[[PagedStep], torch.Tensor]
+"""To float32 logits [step.logit_rows, vocab]."""
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None], torch.device], Replay]
@@ -65,8 +66,10 @@ class DecodeGraphs:
         device = pool.tensor.device
         # Every row needs a block of its own in the check.
         most = min(max_rows, MOST_ROWS, pool.num_blocks)
-        width = min(-(-max_tokens // pool.block_size), pool.num_blocks)
-        self._ids, self._positions, self._slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in "ips")
+        width = min(ceil_div(max_tokens, pool.block_size), pool.num_blocks)
+        self._ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
         self._blocks = torch.full((most, width), pool.num_blocks, dtype=torch.int32, device=device)
         self._cu_rows = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -98,8 +101,8 @@ class DecodeGraphs:
 
     def _load(self, step: PagedStep) -> None:
         """Copy a plan that is padded to a recorded size into the buffers that recordings read."""
-        pages, rows = step.pages, step.input_ids.shape[1]
-        assert pages is not None
+        pages: PageTable = step.plan
+        rows = step.input_ids.shape[1]
         self._ids[:rows].copy_(step.input_ids[0])
         self._positions[:rows].copy_(step.position_ids[0])
         self._slots[:rows].copy_(step.slots)
@@ -119,13 +122,13 @@ class DecodeGraphs:
         )
         return PagedStep(
             pool=self._pool,
+            backend=self._backend,
             order=tuple(range(rows)),
             input_ids=self._ids[:rows][None],
             position_ids=self._positions[:rows][None],
             slots=self._slots[:rows],
-            last_rows=tuple(range(rows)),
-            backend=self._backend,
-            pages=pages,
+            logit_rows=self._numbers[:rows],
+            plan=pages,
         )
 
     @torch.inference_mode()
@@ -152,14 +155,14 @@ class DecodeGraphs:
         logits: list[torch.Tensor] = []
 
         def work() -> None:
-            logits[:] = [self._forward(view, self._numbers[:rows])]
+            logits[:] = [self._forward(view)]
 
         self._load(self._dummy(rows, seed=rows))
         replay = record(work, self._pool.tensor.device)
         self._load(self._dummy(rows, seed=rows + 1))
         replay()
         replayed = logits[0].clone()
-        eager = self._forward(view, self._numbers[:rows])
+        eager = self._forward(view)
         worst, largest = (replayed - eager).abs().max().item(), eager.abs().max().item()
         if not worst <= _TOLERANCE * largest:
             raise RuntimeError(f"a replay of {rows} rows is off by {worst:.3g} where logits reach {largest:.3g}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from serve_app.cache.kv_chain import KvPart, Row
-from serve_app.engine.attention.page_table import upload
+from serve_app.engine.attention.upload import upload
 
 
 def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:

@@ -149,15 +149,13 @@ class ModelRunner:
             return parsed.result()
 
     @torch.inference_mode()
-    def forward(self, step: PagedStep, logit_rows: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Compute a step, write its KV, and return float32 logits [len(logit_rows), vocab] of those packed rows."""
-        if not isinstance(logit_rows, torch.Tensor):
-            logit_rows = torch.tensor(list(logit_rows), dtype=torch.long, device=self.device)
+    def forward(self, step: PagedStep) -> torch.Tensor:
+        """Compute a step, write its KV, and return the float32 logits [len(step.logit_rows), vocab]."""
         output = self.model(
             input_ids=step.input_ids,
             position_ids=step.position_ids,
             use_cache=False,
-            logits_to_keep=logit_rows,
+            logits_to_keep=step.logit_rows,
             paged=step,
         )
         logits: torch.Tensor = output.logits[0].float()
@@ -180,19 +178,14 @@ class ModelRunner:
         """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
         if self._graphs is not None and (done := self._graphs.run(segments)) is not None:
             step, logits = done
-            assert step.logit_rows is not None
             if len(step.logit_rows) < len(logits):
                 logits = logits.index_select(0, step.logit_rows)
             return step, logits
         step = self.attention.backend.plan(self.pool, segments)
-        rows: Sequence[int] | torch.Tensor | None = step.logit_rows
-        if rows is None:
-            rows = [row for row, i in zip(step.last_rows, step.order, strict=True) if segments[i].sampling]
         if self._compiled is not None and not any(segment.lora for segment in segments):
-            assert not isinstance(rows, torch.Tensor)
-            return step, self._compiled(step, rows)
+            return step, self._compiled(step)
         with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
-            return step, self.forward(step, rows)
+            return step, self.forward(step)
 
 
 def load_model(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from serve_app.engine.attention.page_table import upload
+from serve_app.engine.attention.upload import upload
 from serve_app.engine.protocol import SamplingParams
 
 _MASK = (1 << 64) - 1

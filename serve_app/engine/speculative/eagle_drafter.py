@@ -23,7 +23,7 @@ from serve_app.engine.runner.sampling import sample
 from serve_app.engine.speculative.eagle_config import EagleConfig
 from serve_app.engine.speculative.eagle_head import EagleHead, load_head
 from serve_app.engine.speculative.hidden_states import HiddenTap
-from serve_app.engine.step import Segment, SegmentResult
+from serve_app.engine.step import Segment, SegmentResult, ceil_div
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -206,7 +206,7 @@ def _batches(segments: Sequence[Segment], active: Sequence[int], size: int) -> I
     """Yield ``active`` in parts of similar length, the shortest first: none is padded to twice its length."""
     batch: list[int] = []
     for i in sorted(active, key=lambda i: segments[i].start):
-        width = -(-segments[i].start // size) * size
+        width = ceil_div(segments[i].start, size) * size
         shortest = segments[batch[0]].start if batch else 0
         if batch and (width * (len(batch) + 1) > GATHERED_TOKENS or width > max(2 * shortest, 256)):
             yield batch

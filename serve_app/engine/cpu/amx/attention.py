@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from serve_app.engine.attention.paging import Heads, KvPool, PagedStep, lay_out
+from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
+from serve_app.engine.attention.step_layout import lay_out, singles_first, upload_step
 from serve_app.engine.cpu.amx.jobs import Sizes, plan_jobs
 from serve_app.engine.cpu.amx.library import AmxAttention, Given, NoAmx, load_attention
 from serve_app.engine.step import Segment
@@ -38,17 +39,18 @@ class AmxBackend:
 
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
-        step = lay_out(pool, segments)
+        layout = lay_out(segments, singles_first(segments), pool.block_size, blank_rows=True)
+        step, _ = upload_step(pool, layout, self)
         kv_heads, head_dim = pool.keys[0].shape[1:]
         sizes = Sizes(
             pool.block_size, self._library.lanes, self._library.few, kv_heads, self._group, torch.get_num_threads()
         )
-        plan = plan_jobs([segments[i] for i in step.order], step.input_ids.shape[1], sizes)
+        plan = plan_jobs(layout.segments, step.input_ids.shape[1], sizes)
         needed = plan.places * kv_heads * self._group * (head_dim + 1)
         if self._partials.numel() < needed:
             self._partials = torch.empty(needed)
         addresses = (plan.words.ctypes.data, step.position_ids.data_ptr(), self._partials.data_ptr())
-        return replace(step, backend=self, jobs=(_Planned(addresses, (plan.words, self._partials)),))
+        return replace(step, plan=_Planned(addresses, (plan.words, self._partials)))
 
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -57,13 +59,13 @@ class AmxBackend:
         # Addresses carry no type: what the kernel would misread stops here.
         if {query.dtype, key.dtype, value.dtype} != {torch.bfloat16}:
             raise TypeError(f"the AMX kernel takes bfloat16, not {query.dtype}, {key.dtype}, {value.dtype}")
-        planned: _Planned = step.jobs[0]
+        planned: _Planned = step.plan
         keys, values = step.pool.keys[layer], step.pool.values[layer]
         # What is made contiguous has to live until the call is over.
-        given = [rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value)]
+        heads = [rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value)]
         out = torch.empty(query.shape, dtype=query.dtype)
         self._library.attend(
-            *(Given(rows.data_ptr(), rows.stride(0), rows.stride(1)) for rows in given),
+            *(Given(rows.data_ptr(), rows.stride(0), rows.stride(1)) for rows in heads),
             step.slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.engine.step import Segment
+from serve_app.engine.attention.step_layout import block_table
+from serve_app.engine.step import Segment, ceil_div
 
 SHARED_TOKENS = 64
 """From this many tokens on a common beginning is a job of its own: merging costs a little, too."""
@@ -70,7 +71,7 @@ class Sizes:
 
 def plan_jobs(segments: Sequence[Segment], padded_rows: int, sizes: Sizes) -> JobPlan:
     """Plan ``segments`` in the packed step's order, single tokens first, of ``padded_rows`` rows in all."""
-    tables = [_table(segment, sizes.block) for segment in segments]
+    tables = [block_table(segment, segment.end, sizes.block) for segment in segments]
     singles = [i for i, segment in enumerate(segments) if len(segment.token_ids) == 1]
     jobs: list[Job] = []
     _share(segments, tables, singles, 0, sizes, jobs)
@@ -82,12 +83,6 @@ def plan_jobs(segments: Sequence[Segment], padded_rows: int, sizes: Sizes) -> Jo
     jobs.sort(key=lambda job: (sizes.is_few(job), -job.keys * len(job.rows)))
     many = sum(not sizes.is_few(job) for job in jobs)
     return _words(jobs, many, row, padded_rows)
-
-
-def _table(segment: Segment, size: int) -> Words:
-    wanted = -(-segment.end // size)
-    parts = [np.arange(first, first + count, dtype=np.int32) for first, count in segment.runs]
-    return (parts[0] if len(parts) == 1 else np.concatenate(parts))[:wanted]
 
 
 def _share(
@@ -134,7 +129,7 @@ def _common(tables: Sequence[Words], group: Sequence[int], start: int, end: int)
 def _prefill(segment: Segment, table: Words, row: int, sizes: Sizes, jobs: list[Job]) -> None:
     """Add the jobs of a chunk: as many rows each as there are lanes for, or as keep all threads at work."""
     count = len(segment.token_ids)
-    even = -(-count * sizes.kv_heads // (TASKS_A_THREAD * sizes.threads))
+    even = ceil_div(count * sizes.kv_heads, TASKS_A_THREAD * sizes.threads)
     most = max(1, min(sizes.lanes // sizes.group, max(even, LEAST_LANES // sizes.group)))
     for first in range(0, count, most):
         last = min(first + most, count)
@@ -144,7 +139,7 @@ def _prefill(segment: Segment, table: Words, row: int, sizes: Sizes, jobs: list[
 def _split(jobs: list[Job], sizes: Sizes) -> list[Job]:
     """Return the jobs, long ones in parts where there are too few to keep all threads at work."""
     tasks = sum(1 if sizes.is_few(job) else sizes.kv_heads for job in jobs)
-    wanted = -(-TASKS_A_THREAD * sizes.threads // tasks)
+    wanted = ceil_div(TASKS_A_THREAD * sizes.threads, tasks)
     if wanted == 1:
         return jobs
     parts: list[Job] = []
@@ -153,7 +148,7 @@ def _split(jobs: list[Job], sizes: Sizes) -> list[Job]:
         if count < 2:
             parts.append(job)
             continue
-        length = -(-job.keys // (count * sizes.block)) * sizes.block
+        length = ceil_div(job.keys, count * sizes.block) * sizes.block
         for first in range(0, job.keys, length):
             keys = min(length, job.keys - first)
             blocks = job.blocks[first // sizes.block :]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from serve_app.engine.attention import gather_backends
 from serve_app.engine.attention.gather_backends import GatheredVarlen, SdpaBackend
-from serve_app.engine.attention.page_table import packed_upload, plan_pages
-from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool, PagedStep, lay_out
+from serve_app.engine.attention.page_table import plan_pages
+from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool, PagedStep
 from serve_app.engine.attention.runs_backend import RUNS
+from serve_app.engine.attention.upload import packed_upload
 from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner.attention_selector import Candidate, Case, NoBackend, choose_backend, fault, formula, probe
 from serve_app.engine.step import Segment, block_runs
@@ -39,7 +40,8 @@ def formula_kernel(*given: Any) -> torch.Tensor:
     return torch.cat(parts).to(query)
 
 
-BACKENDS = [RUNS, SdpaBackend(), GatheredVarlen("formula", formula_kernel)]
+SDPA = SdpaBackend()
+BACKENDS = [RUNS, SDPA, GatheredVarlen("formula", formula_kernel)]
 
 
 @st.composite
@@ -83,58 +85,68 @@ def test_copies_are_cut_where_they_would_be_too_large(monkeypatch: pytest.Monkey
         assert fault(backend, torch.device("cpu"), HEADS) == ""
 
 
-@given(cases=ragged(), wanted=st.sets(st.integers(0, 5)))
-@settings(max_examples=60, deadline=None)
-def test_a_page_plan_is_what_the_segments_say(cases: list[Case], wanted: set[int]) -> None:
-    """Ids, positions, slots, tables and zeroed slots against the plain loops, and against the default plan."""
-    pools = [KvPool(2, 1 + max(b for *_, bs in cases for b in bs), 4, 1, 2, torch.float32, torch.device("cpu"))] * 2
-    pools[1] = KvPool(2, len(pools[0].tensor[0, 0]), 4, 1, 2, torch.float32, torch.device("cpu"))
-    for pool in pools:
-        pool.tensor.fill_(7)
+@given(cases=ragged(), wanted=st.sets(st.integers(0, 5)), paged=st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int], paged: bool) -> None:
+    """Order, ids, positions, slots, padding, zeroed slots and block tables against the plain loops."""
+    pool = KvPool(2, 1 + max(b for *_, bs in cases for b in bs), 4, 1, 2, torch.float32, torch.device("cpu"))
+    pool.tensor.fill_(7)
+    cleaned = pool.tensor.clone()
     sampling = [SamplingParams(1) if i in wanted else None for i in range(len(cases))]
     segments = [
         Segment(np.arange(i, i + new, dtype=np.int32), past, blocks, block_runs(blocks), sampling[i])
         for i, (new, past, blocks) in enumerate(cases)
     ]
-    step, plain = plan_pages(pools[0], segments), lay_out(pools[1], segments)
-    assert torch.equal(pools[0].tensor, pools[1].tensor)
+    step = plan_pages(pool, segments, SDPA) if paged else RUNS.plan(pool, segments)
     assert sorted(step.order) == list(range(len(cases)))
     single = [len(segments[i].token_ids) == 1 for i in step.order]
     assert single == sorted(single, reverse=True)
-    pages = step.pages
-    assert pages is not None
-    assert step.logit_rows is not None
+    placed = [(len(segments[i].token_ids) > 1, segments[i].end if paged else i) for i in step.order]
+    assert placed == sorted(placed), "shorter contexts first where blocks are paged, else as they came"
     logit_rows, row = [], 0
-    by_segment = dict(zip(plain.order, plain.last_rows, strict=True))
     for k, i in enumerate(step.order):
         new, past, blocks = cases[i]
         rows = slice(row, row + new)
-        there = slice(by_segment[i] - new + 1, by_segment[i] + 1)
-        for mine, theirs in ((step.input_ids, plain.input_ids), (step.position_ids, plain.position_ids)):
-            assert torch.equal(mine[0, rows], theirs[0, there])
-        assert torch.equal(step.slots[rows], plain.slots[there])
-        assert (pages.cu_rows[k].item(), pages.lengths[k].item()) == (row, past + new)
-        assert (pages.rows[k], pages.tokens[k], step.last_rows[k]) == (new, past + new, row + new - 1)
-        assert pages.blocks[k, : len(blocks)].tolist() == blocks
+        where = range(past, past + new)
+        assert step.input_ids[0, rows].tolist() == list(range(i, i + new))
+        assert step.position_ids[0, rows].tolist() == list(where)
+        assert step.slots[rows].tolist() == [4 * blocks[position // 4] + position % 4 for position in where]
+        for position in range(past + new, 4 * len(blocks)):
+            if past <= position // 4 * 4:
+                cleaned[:, :, blocks[position // 4], position % 4] = 0
         logit_rows += [row + new - 1] * (i in wanted)
+        if paged:
+            assert (step.plan.cu_rows[k].item(), step.plan.lengths[k].item()) == (row, past + new)
+            assert (step.plan.rows[k], step.plan.tokens[k]) == (new, past + new)
+            assert step.plan.blocks[k, : len(blocks)].tolist() == blocks
         row += new
-    assert pages.cu_rows[-1].item() == row == step.input_ids.shape[1]
+    assert torch.equal(pool.tensor, cleaned)
     assert step.logit_rows.tolist() == logit_rows
-    assert (pages.singles, pages.most_rows) == (sum(single), max(new for new, *_ in cases))
+    assert len(step.slots) == row
+    padding = 0 if paged or row <= 64 else -row % 16
+    assert step.input_ids.shape == step.position_ids.shape == (1, row + padding)
+    assert not step.input_ids[0, row:].any()
+    assert not step.position_ids[0, row:].any()
+    if paged:
+        assert step.plan.cu_rows[-1].item() == row
+        assert (step.plan.singles, step.plan.most_rows) == (sum(single), max(new for new, *_ in cases))
 
 
 def test_padding_rows_write_to_the_scratch_block_alone() -> None:
     pool = KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu"), scratch_block=True)
     one = Segment(np.array([3], dtype=np.int32), 5, [4, 2], block_runs([4, 2]), SamplingParams(1))
-    step = plan_pages(pool, [one], rows=4)
+    step = plan_pages(pool, [one], SDPA, rows=4)
     assert step.slots.tolist() == [2 * 4 + 1, 6 * 4, 6 * 4, 6 * 4]
-    assert step.pages is not None
-    assert step.pages.lengths.tolist() == [6, 1, 1, 1]
-    assert step.pages.blocks.tolist() == [[4, 2], [6, 6], [6, 6], [6, 6]]
+    assert step.plan.lengths.tolist() == [6, 1, 1, 1]
+    assert step.plan.blocks.tolist() == [[4, 2], [6, 6], [6, 6], [6, 6]]
+    assert step.plan.cu_rows.tolist() == [0, 1, 2, 3, 4]
+    assert step.input_ids.tolist() == [[3, 0, 0, 0]]
+    assert step.position_ids.tolist() == [[5, 0, 0, 0]]
+    assert step.logit_rows.tolist() == [0]
     with pytest.raises(ValueError, match="scratch block"):
-        plan_pages(KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu")), [one], rows=4)
+        plan_pages(KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu")), [one], SDPA, rows=4)
     with pytest.raises(ValueError, match="do not fit"):
-        plan_pages(pool, [one, one], rows=1)
+        plan_pages(pool, [one, one], SDPA, rows=1)
 
 
 @given(
@@ -159,8 +171,8 @@ class _Spoiled(SdpaBackend):
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         step = super().plan(pool, segments, rows)
         if self.name == "beyond the end":
-            jobs = [replace(job, mask=torch.zeros_like(job.mask)) if hasattr(job, "mask") else job for job in step.jobs]
-            return replace(step, jobs=tuple(jobs))
+            jobs = [replace(job, mask=torch.zeros_like(job.mask)) if hasattr(job, "mask") else job for job in step.plan]
+            return replace(step, plan=jobs)
         return step
 
     def attend(

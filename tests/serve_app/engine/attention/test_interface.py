@@ -12,7 +12,7 @@ from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 from serve_app.engine.attention import partial_attention, runs_backend, runs_decode, runs_plan
 from serve_app.engine.attention.interface import UnsupportedModel, paged_attention, refuse_unsupported
 from serve_app.engine.attention.paging import KvPool
-from serve_app.engine.attention.runs_plan import plan_runs
+from serve_app.engine.attention.runs_backend import RUNS
 from serve_app.engine.step import Segment, block_runs
 
 KV_HEADS, GROUP, DIM, SIZE = 2, 3, 8, 4
@@ -64,7 +64,7 @@ def test_a_mixed_step_equals_the_formula(
         Segment(np.zeros(tokens, dtype=np.int32), start, blocks, block_runs(blocks), None)
         for tokens, start, blocks in cases
     ]
-    step = plan_runs(pool, segments)
+    step = RUNS.plan(pool, segments)
     tokens = sum(case[0] for case in cases)
     query, key, value = (torch.randn(1, heads, tokens, DIM, generator=generator) for heads in (6, 2, 2))
     module = SimpleNamespace(layer_idx=0)
@@ -87,7 +87,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
     pool = KvPool(1, 4, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     pool.tensor.fill_(float("nan"))
     segment = Segment(np.zeros(1, dtype=np.int32), 0, [2], [(2, 1)], None)
-    step = plan_runs(pool, [segment])
+    step = RUNS.plan(pool, [segment])
     heads = (torch.ones(1, h, 1, DIM) for h in (6, 2, 2))
     found, _ = paged_attention(SimpleNamespace(layer_idx=0), *heads, None, paged=step)  # type: ignore[arg-type,misc]
     assert torch.equal(found, torch.ones(1, 1, 6, DIM))

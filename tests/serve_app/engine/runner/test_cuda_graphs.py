@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from serve_app.engine.attention.gather_backends import SdpaBackend
-from serve_app.engine.attention.page_table import plan_pages
+from serve_app.engine.attention.page_table import PageTable, plan_pages
 from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.runner import cuda_graphs as decode_graphs
+from serve_app.engine.runner import cuda_graphs
 from serve_app.engine.runner.attention_selector import Choice
 from serve_app.engine.runner.cuda_graphs import DecodeGraphs, Record, Replay, cuda_recorder, padded_sizes
 from serve_app.engine.runner.model_runner import ModelRunner
@@ -36,16 +36,15 @@ class FullWidth(SdpaBackend):
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        if step.jobs:
+        if not isinstance(step.plan, PageTable):
             return super().attend(step, layer, query, key, value, scale)
         write_kv(step, layer, key, value)
-        assert step.pages is not None
-        table, size = step.pages.blocks, step.pool.block_size
+        table, size = step.plan.blocks, step.pool.block_size
         slots = (table.long()[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)
         group = query.shape[1] // step.pool.keys[layer].shape[1]
         keys, values = (kv[layer][slots].repeat_interleave(group, 2) for kv in (step.pool.keys, step.pool.values))
         scores = torch.einsum("nhd,nshd->nhs", query, keys) * scale
-        hidden = torch.arange(slots.shape[1], device=table.device)[None] >= step.pages.lengths[:, None]
+        hidden = torch.arange(slots.shape[1], device=table.device)[None] >= step.plan.lengths[:, None]
         weights = torch.softmax(scores.masked_fill(hidden[:, None], float("-inf")), -1)
         return torch.einsum("nhs,nshd->nhd", weights, values)
 
@@ -157,8 +156,8 @@ def test_a_recording_that_repeats_old_results_is_found_out(
 
 
 def test_recordings_end_at_their_memory(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter([0, 10, 3 * decode_graphs.GRAPH_BYTES])
-    monkeypatch.setattr(decode_graphs, "_reserved_bytes", lambda device: next(taken))
+    taken = iter([0, 10, 3 * cuda_graphs.GRAPH_BYTES])
+    monkeypatch.setattr(cuda_graphs, "_reserved_bytes", lambda device: next(taken))
     runner = make_runner(checkpoints["qwen3"], torch.device("cpu"), run_again)
     assert runner._graphs is not None
     assert runner._graphs.sizes == (1, 2)
