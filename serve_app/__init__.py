@@ -1,11 +1,9 @@
 """The warmpath application: HTTP ingress, tenants, tokenizer, and the replicas with their engine and cache.
 
-Importing it before torch settles two things that torch reads when it is loaded; what the environment has stays.
+Importing it before torch settles what OpenMP reads when torch loads it; what the environment has stays.
 """
 
 import os
-
-from serve_app.engine.cpu.private_files import COMPILED
 
 SPIN_COUNT = "30000"
 """Turns of libgomp's waiting loop, about 2 ms. Its own 300,000 are 16 ms, and where the thread that is waited for has
@@ -13,5 +11,3 @@ lost its core to another process, every operation of a step waits that long: a d
 With the machine to itself the engine is as fast with either; at 10,000 its threads fall asleep between operations."""
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-# Torch's own default lies in /tmp, where anybody may have put what is then run.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))

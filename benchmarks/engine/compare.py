@@ -45,12 +45,6 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=not torch.cuda.is_available(),
-        help="warmpath with compile_model, as vLLM compiles by default; needs a C++ compiler",
-    )
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""))
     arguments = parser.parse_args()
@@ -58,7 +52,7 @@ def main() -> None:
         workload = {
             **described(arguments.model, Path(directory)),
             "cache_tokens": 131072,
-            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs", "compile")},
+            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs")},
             "prefix_tokens": arguments.prefix_tokens,
             "question_tokens": arguments.question_tokens,
             "batch_new_tokens": arguments.batch_new_tokens,

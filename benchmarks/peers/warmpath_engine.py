@@ -37,7 +37,6 @@ class WarmpathEngine:
             device=workload["device"],
             load_format=workload["load_format"],
             num_threads=workload["threads"],
-            compile_model=workload["compile"],
         )
         self._runner = load_runner(Path(workload["model"]), settings)
         self._engine = TorchEngine(self._runner, settings, lambda _: None)
@@ -77,7 +76,6 @@ class WarmpathEngine:
         facts: dict[str, Any] = {
             "attention_backend": runner.attention.backend.name,
             "refused_backends": dict(runner.attention.refused),
-            "compiled": bool(shown["warmpath_model_compiled"]),
             "decode_graphs": shown["warmpath_decode_graphs"],
         }
         if runner.device.type == "cuda":

@@ -37,9 +37,6 @@ class EngineSection(BaseModel):
         description="on a GPU, the first that passes a check at the start: fa3_torch, varlen_torch, sdpa",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
-    compile_model: bool = Field(
-        False, description="on a CPU with a C++ compiler: compile the model at the start, for faster steps"
-    )
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
     simulated_prefill_tokens_per_s: float = Field(
         5000.0, gt=0, description="tokens that a simulated engine prefills a second"
@@ -50,8 +47,6 @@ class EngineSection(BaseModel):
     def _engine_fits(self) -> Self:
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
             raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
-        if self.compile_model and self.speculative_model is not None:
-            raise ValueError("compile_model and speculative_model cannot be used together: leave one out")
         return self
 
 

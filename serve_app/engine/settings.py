@@ -22,9 +22,9 @@ class EngineSettings:
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
     ``admission``: what is reserved for a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
-    ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read.
-    ``compile_model``: on a CPU, compile the forward at load (``compiled_forward``); without a drafter only.
-    ``attention_backend``: a name of ``backend_probe.CANDIDATES``; "auto" takes the first that works.
+    ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read. No setting
+    of the app reaches it: it is for benchmarks of models whose weights are not there.
+    ``attention_backend``: a name of ``runner.attention_selector.CANDIDATES``; "auto" takes the first that works.
     """
 
     block_size: int = 16
@@ -40,7 +40,6 @@ class EngineSettings:
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: str = "auto"
     enforce_eager: bool = False
-    compile_model: bool = False
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0

@@ -58,7 +58,6 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         device=config.device,
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
-        compile_model=config.compile_model,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(

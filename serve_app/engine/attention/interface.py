@@ -63,9 +63,6 @@ def paged_attention(
         raise UnsupportedModel("sliding windows, soft-capping, sinks, biases and masks are not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.compiler.is_compiling():
-        # What a compiled forward calls in place of this function, with the step that is current then.
-        return torch.ops.warmpath.attend(query, key, value, layer, scale), None
     assert paged is not None
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     return paged.backend.attend(paged, layer, query, key, value, scale)[None], None

@@ -25,8 +25,7 @@ class PackedLinear:
     anew, so that a model which calls them otherwise is slower and not wrong.
     """
 
-    def __init__(self, layers: Sequence[torch.nn.Linear], pack: Pack, number: int = 0) -> None:
-        self._number = number
+    def __init__(self, layers: Sequence[torch.nn.Linear], pack: Pack) -> None:
         self._sizes = [layer.out_features for layer in layers]
         weight = (
             torch.cat([layer.weight.detach() for layer in layers]) if len(layers) > 1 else layers[0].weight.detach()
@@ -41,32 +40,24 @@ class PackedLinear:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._left = 0
 
-    def product(self, given: torch.Tensor) -> torch.Tensor:
-        """Return all layers' outputs side by side, [..., sum of out_features]."""
-        if torch.compiler.is_compiling():
-            # A compiled forward cannot hold packed weights; it calls back by number (`compiled_forward`).
-            called: torch.Tensor = torch.ops.warmpath.packed_product(given, self._number, sum(self._sizes))
-            return called
-        return self._compute(given)
-
-    def part(self, index: int, given: torch.Tensor) -> torch.Tensor:
-        """Return one layer's output [..., out_features]; replaces that layer's ``forward``."""
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return one layer's output [..., out_features] of ``x`` [..., in]; replaces that layer's ``forward``."""
         if len(self._sizes) == 1:
-            return self.product(given)
-        if self._input is not given:
-            self._input, self._left = given, len(self._sizes)
-            self._outputs = torch.split(self.product(given), self._sizes, dim=-1)
-        out = self._outputs[index]
+            return self._compute(x)
+        if self._input is not x:
+            self._input, self._left = x, len(self._sizes)
+            self._outputs = torch.split(self._compute(x), self._sizes, dim=-1)
+        output = self._outputs[index]
         self._left -= 1
-        if not self._left:  # everybody has had theirs: keep no memory of this step
+        if not self._left:  # all layers have had their part: keep no memory of this step
             self._input, self._outputs = None, ()
-        return out
+        return output
 
 
 def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
-    """Replace how the model's linear layers compute; return their products by number, none where packing does not help.
+    """Replace how the model's linear layers compute; return their products, none where packing does not help.
 
-    The plain weights of packed layers are given up, but for the embeddings' and the output layer's, which others read.
+    The plain weights of packed layers are dropped, but for the embeddings' and the output layer's, which others read.
     """
     weights = {weight.dtype for weight in model.parameters()} | {weight.device.type for weight in model.parameters()}
     if weights != {torch.bfloat16, "cpu"} or (pack := choose_packing()) is None:
@@ -77,7 +68,7 @@ def pack_linears(model: torch.nn.Module) -> list[PackedLinear]:
         linears = {name: one for name, one in parent.named_children() if type(one) is torch.nn.Linear}
         for names in _groups(linears):
             layers = [linears[name] for name in names]
-            together = PackedLinear(layers, pack, len(packed))
+            together = PackedLinear(layers, pack)
             packed.append(together)
             for index, layer in enumerate(layers):
                 layer.forward = partial(together.part, index)  # type: ignore[method-assign]

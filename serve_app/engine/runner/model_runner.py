@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.attention.interface import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
-from serve_app.engine.cpu.compiled_forward import CompiledForward, NotCompiled, compile_forward
 from serve_app.engine.cpu.packed_linears import pack_linears
 from serve_app.engine.cpu.packed_products import amx_packing
 from serve_app.engine.lora.layers import LoraLayers
@@ -71,7 +70,7 @@ class ModelRunner:
     kind = "torch"
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
-        """Load a local checkpoint. Raises UnsupportedModel, NotCompiled, or FileNotFoundError where there is none."""
+        """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
         if not (Path(model_path) / "config.json").is_file():
             raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
@@ -84,7 +83,7 @@ class ModelRunner:
         model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
         refuse_unsupported(self.config, model)
         self.model = model.eval()
-        linears = pack_linears(self.model)
+        pack_linears(self.model)
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
@@ -109,11 +108,6 @@ class ModelRunner:
         )
         on_amx = self.dtype is torch.bfloat16 and self.device.type == "cpu"
         self._lora = LoraLayers(self._linears, self.adapters, self.device, amx_packing() if on_amx else None)
-        self._compiled: CompiledForward | None = None
-        if settings.compile_model:
-            if self.device.type != "cpu":
-                raise NotCompiled("compile_model is for CPUs (a GPU's decode steps are CUDA graphs): leave it out")
-            self._compiled = compile_forward(self.model, linears, self.pool, self.attention.backend)
         self._graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not settings.enforce_eager:
             self._graphs = DecodeGraphs(
@@ -130,7 +124,6 @@ class ModelRunner:
         yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name), ("refused", "")), 1.0
         for name, reason in self.attention.refused:
             yield "warmpath_attention_backend", (*labels, ("backend", name), ("refused", reason)), 0.0
-        yield "warmpath_model_compiled", labels, float(self._compiled is not None)
         yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
@@ -182,8 +175,6 @@ class ModelRunner:
                 logits = logits.index_select(0, step.logit_rows)
             return step, logits
         step = self.attention.backend.plan(self.pool, segments)
-        if self._compiled is not None and not any(segment.lora for segment in segments):
-            return step, self._compiled(step)
         with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
             return step, self.forward(step)
 

@@ -154,8 +154,6 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
 
     Raises ValueError when the two do not fit, and what ``ModelRunner`` raises.
     """
-    if settings.compile_model:
-        raise ValueError("compile_model and speculative_model cannot be used together: leave one out")
     head = read_eagle_config(Path(settings.speculative_model))
     # A replay of a recorded step calls none of the hooks that a head reads.
     base = ModelRunner(model_path, replace(settings, enforce_eager=settings.enforce_eager or head is not None))

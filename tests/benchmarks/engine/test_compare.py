@@ -70,7 +70,6 @@ def test_the_benchmark_runs_on_random_weights(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     flags = (
         "--device cpu --dtype float32 --runs 1 --prefix-tokens 64 --question-tokens 8 --batch-new-tokens 1 --threads 1"
-        " --no-compile"
     )
     systems = ["--systems", "warmpath", "--model", "random:llama-tiny", "--json", str(out)]
     command = [sys.executable, "-m", "benchmarks.engine.compare", *flags.split(), *systems]
@@ -79,6 +78,6 @@ def test_the_benchmark_runs_on_random_weights(tmp_path: Path) -> None:
     ours = results["systems"]["warmpath"]
     assert ours["decode_tok_s"] > 0
     refused = {"amx": "NoAmx: it computes bfloat16, not float32"}
-    facts = {"attention_backend": "runs", "refused_backends": refused, "compiled": False, "decode_graphs": 0.0}
+    facts = {"attention_backend": "runs", "refused_backends": refused, "decode_graphs": 0.0}
     assert ours["facts"] == facts
     assert results["ratios"] == {}

@@ -6,13 +6,16 @@ Owns the build, the private directory it is kept in, and the calls' C types. Kno
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from hashlib import sha256
 from pathlib import Path
 
-from serve_app.engine.cpu.private_files import COMPILED, others_may_write
+COMPILED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "compiled"
+"""Where compiled code is kept, readable and writable for this user alone."""
 
 _SOURCES = Path(__file__).parent
 _HEADERS = ("tiles.h", "many_queries.h", "few_queries.h")
@@ -101,11 +104,17 @@ def _load(source: str, *flags: str) -> ctypes.CDLL:
     if not path.exists():
         _build(command, _SOURCES / source, path)
     # What is loaded runs as this user.
-    if others_may_write(path, path.parent):
+    if _others_may_write(path, path.parent):
         raise NoAmx(f"{path} or its directory belongs to somebody else or others may write it: remove it")
     if ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA):
         raise NoAmx("the operating system does not give this process AMX registers")
     return ctypes.CDLL(str(path))
+
+
+def _others_may_write(*paths: Path) -> bool:
+    """Return whether one of ``paths`` belongs to another user, or is writable for others. Raises OSError."""
+    found = [path.stat() for path in paths]
+    return any(one.st_uid != os.getuid() or one.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for one in found)
 
 
 def _cpu_flags() -> set[str]:
