@@ -1,9 +1,9 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, batched.
 
-Owns the random numbers: those for position p depend on (seed, p) alone, never on the batch, so a request that is
-sent again with the tokens it already has goes on identically. Each token has a number of its own and the largest
-sum of logit and Gumbel noise wins: logits that differ by little, as a drafter's or another batch's do, choose the
-same token. (Inverting the cumulative distribution shifts every token behind a difference.) Knows no sequences.
+The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with the
+tokens it already has goes on identically. Each token has a number of its own, and the largest sum of logit and Gumbel
+noise wins: logits that differ by little, as a drafter's or another batch's do, choose the same token. (Inverting the
+cumulative distribution shifts every token behind a difference.)
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ def _mix(value: int) -> int:
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
-    """Return one token a row of ``logits`` [n, vocab], None where they are not numbers; see ``sample``."""
+    """Return one token a row of ``logits`` [n, vocab], None where they are not numbers.
+
+    ``positions[i]`` is where row i's token will stand. Filters apply in the order temperature, top-k, top-p. Tokens
+    tied with the last one kept are kept too, so the result does not depend on how a sort breaks ties.
+    """
     if logits.device.type != "cpu":
         chosen: list[int] = sample_at_once(logits, params, positions).tolist()
         return [None if token < 0 else token for token in chosen]
@@ -78,14 +82,17 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), sound, strict=True)]
     drawn = [i for i, p in enumerate(params) if sound[i] and _draws(p)]
     if drawn:
-        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
-        for i, token in zip(drawn, found, strict=True):
+        own = [params[i] for i in drawn]
+        temperature = torch.tensor([p.temperature for p in own], dtype=torch.float64)
+        scaled = logits[drawn].double().div_(temperature[:, None])
+        noise = gumbel_noise([p.seed for p in own], [positions[i] for i in drawn], logits.shape[-1], logits.device)
+        for i, token in zip(drawn, _winners(scaled, _candidates_floors(scaled, own), noise).tolist(), strict=True):
             tokens[i] = token
     return tokens
 
 
 def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> torch.Tensor:
-    """Return ``sample``'s tokens [n], int64, on the device of ``logits``; -1 where logits are not numbers.
+    """Return the tokens [n] of ``choose_tokens``, int64, on the device of ``logits``; -1 where they are not numbers.
 
     Nothing waits for the device: the host reads the result with one transfer. Costs a sort of every filtered row.
     """
@@ -93,28 +100,44 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     tokens = torch.argmax(logits, dim=-1)
     drawn = [i for i, p in enumerate(params) if _draws(p)]
     if drawn:
-        chosen = [params[i] for i in drawn]
+        own = [params[i] for i in drawn]
         vocab = logits.shape[-1]
         rows, keys, top_k, temperature, top_p = upload(
             (
                 np.array(drawn, dtype=np.int64),
-                np.array(_keys([p.seed for p in chosen], [positions[i] for i in drawn]), dtype=np.int64),
-                np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], dtype=np.int64),
-                np.array([p.temperature for p in chosen], dtype=np.float64),
-                np.array([p.top_p for p in chosen], dtype=np.float64),
+                np.array(_keys([p.seed for p in own], [positions[i] for i in drawn]), dtype=np.int64),
+                np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in own], dtype=np.int64),
+                np.array([p.temperature for p in own], dtype=np.float64),
+                np.array([p.top_p for p in own], dtype=np.float64),
             ),
             logits.device,
         )
-        scaled = logits.index_select(0, rows).double() / temperature[:, None]
-        if any(0 < p.top_k < vocab or p.top_p < 1.0 for p in chosen):
-            scaled = scaled.masked_fill(scaled < _floors(scaled, top_k, top_p), float("-inf"))
-        scaled += _noise(keys, vocab)
-        tokens = tokens.index_copy(0, rows, torch.argmax(scaled, dim=-1))
+        scaled = logits.index_select(0, rows).double().div_(temperature[:, None])
+        floors = _sorted_floors(scaled, top_k, top_p) if any(_filters(p, vocab) for p in own) else None
+        tokens = tokens.index_copy(0, rows, _winners(scaled, floors, _noise(keys, vocab)))
     return tokens.masked_fill(broken, -1)
 
 
-def _floors(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return each row's smallest logit to keep [n, 1]; ``top_k`` [n] and ``top_p`` [n] as ``_threshold`` has them."""
+def _draws(params: SamplingParams) -> bool:
+    return params.temperature > 0.0 and params.top_k != 1
+
+
+def _filters(params: SamplingParams, vocab: int) -> bool:
+    return 0 < params.top_k < vocab or params.top_p < 1.0
+
+
+def _winners(scaled: torch.Tensor, floors: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor:
+    """Return the tokens [n] of the largest sums of ``scaled`` [n, vocab] and noise; below ``floors`` [n, 1] none."""
+    if floors is not None:
+        scaled.masked_fill_(scaled < floors, float("-inf"))
+    return torch.argmax(scaled.add_(noise), dim=-1)
+
+
+def _sorted_floors(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Return each row's smallest logit to keep [n, 1], without a word to the host.
+
+    ``top_k`` [n] is the size of the vocabulary where there is none, ``top_p`` [n] is 1.
+    """
     best = torch.sort(scaled, dim=-1, descending=True).values
     floor = best.gather(1, top_k[:, None] - 1)
     kept = best.masked_fill(best < floor, float("-inf"))
@@ -126,72 +149,46 @@ def _floors(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> t
     return torch.maximum(floor[:, 0], by_mass)[:, None]
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """Return one token a row of ``logits`` [n, vocab]; ``positions[i]`` is where row i's token will stand.
+def _candidates_floors(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor | None:
+    """Return the same floors [n, 1] on the host, which looks at a row's highest logits alone; None without filters.
 
-    Filters apply in the order temperature, top-k, top-p. Tokens tied with the last one kept are kept too, so the
-    result does not depend on how a sort breaks ties.
+    (A sort of every row costs a CPU many times that, and looking at results as they come would stop a GPU.)
     """
-    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
-    drawn = [i for i, p in enumerate(params) if _draws(p)]
-    if drawn:
-        found = _drawn(logits[drawn], [params[i] for i in drawn], [positions[i] for i in drawn])
-        for i, token in zip(drawn, found, strict=True):
-            tokens[i] = token
-    return tokens
-
-
-def _draws(params: SamplingParams) -> bool:
-    return params.temperature > 0.0 and params.top_k != 1
-
-
-def _drawn(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """Return the tokens [n] of rows that all draw."""
-    scaled = logits.double()
-    scaled /= torch.tensor([[p.temperature] for p in params], dtype=torch.float64, device=logits.device)
-    scaled = _filtered(scaled, params)
-    scaled += gumbel_noise([p.seed for p in params], positions, logits.shape[-1], logits.device)
-    tokens: list[int] = torch.argmax(scaled, dim=-1).tolist()
-    return tokens
-
-
-def _filtered(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return ``scaled`` with -inf wherever top-k or top-p drops a token."""
     vocab = scaled.shape[-1]
-    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab or p.top_p < 1.0]
+    rows = [i for i, p in enumerate(params) if _filters(p, vocab)]
     if not rows:
-        return scaled
-    floor = torch.full((len(params), 1), float("-inf"), dtype=scaled.dtype, device=scaled.device)
+        return None
+    floors = torch.full((len(params), 1), float("-inf"), dtype=scaled.dtype)
     width = max([_FIRST_CANDIDATES, *(params[i].top_k for i in rows)])
     while rows:
         width = min(width, vocab)
         best = torch.topk(scaled[rows], width, dim=-1).values
         again = []
         for i, candidates in zip(rows, best, strict=True):
-            threshold = _threshold(scaled[i], candidates, params[i])
-            if threshold is None and width < vocab:
+            floor = _floor(scaled[i], candidates, params[i])
+            if floor is None and width < vocab:
                 again.append(i)
             else:
-                floor[i] = candidates[-1] if threshold is None else threshold
+                floors[i] = candidates[-1] if floor is None else floor
         rows, width = again, width * 8
-    return scaled.masked_fill(scaled < floor, float("-inf"))
+    return floors
 
 
-def _threshold(row: torch.Tensor, best: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """Return the smallest logit to keep, or None when ``best`` (the row's highest, sorted) is too short to tell."""
-    kept = best
-    if 0 < params.top_k < len(row):
-        floor = best[params.top_k - 1]
+def _floor(logits: torch.Tensor, candidates: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Return a row's smallest logit to keep; None when ``candidates``, its highest in order, are too few to tell."""
+    kept = candidates
+    if 0 < params.top_k < len(logits):
+        floor = candidates[params.top_k - 1]
         if params.top_p >= 1.0:
             return floor
-        kept = best[best >= floor]
-        if len(kept) == len(best) and len(best) < len(row):
+        kept = candidates[candidates >= floor]
+        if len(kept) == len(candidates) and len(candidates) < len(logits):
             return None
         total = torch.logsumexp(kept, dim=0)
     else:
-        total = torch.logsumexp(row, dim=0)
+        total = torch.logsumexp(logits, dim=0)
     mass = torch.exp(kept - total).cumsum(dim=0)
     reached = torch.nonzero(mass >= params.top_p)
     if len(reached):
         return kept[reached[0, 0]]
-    return kept[-1] if len(kept) < len(best) or len(best) == len(row) else None
+    return kept[-1] if len(kept) < len(candidates) or len(candidates) == len(logits) else None

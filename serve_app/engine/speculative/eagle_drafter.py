@@ -19,7 +19,7 @@ import torch
 
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.runner.model_runner import ModelRunner
-from serve_app.engine.runner.sampling import sample
+from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.speculative.eagle_config import EagleConfig
 from serve_app.engine.speculative.eagle_head import EagleHead, load_head
 from serve_app.engine.speculative.hidden_states import HiddenTap
@@ -137,10 +137,10 @@ class EagleDrafter:
         tail = keys.shape[1] - most
         states = self._ends.rows[self._index([s.blocks[(s.start - 1) // size] for s in segments])]
         tokens = self._index([int(segment.token_ids[-1]) for segment in segments])
-        params = [segment.sampling for segment in segments]
-        assert all(param is not None for param in params)
+        params = [segment.sampling for segment in segments if segment.sampling is not None]
+        assert len(params) == count
         guesses: list[list[int]] = [[] for _ in segments]
-        sound = torch.ones(count, dtype=torch.bool, device=self._device)
+        sound = [True] * count
         for step in range(most):
             rotation = head.rotation(self._index(starts - 1 + step))
             pairs, residual = head.read(tokens, states)
@@ -156,16 +156,13 @@ class EagleDrafter:
             states = head.finish(attended[:, :, 0], residual)
             logits = torch.full((count, self._vocab_size), float("-inf"), device=self._device)
             logits[:, head.draft_ids] = head.draft_logits(states).float()
-            sound &= logits.isnan().any(dim=-1).logical_not()
-            found = sample(
-                logits.nan_to_num(0.0, neginf=float("-inf")),
-                [param for param in params if param is not None],
-                (starts + 1 + step).tolist(),
-            )
-            for mine, token, good in zip(guesses, found, sound.tolist(), strict=True):
-                if good:
-                    mine.append(token)
-            tokens = self._index(found)
+            found = choose_tokens(logits, params, (starts + 1 + step).tolist())
+            for i, token in enumerate(found):
+                if token is None:
+                    sound[i] = False
+                elif sound[i]:
+                    guesses[i].append(token)
+            tokens = self._index([token or 0 for token in found])
         return guesses
 
     def _context(self, segments: Sequence[Segment], room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise, position_uniform, sample, sample_at_once
+from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise, position_uniform, sample_at_once
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
+
+
+def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    """``choose_tokens`` where all logits are numbers."""
+    tokens = [token for token in choose_tokens(logits, params, positions) if token is not None]
+    assert len(tokens) == len(logits)
+    return tokens
 
 
 def kept_tokens(logits: torch.Tensor, params: SamplingParams) -> set[int]:
