@@ -155,7 +155,7 @@ class RoutingCore:
         with self._lock:
             self._shadow_s = 0.0
             decision = self._decide(request, blocked, started_s)
-            self.counters.decision_s.add(self._clock() - started_s - self._shadow_s)
+            self.counters.decision_s.observe(self._clock() - started_s - self._shadow_s)
         return decision
 
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
@@ -204,7 +204,7 @@ class RoutingCore:
             if cached_tokens < selected:
                 held = self._directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
-            self.counters.ttft_s.add(ttft_s)
+            self.counters.ttft_s.observe(ttft_s)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
 

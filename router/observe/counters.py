@@ -7,44 +7,14 @@ only rises.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from router.feed.messages import FeedCounters
+from router.protocol.samples import Histogram
 
 DECISION_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2)
 TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0)
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(slots=True)
-class Histogram:
-    """Counts by upper bound, the last one for everything above; ``total`` is the sum of the values."""
-
-    bounds: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    @property
-    def count(self) -> int:
-        """Number of values."""
-        return sum(self.counts)
-
-    def add(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        """Return (upper bound as text, values up to it), as Prometheus wants buckets."""
-        rows, running = [], 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            running += count
-            rows.append(("+Inf" if bound == float("inf") else repr(bound), running))
-        return rows
 
 
 @dataclass(slots=True)
@@ -109,7 +79,7 @@ class EstimateCounters:
         self.actual_s += actual_s
         self.late_s += max(actual_s - estimated_s, 0.0)
         self.early_s += max(estimated_s - actual_s, 0.0)
-        self.ratio.add(actual_s / estimated_s)
+        self.ratio.observe(actual_s / estimated_s)
 
 
 @dataclass(slots=True)

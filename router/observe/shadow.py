@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from router.load.load_table import LoadTable
-from router.observe.counters import DECISION_BUCKETS_S, Histogram
+from router.observe.counters import DECISION_BUCKETS_S
 from router.policy.candidates import Candidate, Match, PolicyContext
 from router.policy.estimate import Estimate, estimate
 from router.policy.policies import POLICIES
 from router.policy.replication import Replication
 from router.protocol.request import RoutedRequest
+from router.protocol.samples import Histogram
 from router.settings import DEFAULT_POLICY
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class ShadowPolicy:
         else:
             self._count(request, chosen, estimated, acting_replica_id, acting)
         spent_s = self._clock() - started_s
-        self.counters.decision_s.add(spent_s)
+        self.counters.decision_s.observe(spent_s)
         return spent_s
 
     def _count(

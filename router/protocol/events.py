@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import msgspec
 import xxhash
 
+from router.protocol.samples import Sample
+
 
 class BlocksStored(msgspec.Struct, frozen=True, tag="stored", array_like=True):
     """Blocks that a replica can now serve. ``hashes`` is packed; parents come before children."""
@@ -71,12 +73,9 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
-    """A replica's counters and gauges for /metrics and /v1/cache/state: (name, labels, value).
+    """A replica's counters and gauges for /metrics and /v1/cache/state; never read by a policy."""
 
-    ``labels`` is a tuple of (label, value) pairs. Never read by a policy.
-    """
-
-    samples: tuple[tuple[str, tuple[tuple[str, str], ...], float], ...]
+    samples: tuple[Sample, ...]
 
 
 Event = BlocksStored | BlocksRemoved | CacheCleared | LoadReport | StatsReport

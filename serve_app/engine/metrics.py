@@ -7,13 +7,10 @@ schedulers or caches. Written by the engine's thread alone; samples may be read 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
+from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-
-Labels = tuple[tuple[str, str], ...]
-Sample = tuple[str, Labels, float]
 
 TENANT_LABELS = 100
 """Tenants counted under their own name; later ones are counted as "other", so that /metrics stays bounded."""
@@ -25,30 +22,6 @@ _QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 
 _PREFILL_MEMORY_TOKENS = 8192.0
 _PREFILL_LEAST_TOKENS = 128
 _DECODE_WEIGHT = 0.1
-
-
-class Histogram:
-    """Counts of observations by upper bound."""
-
-    def __init__(self, name: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one observation."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield cumulative ``_bucket`` samples with ``le``, then ``_sum`` and ``_count``."""
-        total = 0
-        for bound, count in zip((*map(_number, self._bounds), "+Inf"), tuple(self._counts), strict=True):
-            total += count
-            yield f"{self._name}_bucket", (*labels, ("le", bound)), float(total)
-        yield f"{self._name}_sum", labels, self._sum
-        yield f"{self._name}_count", labels, float(total)
 
 
 class EngineMeters:
@@ -63,9 +36,9 @@ class EngineMeters:
         self.generation_tokens = 0
         self.finished: dict[str, int] = {}
         self.saves: dict[str, int] = {}
-        self.ttft = Histogram("warmpath_time_to_first_token_seconds", _TTFT_BUCKETS)
-        self.inter_token = Histogram("warmpath_inter_token_latency_seconds", _TOKEN_BUCKETS)
-        self.queue_time = Histogram("warmpath_request_queue_time_seconds", _QUEUE_BUCKETS)
+        self.ttft = Histogram(_TTFT_BUCKETS)
+        self.inter_token = Histogram(_TOKEN_BUCKETS)
+        self.queue_time = Histogram(_QUEUE_BUCKETS)
         self._queries: dict[str, int] = {}
         self._hits: dict[str, int] = {}
         self._preemptions: dict[str, int] = {}
@@ -134,12 +107,9 @@ class EngineMeters:
             yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
         yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s
         yield "warmpath_decode_step_seconds", labels, self.decode_step_s
-        for histogram in (self.ttft, self.inter_token, self.queue_time):
-            yield from histogram.samples(labels)
-
-
-def _number(bound: float) -> str:
-    return repr(float(bound))
+        yield from self.ttft.samples("warmpath_time_to_first_token_seconds", labels)
+        yield from self.inter_token.samples("warmpath_inter_token_latency_seconds", labels)
+        yield from self.queue_time.samples("warmpath_request_queue_time_seconds", labels)
 
 
 def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running: int, waiting: int) -> Iterable[Sample]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.protocol.block_hash import TokenArray
+from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
-from serve_app.engine.metrics import Labels, Sample
 from serve_app.engine.protocol import AdapterSpec, SamplingParams
 
 _log = logging.getLogger(__name__)

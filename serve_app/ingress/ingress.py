@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.protocol.samples import Sample
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
@@ -44,7 +45,7 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import json_response, read_body
 from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.explain import Explainer
-from serve_app.ingress.observe.metrics import IngressMetrics, Sample, render, with_label
+from serve_app.ingress.observe.metrics import IngressMetrics, render, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.secret import load_secret

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from serve_app.engine.metrics import Histogram, Labels, Sample
+from router.protocol.samples import Histogram, Labels, Sample
 
 Refusal = Literal["off", "held", "short", "slow", "busy"]
 """Why a planned pull was not begun: already here, too little, slower than computing, too many under way."""
@@ -31,7 +31,7 @@ class PullMeters:
         self.tokens = 0
         self.exported_tokens = 0
         self.exports: Counter[str] = Counter()
-        self.seconds = Histogram("warmpath_kv_pull_seconds", _BUCKETS_S)
+        self.seconds = Histogram(_BUCKETS_S)
 
     def samples(self, labels: Labels, tokens_per_s: float) -> Iterable[Sample]:
         """Yield every counter, and the rate."""
@@ -46,4 +46,4 @@ class PullMeters:
         yield "warmpath_kv_pulled_tokens_total", labels, float(self.tokens)
         yield "warmpath_kv_exported_tokens_total", labels, float(self.exported_tokens)
         yield "warmpath_kv_pull_tokens_per_second", labels, tokens_per_s
-        yield from self.seconds.samples(labels)
+        yield from self.seconds.samples("warmpath_kv_pull_seconds", labels)

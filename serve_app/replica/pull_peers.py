@@ -18,9 +18,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import Decision
+from router.protocol.samples import Sample
 from serve_app.cache.kv_chain import KvChain
 from serve_app.config.app import AppConfig
-from serve_app.engine.metrics import Sample
 from serve_app.engine.protocol import Engine, EngineRequest
 from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters

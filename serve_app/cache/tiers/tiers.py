@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk import DiskTier
@@ -25,8 +26,6 @@ from serve_app.cache.tiers.host import HostTier
 TierEvent = BlocksStored | BlocksRemoved
 ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 """Copies the batch's blocks of these indices out of the pool, each into its row."""
-
-Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class Tiers:
         if self._slot is not None:
             self._slot.release()
 
-    def samples(self, labels: Labels) -> Iterable[tuple[str, Labels, float]]:
+    def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield blocks, bytes and counters by tier."""
         disk = self._disk
         held: dict[str, tuple[int, int]] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from router.protocol.block_hash import PrefixScope, TokenArray, hash_at
+from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -19,7 +20,7 @@ from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tiers import ReadRows, TierEvent, Tiers
 from serve_app.engine.kv.install import install_blocks
-from serve_app.engine.metrics import EngineMeters, Histogram, Labels, Sample
+from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import FetchOutcome
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -66,7 +67,7 @@ class TierLoader:
         self._fetches: dict[str, _Fetch] = {}
         self._step_blocks = max(1, STEP_BYTES // tiers.size_bytes)
         self._room_blocks = self._step_blocks
-        self._times = {tier: Histogram("warmpath_kv_tier_load_seconds", _LOAD_BUCKETS_S) for tier in ("host", "disk")}
+        self._times = {tier: Histogram(_LOAD_BUCKETS_S) for tier in ("host", "disk")}
         cache.on_evict = self.spill
 
     @property
@@ -187,7 +188,7 @@ class TierLoader:
         """Return the tiers' gauges, counters and load times (any thread)."""
         found = list(self.tiers.samples(labels))
         for tier, histogram in self._times.items():
-            found.extend(histogram.samples((*labels, ("tier", tier))))
+            found.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
         return found
 
     def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from serve_app.engine.metrics import Labels, Sample
+from router.protocol.samples import Labels, Sample
 from serve_app.engine.protocol import AdapterSpec, QueueFull, UnknownAdapter
 
 W = TypeVar("W")

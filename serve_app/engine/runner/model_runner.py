@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.attention.interface import IMPLEMENTATION, refuse_unsupported
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
@@ -24,7 +25,6 @@ from serve_app.engine.lora.layers import LoraLayers
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
-from serve_app.engine.metrics import Labels, Sample
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.attention_selector import choose_backend
 from serve_app.engine.runner.cuda_graphs import DecodeGraphs, cuda_recorder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from serve_app.engine.metrics import Labels, Sample
+from router.protocol.samples import Labels, Sample
 from serve_app.engine.step import SegmentResult
 
 

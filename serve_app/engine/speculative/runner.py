@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace as replace_parts
 
+from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.engine.attention.paging import KvPool
-from serve_app.engine.metrics import Labels, Sample
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings

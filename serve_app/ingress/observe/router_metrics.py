@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from router.core import RoutingCore
-from router.observe.counters import Histogram, PolicyCounters
+from router.observe.counters import PolicyCounters
 from router.observe.shadow import ShadowCounters
-from serve_app.ingress.observe.metrics import Sample
+from router.protocol.samples import Sample
 
 
 def router_samples(core: RoutingCore) -> list[Sample]:
@@ -25,8 +25,8 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         samples += _shadow_samples(*core.shadow)
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples.append(("warmpath_router_replica_decisions_total", (("replica", replica_id),), float(decisions)))
-    samples += _histogram("warmpath_router_decision_seconds", counters.decision_s)
-    samples += _histogram("warmpath_router_time_to_first_token_seconds", counters.ttft_s)
+    samples += counters.decision_s.samples("warmpath_router_decision_seconds")
+    samples += counters.ttft_s.samples("warmpath_router_time_to_first_token_seconds")
     samples += [
         ("warmpath_router_all_full_total", (), float(counters.all_full)),
         ("warmpath_router_faults_total", (), float(counters.faults)),
@@ -83,7 +83,7 @@ def _policy_samples(policy: str, counted: PolicyCounters) -> list[Sample]:
     estimates = counted.estimates
     return [
         *samples,
-        *_histogram("warmpath_router_ttft_actual_to_estimated_ratio", estimates.ratio, of_policy),
+        *estimates.ratio.samples("warmpath_router_ttft_actual_to_estimated_ratio", of_policy),
         ("warmpath_router_estimated_ttft_seconds_total", of_policy, estimates.estimated_s),
         ("warmpath_router_actual_ttft_seconds_total", of_policy, estimates.actual_s),
         ("warmpath_router_ttft_late_seconds_total", of_policy, estimates.late_s),
@@ -102,11 +102,5 @@ def _shadow_samples(policy: str, counters: ShadowCounters) -> list[Sample]:
         ("warmpath_shadow_estimated_ttft_seconds_total", labels, counters.estimated_ttft_s),
         ("warmpath_shadow_acting_estimated_ttft_seconds_total", labels, counters.acting_estimated_ttft_s),
         ("warmpath_shadow_faults_total", labels, float(counters.faults)),
-        *_histogram("warmpath_shadow_decision_seconds", counters.decision_s, labels),
+        *counters.decision_s.samples("warmpath_shadow_decision_seconds", labels),
     ]
-
-
-def _histogram(name: str, histogram: Histogram, labels: tuple[tuple[str, str], ...] = ()) -> list[Sample]:
-    rows = histogram.cumulative()
-    samples: list[Sample] = [(f"{name}_bucket", (*labels, ("le", bound)), float(count)) for bound, count in rows]
-    return [*samples, (f"{name}_sum", labels, histogram.total), (f"{name}_count", labels, float(rows[-1][1]))]

@@ -1,0 +1,49 @@
+"""Figures that travel: a sample is (name, labels, number); a histogram yields them as Prometheus wants.
+
+Example: ``("warmpath_kv_cache_blocks", (("state", "free"),), 12.0)``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+Labels = tuple[tuple[str, str], ...]
+Sample = tuple[str, Labels, float]
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values by upper bound, the last one for everything above; ``total`` is the sum of the values.
+
+    One thread writes; samples may be read from any.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        """Number of values."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def samples(self, name: str, labels: Labels = ()) -> Iterator[Sample]:
+        """Yield cumulative ``_bucket`` samples with the bound as label ``le``, then ``_sum`` and ``_count``."""
+        cumulative = 0
+        for bound, count in zip(
+            (*(repr(float(bound)) for bound in self.bounds), "+Inf"), tuple(self.counts), strict=True
+        ):
+            cumulative += count
+            yield f"{name}_bucket", (*labels, ("le", bound)), float(cumulative)
+        yield f"{name}_sum", labels, self.total
+        yield f"{name}_count", labels, float(cumulative)
