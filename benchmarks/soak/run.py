@@ -27,7 +27,7 @@ from benchmarks.soak.audit import Imbalance, audit, instances, settled, tables, 
 from benchmarks.soak.ledger import CANARY, REPLICA, Ledger
 from benchmarks.soak.memory import MemorySample, grown, memory_figures
 from benchmarks.soak.traffic import SECRET, Traffic
-from router.protocol.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.core.build import build_engine
@@ -210,10 +210,12 @@ class Soak:
         tenant, family = self._traffic.tenant(), self._random.randrange(self._settings.prefixes)
         scope = self._traffic.scope(tenant)
         root = scope.root(SECRET)
-        chain = self.engine.export_prefix(scope, root, self._traffic.prefix(tenant, family))
+        ids = self._traffic.prefix(tenant, family)
+        chain = self.engine.export_prefix(scope, root, ids, demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.done["blocks imported"] += self.engine.import_prefix(chain, scope, root, tenant=tenant).new_blocks
+            hashes = hash_blocks(root, ids, self._engine_settings.block_size)
+            self.done["blocks imported"] += self.engine.import_part(chain, scope, ids, hashes, 0, tenant)
             self.done["moved"] += 1
 
     def _refused(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from router.protocol.block_hash import HASH_BYTES, ChainHasher, PrefixScope, TokenArray, extend_chain, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix_digest import DIGEST_BYTES, extend_digests, scope_digest
 
 MAGIC = b"WPKV"
@@ -117,23 +117,7 @@ class KvChain:
     header: ChainHeader
     payload: Row
 
-    def to_bytes(self) -> bytes:
-        """Return header and payload as one piece."""
-        return encode_header(self.header) + self.payload.tobytes()
 
-    @staticmethod
-    def from_bytes(data: bytes | memoryview) -> KvChain:
-        """Parse ``to_bytes``; the payload is a view. Raises a TransferError on anything that is not whole."""
-        header, start = decode_header(data)
-        if len(data) - start != header.payload_bytes:
-            raise Truncated(f"{len(data) - start} payload bytes where the header names {header.payload_bytes}")
-        payload = np.frombuffer(data, dtype=np.uint8, offset=start) if header.payload_bytes else _EMPTY
-        chain = KvChain(header, payload.reshape(header.blocks, header.format.block_bytes))
-        check_payload(header, chain.payload)
-        return chain
-
-
-_EMPTY = np.empty(0, dtype=np.uint8)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(ChainHeader)
 
@@ -221,25 +205,6 @@ def make_header(
         prefix_digest=digests[-1],
         checksum=checksum(payload),
     )
-
-
-def verify_chain(
-    chain: KvChain, kv_format: KvFormat, scope: PrefixScope, root: bytes, hash_chain: ChainHasher = hash_blocks
-) -> TokenArray:
-    """Return a whole chain's token ids once everything about it is proven; raises a TransferError otherwise."""
-    header = chain.header
-    check_format(header, kv_format)
-    check_scope(header, scope)
-    check_payload(header, chain.payload)
-    token_ids = np.frombuffer(header.token_ids, dtype="<i4").astype(np.int32)
-    if not header.blocks:
-        raise WrongChain("the chain is empty")
-    if extend_digests(b"", scope, token_ids, kv_format.block_size)[-1] != header.prefix_digest:
-        raise WrongChain("the prefix digest is not that of the tokens")
-    hashes = extend_chain(root, scope.public_blocks, token_ids, kv_format.block_size, hasher=hash_chain)
-    if hashes != header.hashes:
-        raise WrongChain("the hashes are not those of the tokens under this root")
-    return token_ids
 
 
 def verify_part(

@@ -141,14 +141,6 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class ImportedPrefix:
-    """What became of an imported chain: leading blocks held now, and how many of them are new."""
-
-    held_blocks: int
-    new_blocks: int
-
-
 class Engine(Protocol):
     """A continuous-batching engine with a prefix cache."""
 
@@ -202,17 +194,13 @@ class Engine(Protocol):
         Any thread, but it waits for the loop. None when there is none.
         """
 
-    def import_prefix(
-        self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
-    ) -> ImportedPrefix:
-        """Take what ``export_prefix`` of another engine gave (any thread). Raises a TransferError, taking nothing."""
-
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> ImportedPrefix:
-        """Take a prompt's blocks from ``first`` on, if they are exactly those (any thread, but it waits for the loop).
+    ) -> int:
+        """Take a prompt's blocks from ``first`` on, if they are exactly those; return how many leading ones are held.
 
-        ``token_ids`` and ``block_hashes``: the prompt's own. Raises a TransferError, taking nothing.
+        ``token_ids`` and ``block_hashes``: the prompt's own. Any thread, but it waits for the loop. Raises a
+        TransferError, taking nothing.
         """
 
     def load_adapter(self, spec: AdapterSpec) -> None:

@@ -193,7 +193,7 @@ class Puller:
             if not isinstance(part, KvChain):
                 return "part" if pull.held > pull.first else _OUTCOMES[part]
             # A copy into the pool that has begun is finished, whatever becomes of the deadline.
-            taken = await asyncio.shield(
+            held = await asyncio.shield(
                 asyncio.to_thread(
                     self._engine.import_part,
                     part,
@@ -205,7 +205,7 @@ class Puller:
                 )
             )
             arrived = pull.held + part.header.blocks
-            pull.held = max(pull.held, min(taken.held_blocks, pull.last))
+            pull.held = max(pull.held, min(held, pull.last))
             if pull.held < arrived:
                 return "no_room"
         return "whole"

@@ -108,11 +108,6 @@ class PromptTokenizer:
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._in_flight: dict[bytes, Future[EncodedPrompt]] = {}
 
-    @property
-    def exact_segments(self) -> bool:
-        """False when only whole texts can be remembered (see ``Segmenter``)."""
-        return self._segmenter.exact
-
     def set_public(self, prompts: Iterable[TokenArray]) -> None:
         """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
         self._public = PublicTokens(prompts, self._public.generation + 1)

@@ -91,7 +91,7 @@ class DiskTier:
             if known.prefix_digest != block.prefix_digest:
                 return False
             self.touch([block_hash])
-            return self.mark([block_hash], saved=True) == 1 if saved else True
+            return self.mark_saved([block_hash]) == 1 if saved else True
         content = self._files.encode(block, row)
         life = self._life
         if not self._make_room(len(content), for_saved=saved):
@@ -142,21 +142,21 @@ class DiskTier:
             except OSError as error:
                 _log.warning("a KV block's time of use was not noted: %s", error.strerror)
 
-    def mark(self, block_hashes: Iterable[bytes], *, saved: bool) -> int:
-        """Mark blocks as saved or not, on disk too; return how many of them carry the mark now."""
+    def mark_saved(self, block_hashes: Iterable[bytes]) -> int:
+        """Mark blocks as saved, on disk too; return how many of them are saved now."""
         marked = 0
         for block_hash in block_hashes:
-            if block_hash in self._index[not saved]:
+            if block_hash in self._index[False]:
                 try:
-                    self._files.mark(block_hash, saved=saved)
+                    self._files.mark_saved(block_hash)
                 except OSError as error:
                     _log.warning("a KV block could not be marked: %s", error.strerror)
                     continue
                 with self._lock:
-                    filed = self._index[not saved].pop(block_hash, None)
+                    filed = self._index[False].pop(block_hash, None)
                     if filed is not None:
-                        self._index[saved][block_hash] = filed
-            marked += block_hash in self._index[saved]
+                        self._index[True][block_hash] = filed
+            marked += block_hash in self._index[True]
         return marked
 
     def forget_all(self) -> Callable[[], None]:

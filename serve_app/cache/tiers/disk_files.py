@@ -89,7 +89,10 @@ class BlockFiles:
     def read(self, block_hash: bytes, *, saved: bool) -> tuple[TierBlock, Row]:
         """Return a block and its bytes. Raises OSError or a TransferError: then the file is worth nothing."""
         with open(self._path(block_hash, saved), "rb") as file:
-            data = file.read()
+            return self.decode(file.read(), block_hash)
+
+    def decode(self, data: bytes, block_hash: bytes) -> tuple[TierBlock, Row]:
+        """Return a block from the content of its file: the inverse of ``encode``. Raises a TransferError."""
         header, start = decode_header(data)
         block = self._block(header, block_hash)
         payload = np.frombuffer(data, dtype=np.uint8)[start:]
@@ -108,9 +111,9 @@ class BlockFiles:
             raise Truncated(f"{found.size} bytes where the header names {start + header.payload_bytes}")
         return self._block(header, found.block_hash)
 
-    def mark(self, block_hash: bytes, *, saved: bool) -> None:
-        """Rename a block's file from unsaved to saved or back. Raises OSError."""
-        os.replace(self._path(block_hash, not saved), self._path(block_hash, saved))
+    def mark_saved(self, block_hash: bytes) -> None:
+        """Rename a block's file from unsaved to saved. Raises OSError."""
+        os.replace(self._path(block_hash, False), self._path(block_hash, True))
 
     def touch(self, block_hash: bytes, *, saved: bool, used_ns: int) -> None:
         """Note a use. Raises OSError."""

@@ -106,10 +106,10 @@ class DiskQueue:
         wanted = list(hashes)
         self._enqueue(lambda: self.tier.touch(wanted))
 
-    def mark(self, hashes: Iterable[bytes], *, saved: bool) -> None:
-        """Mark blocks as saved or not, those offered before included."""
+    def mark_saved(self, hashes: Iterable[bytes]) -> None:
+        """Mark blocks as saved, those offered before included."""
         wanted = list(hashes)
-        self._enqueue(lambda: self.tier.mark(wanted, saved=saved))
+        self._enqueue(lambda: self.tier.mark_saved(wanted))
 
     def clear(self) -> None:
         """Forget every block, filed or waiting."""

@@ -143,15 +143,6 @@ class Tiers:
         """
         return self._to_disk(blocks, read, saved=True) if self._disk is not None else False
 
-    def mark_saved(self, hashes: Iterable[bytes], *, saved: bool = True) -> None:
-        """Mark blocks on disk as saved (evicted after all that are not), or as ordinary ones again."""
-        if self._disk is not None:
-            self._disk.mark(hashes, saved=saved)
-
-    def saved_hashes(self) -> frozenset[bytes]:
-        """Return the saved blocks on disk, those of earlier lives included."""
-        return self._disk.tier.hashes(saved=True) if self._disk is not None else frozenset()
-
     def clear(self) -> None:
         """Forget everything, the saved too."""
         if self._host is not None:
@@ -285,7 +276,7 @@ class Tiers:
         if held:
             disk.touch(held)
             if saved:
-                disk.mark(held, saved=True)
+                disk.mark_saved(held)
         excess = max(0, len(fresh) - max(0, disk.room()))
         disk.drop(excess + foreign)
         fresh = fresh[excess:]

@@ -24,7 +24,7 @@ from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, EngineRequest, EventSink, ImportedPrefix, OutputSink
+from serve_app.engine.protocol import AdapterSpec, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import EngineSettings
@@ -172,16 +172,13 @@ class TorchEngine:
         """
         return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks, demote=demote)
 
-    def import_prefix(
-        self, chain: KvChain, scope: PrefixScope, root: bytes, *, tenant: str = "default"
-    ) -> ImportedPrefix:
-        """Take as much of a chain as there is room for; what is held is kept. Raises a TransferError."""
-        return self._transfer.import_prefix(chain, scope, root, tenant)
-
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> ImportedPrefix:
-        """Take a prompt's blocks from ``first`` on, as far as there is room. Raises a TransferError."""
+    ) -> int:
+        """Take a prompt's blocks from ``first`` on, as far as there is room; return how many leading ones are held.
+
+        Raises a TransferError, taking nothing.
+        """
         return self._transfer.import_part(part, scope, token_ids, block_hashes, first, tenant)
 
     def load_adapter(self, spec: AdapterSpec) -> None:

@@ -12,10 +12,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
-from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_chain, verify_part
+from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.kv.install import install_blocks
-from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
 
@@ -118,40 +117,23 @@ class PrefixTransfer:
         held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
         return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
-    def import_prefix(self, chain: KvChain, scope: PrefixScope, root: bytes, tenant: str = "default") -> ImportedPrefix:
-        """Publish a chain's blocks as far as free and evictable room goes. Raises a TransferError, taking nothing.
-
-        New blocks go on the account of ``tenant``.
-        """
-        cache = self._cache
-        if not cache.enabled:
-            return ImportedPrefix(0, 0)
-        ids = verify_chain(chain, self._runner.kv_format, scope, root, lambda parent, ids, _: cache.chain(parent, ids))
-        return self._import(chain, scope, ids, chain.header.hashes, 0, tenant)
-
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int, tenant: str
-    ) -> ImportedPrefix:
+    ) -> int:
         """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
 
-        Nothing is taken where blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
+        Returns how many leading blocks are held then. New ones go on the account of ``tenant``. Nothing is taken where
+        blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
         """
         if not self._cache.enabled:
-            return ImportedPrefix(0, 0)
+            return 0
         verify_part(part, self._runner.kv_format, scope, token_ids, hashes, first)
         end = first + part.header.blocks
         ids, chain = token_ids[: end * self._cache.block_size], hashes[: end * HASH_BYTES]
-        return self._import(part, scope, ids, chain, first, tenant)
-
-    def _import(
-        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
-    ) -> ImportedPrefix:
-        new = 0
         while True:
-            held, more = self._on_loop(lambda: self._take(part, scope, ids, chain, first, tenant))
-            new += more
-            if not more or held >= first + part.header.blocks:
-                return ImportedPrefix(held, new)
+            held, new = self._on_loop(lambda: self._take(part, scope, ids, chain, first, tenant))
+            if not new or held >= end:
+                return held
 
     def _match(self, scope: PrefixScope, ids: TokenArray, chain: bytes) -> list[int]:
         """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""

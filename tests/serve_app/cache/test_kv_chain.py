@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import PrefixScope, hash_blocks
+from router.protocol.block_hash import PrefixScope, hash_at, hash_blocks
 from serve_app.cache.kv_chain import (
     BadChecksum,
     FormatMismatch,
@@ -18,6 +20,7 @@ from serve_app.cache.kv_chain import (
     KvFormat,
     KvPart,
     NotAChain,
+    Row,
     TransferError,
     Truncated,
     WrongChain,
@@ -25,9 +28,10 @@ from serve_app.cache.kv_chain import (
     checksum,
     encode_header,
     make_header,
-    verify_chain,
     verify_part,
 )
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk_files import BlockFiles
 
 SIZE = 4
 FORMAT = KvFormat("model", SIZE, (KvPart("bfloat16", (2, 2, SIZE, 1, 3)),))
@@ -41,13 +45,33 @@ def make(scope: PrefixScope = SCOPE, root: bytes = ROOT, kv_format: KvFormat = F
     return KvChain(make_header(kv_format, scope, IDS, hash_blocks(root, IDS, SIZE), payload), payload)
 
 
+def verify(chain: KvChain, kv_format: KvFormat = FORMAT, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> None:
+    """Ask for the whole chain, as somebody of this scope and root would."""
+    verify_part(chain, kv_format, scope, IDS, hash_blocks(root, IDS, SIZE), 0)
+
+
+def content_of(part: KvChain) -> bytes:
+    return encode_header(part.header) + part.payload.tobytes()
+
+
+def read(content: bytes) -> tuple[TierBlock, Row]:
+    """Read the content of the file of a chain's last block."""
+    return BlockFiles(Path("nowhere"), FORMAT).decode(content, hash_at(hash_blocks(ROOT, IDS, SIZE), 2))
+
+
 def test_what_is_whole_arrives_unchanged() -> None:
+    """A chain in another process, and one block in a file."""
     chain = make()
     assert FORMAT.block_bytes == 2 * 2 * SIZE * 3 * 2
-    arrived = KvChain.from_bytes(chain.to_bytes())
+    arrived = pickle.loads(pickle.dumps(chain))  # noqa: S301 as Ray does
     assert arrived.header == chain.header
     assert np.array_equal(arrived.payload, chain.payload)
-    assert np.array_equal(verify_chain(arrived, FORMAT, SCOPE, ROOT), IDS)
+    verify(arrived)
+    last = part_of(2, 3)
+    block, row = read(content_of(last))
+    assert np.array_equal(row, chain.payload[2])
+    assert block.prefix_digest == last.header.prefix_digest == chain.header.prefix_digest
+    assert b"lineage" in content_of(last), "files of earlier builds stay readable"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +88,7 @@ def test_what_is_whole_arrives_unchanged() -> None:
 )
 def test_another_format_is_refused(other: KvFormat) -> None:
     with pytest.raises(FormatMismatch):
-        verify_chain(make(), other, SCOPE, ROOT)
+        verify(make(), other)
 
 
 @pytest.mark.parametrize(
@@ -78,63 +102,63 @@ def test_another_format_is_refused(other: KvFormat) -> None:
 )
 def test_another_scope_is_refused(scope: PrefixScope) -> None:
     with pytest.raises(WrongScope):
-        verify_chain(make(), FORMAT, scope, ROOT)
+        verify(make(), scope=scope)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     """Hashes under another secret, tokens that are not the digest's, a payload that is not the checksum's."""
     chain = make()
     with pytest.raises(WrongChain, match="hashes"):
-        verify_chain(chain, FORMAT, SCOPE, SCOPE.root(b"another secret"))
+        verify(chain, root=SCOPE.root(b"another secret"))
     other = (IDS + 1).astype("<i4").tobytes()
     forged = msgspec.structs.replace(chain.header, token_ids=other)
-    with pytest.raises(WrongChain, match="prefix digest"):
-        verify_chain(KvChain(forged, chain.payload), FORMAT, SCOPE, ROOT)
+    with pytest.raises(WrongChain, match="tokens"):
+        verify(KvChain(forged, chain.payload))
     # A collision: the hashes and a digest of other tokens, under the victim's hashes.
     stolen = make_header(FORMAT, SCOPE, IDS + 1, chain.header.hashes, chain.payload)
-    with pytest.raises(WrongChain, match="hashes"):
-        verify_chain(KvChain(stolen, chain.payload), FORMAT, SCOPE, ROOT)
+    with pytest.raises(WrongChain, match="tokens"):
+        verify(KvChain(stolen, chain.payload))
     damaged = chain.payload.copy()
     damaged[1, 5] ^= 1
     with pytest.raises(BadChecksum):
-        verify_chain(KvChain(chain.header, damaged), FORMAT, SCOPE, ROOT)
+        verify(KvChain(chain.header, damaged))
     with pytest.raises(Truncated):
-        verify_chain(KvChain(chain.header, chain.payload[:2]), FORMAT, SCOPE, ROOT)
+        verify(KvChain(chain.header, chain.payload[:2]))
     empty = msgspec.structs.replace(
         chain.header, hashes=b"", token_ids=b"", checksum=checksum(np.empty((0, FORMAT.block_bytes), np.uint8))
     )
-    with pytest.raises(WrongChain, match="empty"):
-        verify_chain(KvChain(empty, chain.payload[:0]), FORMAT, SCOPE, ROOT)
+    with pytest.raises(WrongChain, match="hashes"):
+        verify(KvChain(empty, chain.payload[:0]))
 
 
 def test_every_truncation_is_refused() -> None:
-    data = make().to_bytes()
+    data = content_of(part_of(2, 3))
     for length in range(len(data)):
         with pytest.raises(Truncated):
-            KvChain.from_bytes(data[:length])
+            read(data[:length])
     with pytest.raises(Truncated):
-        KvChain.from_bytes(data + b"\0")
+        read(data + b"\0")
 
 
 @given(st.data())
 def test_every_changed_byte_is_refused(data: st.DataObject) -> None:
-    raw = bytearray(make().to_bytes())
+    raw = bytearray(content_of(part_of(2, 3)))
     # Bytes 6 and 7 are padding.
     at = data.draw(st.integers(0, len(raw) - 1).filter(lambda i: i not in (6, 7)))
     raw[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(TransferError):
-        KvChain.from_bytes(bytes(raw))
+        read(bytes(raw))
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(TransferError):
-        KvChain.from_bytes(noise)
+        read(noise)
 
 
 def test_impossible_headers_are_refused() -> None:
     """Whole and with the right checksums, but with fields that cannot be."""
-    chain = make()
+    part = part_of(2, 3)
     for change in (
         {"hashes": b"x" * 15},
         {"prefix_digest": b""},
@@ -142,9 +166,9 @@ def test_impossible_headers_are_refused() -> None:
         {"format": KvFormat("model", 0, FORMAT.parts)},
         {"format": KvFormat("model", SIZE, (KvPart("complex", (1,)),))},
     ):
-        header = msgspec.structs.replace(chain.header, **change)
+        header = msgspec.structs.replace(part.header, **change)
         with pytest.raises(NotAChain):
-            KvChain.from_bytes(encode_header(header) + chain.payload.tobytes())
+            read(content_of(KvChain(header, part.payload)))
 
 
 def part_of(first: int, last: int, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> KvChain:
@@ -158,7 +182,7 @@ def part_of(first: int, last: int, scope: PrefixScope = SCOPE, root: bytes = ROO
 def test_a_part_is_what_was_asked_for_or_refused(first: int, last: int) -> None:
     """It fits one place of one chain: not another place, tokens, scope, root, nor bytes that changed."""
     hashes = hash_blocks(ROOT, IDS, SIZE)
-    part = KvChain.from_bytes(part_of(first, last).to_bytes())
+    part = part_of(first, last)
     verify_part(part, FORMAT, SCOPE, IDS, hashes, first)
     with pytest.raises(WrongChain):
         verify_part(part, FORMAT, SCOPE, IDS, hashes, first + 1)

@@ -46,8 +46,7 @@ class Holder:
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        answer = await self.exports.part(wanted)
-        return KvChain.from_bytes(answer.to_bytes()) if isinstance(answer, KvChain) else answer
+        return await self.exports.part(wanted)
 
 
 async def generate(engine: TorchEngine, puller: Puller, item: EngineRequest) -> Collector:

@@ -153,7 +153,7 @@ def test_remembered_chains_change_root_where_the_public_part_ends(
 
 def test_only_tokenizers_with_exact_cuts_are_cut(variants: dict[str, PromptTokenizer]) -> None:
     """A space for the first part, or a token that swallows spaces, makes whole texts the unit."""
-    assert {name: cached.exact_segments for name, cached in variants.items()} == {
+    assert {name: cached._segmenter.exact for name, cached in variants.items()} == {
         "plain": True,
         "bos": True,
         "first": False,
@@ -454,7 +454,7 @@ def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
 def test_a_sentencepiece_like_tokenizer_is_cut_exactly_too(demo_model_path: Path, tmp_path: Path) -> None:
     """Its normalizer puts a space before every part, so cuts are exact."""
     cached = sentencepiece_like(tmp_path / "model", demo_model_path)
-    assert cached.exact_segments
+    assert cached._segmenter.exact
     text = ("<|im_start|>the fox" + " jumps" * 200 + "<|im_end|> é") * 5
     for _ in range(2):
         assert cached.encode(text, ROOT).token_ids.tolist() == cached._tokenizer(text)["input_ids"]

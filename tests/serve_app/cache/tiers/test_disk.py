@@ -109,7 +109,7 @@ def test_saved_blocks_go_last(tmp_path: Path) -> None:
     disk = tier(tmp_path, blocks=3)
     fill(disk, path(1), saved=True)
     fill(disk, path(2))
-    assert disk.mark([path(2)[0].block_hash, b"unknown"], saved=True) == 1
+    assert disk.mark_saved([path(2)[0].block_hash, b"unknown"]) == 1
     fill(disk, path(3))
     fill(disk, path(4))
     assert disk.hashes() == {p[0].block_hash for p in (path(1), path(2), path(4))}
@@ -119,9 +119,6 @@ def test_saved_blocks_go_last(tmp_path: Path) -> None:
     assert not disk.store(path(6)[0], content(path(6)[0]))
     fill(disk, path(7), saved=True)
     assert disk.hashes() == disk.hashes(saved=True) == {p[0].block_hash for p in (path(2), path(5), path(7))}
-    assert disk.mark([path(2)[0].block_hash], saved=False) == 1
-    fill(disk, path(8))
-    assert path(2)[0].block_hash not in disk.hashes()
 
 
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 21, 100, FILE - BYTES, FILE - 1, FILE + 1])

@@ -107,15 +107,7 @@ class TierMachine(RuleBasedStateMachine):
         self.work()
         if len(self.saved | wanted) <= self.disk_blocks:
             self.saved |= wanted
-            assert wanted <= self.tiers.saved_hashes()
-
-    @rule(branches=PATHS)
-    def unsave(self, branches: list[int]) -> None:
-        gone = {block.block_hash for block in path(*branches)}
-        self.tiers.mark_saved(gone, saved=False)
-        self.work()
-        self.saved -= gone
-        assert not gone & self.tiers.saved_hashes()
+            assert wanted <= (self.tiers.disk.tier.hashes(saved=True) if self.tiers.disk is not None else set())
 
     @rule()
     def settle(self) -> None:

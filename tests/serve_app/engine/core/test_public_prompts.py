@@ -10,10 +10,10 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.events import BlocksStored, Event
-from serve_app.cache.kv_chain import KvChain, TransferError, WrongScope
+from serve_app.cache.kv_chain import TransferError, WrongScope
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.engine.protocol import EngineRequest, ImportedPrefix, Save
+from serve_app.engine.protocol import EngineRequest, Save
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import prompt, request, root_of, run_all
@@ -114,14 +114,14 @@ def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
     assert exported is not None
     assert public is not None
     theirs = chat("b", "b", 40, 1)
-    whole = KvChain.from_bytes(exported.to_bytes())
+    hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
     with pytest.raises(WrongScope):
-        second.import_prefix(whole, theirs.scope, theirs.root)
+        second.import_part(exported, theirs.scope, mine.token_ids, hashes, 0, "b")
     with pytest.raises(TransferError):
-        second.import_prefix(whole, replace(mine.scope, public_blocks=2), mine.root)
-    shared = KvChain.from_bytes(public.to_bytes())
-    assert second.import_prefix(shared, theirs.scope, theirs.root) == ImportedPrefix(4, 4)
-    assert second.import_prefix(whole, mine.scope, mine.root, tenant="a") == ImportedPrefix(7, 3)
+        second.import_part(exported, replace(mine.scope, public_blocks=2), mine.token_ids, hashes, 0, "a")
+    their_hashes = extend_chain(theirs.root, 4, theirs.token_ids, 16)
+    assert second.import_part(public, theirs.scope, theirs.token_ids, their_hashes, 0, "b") == 4
+    assert second.import_part(exported, mine.scope, mine.token_ids, hashes, 0, "a") == 7
     assert second._cache.quota.holdings() == {PUBLIC: 4, "a": 3}
     assert run_all(second, [theirs]).cached["b"] == 64
 
@@ -137,7 +137,7 @@ def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_eng
     part = one.export_prefix(mine.scope, mine.root, mine.token_ids, first)
     assert part is not None
     hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
-    assert other.import_part(part, mine.scope, mine.token_ids, hashes, first, "a") == ImportedPrefix(7, 7 - first)
+    assert other.import_part(part, mine.scope, mine.token_ids, hashes, first, "a") == 7
     theirs = chat("b", "b", 40, 1)
     with pytest.raises(TransferError):
         other.import_part(part, theirs.scope, theirs.token_ids, hashes, first, "b")

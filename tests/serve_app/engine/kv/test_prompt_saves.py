@@ -304,7 +304,8 @@ def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
     run(first, saving("a while", 1, key=b"while", ttl_s=300.0, scope=other))
     settle(first)
     assert first._tier_loader is not None
-    assert len(first._tier_loader.tiers.saved_hashes()) == 6
+    assert first._tier_loader.tiers.disk is not None
+    assert len(first._tier_loader.tiers.disk.tier.hashes(saved=True)) == 6
     first.stop()
     second = make_engine(**settings)
     later = run(second, asking("later", 6), asking("other", 6, scope=other))

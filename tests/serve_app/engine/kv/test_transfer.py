@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from router.protocol.block_hash import PrefixScope, split_chain
+from router.protocol.block_hash import hash_blocks, split_chain
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.kv_chain import FormatMismatch, KvChain, WrongChain, WrongScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import ImportedPrefix
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
@@ -22,7 +23,12 @@ ROOT = SCOPE.root(SECRET)
 def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
     chain = engine.export_prefix(SCOPE, ROOT, ids)
     assert chain is not None
-    return KvChain.from_bytes(chain.to_bytes())
+    return chain
+
+
+def import_whole(engine: TorchEngine, chain: KvChain, ids: np.ndarray, root: bytes = ROOT, **scope: bytes) -> int:
+    """Take a chain from its start, as somebody who asked for ``ids`` under this root; return the blocks held then."""
+    return engine.import_part(chain, replace(SCOPE, **scope), ids, hash_blocks(root, ids, 16), 0, "default")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -31,7 +37,7 @@ def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: 
     first, events = make_engine(dtype=dtype), list[Event]()
     expected = run_all(first, [request("a", ids, 12)]).tokens["a"]
     second = make_engine(dtype=dtype, events=events)
-    assert second.import_prefix(export(first, ids), SCOPE, ROOT) == ImportedPrefix(12, 12)
+    assert import_whole(second, export(first, ids), ids) == 12
     got = run_all(second, [request("b", ids, 12)])
     assert got.tokens["b"] == expected
     assert got.cached["b"] == 192
@@ -43,15 +49,19 @@ def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: 
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
 
 
-def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine) -> None:
+def test_what_is_held_is_not_loaded_again(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """An import over a part, over the whole, and of a chain that forks from what is held."""
     ids = prompt(160)
     first, second = make_engine(), make_engine()
     run_all(first, [request("a", ids, 1)])
     run_all(second, [request("a", ids[:64], 1)])
     chain = export(first, ids)
-    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 6)
-    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 0)
+    copied: list[int] = []
+    write = second._runner.write_blocks
+    monkeypatch.setattr(second._runner, "write_blocks", lambda to, rows: (copied.extend(to), write(to, rows)))
+    for _ in range(2):
+        assert import_whole(second, chain, ids) == 10
+        assert len(copied) == 6
     assert sample(second, "warmpath_prefix_cache_blocks") == 10
 
 
@@ -65,9 +75,7 @@ def test_what_does_not_fit_is_left_out(make_engine: MakeEngine, reference: Refer
     small.submit(request("busy", prompt(16, 5), 49), collector)
     small.start()
     collector.wait_tokens("busy", 1)
-    taken = small.import_prefix(export(first, ids), SCOPE, ROOT)
-    assert taken.held_blocks == taken.new_blocks <= 8
-    assert taken.held_blocks >= 4
+    assert 4 <= import_whole(small, export(first, ids), ids) <= 8
     collector.wait(["busy"])
     assert collector.tokens["busy"] == reference("qwen3", prompt(16, 5), 49)
     assert run_all(small, [request("hit", ids[:70], 2)]).cached["hit"] == 64
@@ -78,18 +86,17 @@ def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
     first = make_engine(model_fingerprint="m")
     run_all(first, [request("a", ids, 1)])
     chain = export(first, ids)
-    other = PrefixScope("tiny", salt=b"other")
     with pytest.raises(FormatMismatch, match="model"):
-        make_engine(model_fingerprint="n").import_prefix(chain, SCOPE, ROOT)
+        import_whole(make_engine(model_fingerprint="n"), chain, ids)
     with pytest.raises(FormatMismatch, match="parts"):
-        make_engine(model_fingerprint="m", dtype="bfloat16").import_prefix(chain, SCOPE, ROOT)
+        import_whole(make_engine(model_fingerprint="m", dtype="bfloat16"), chain, ids)
     with pytest.raises(FormatMismatch, match="block_size"):
-        make_engine(model_fingerprint="m", block_size=8).import_prefix(chain, SCOPE, ROOT)
+        import_whole(make_engine(model_fingerprint="m", block_size=8), chain, ids)
     second = make_engine(model_fingerprint="m")
     with pytest.raises(WrongScope):
-        second.import_prefix(chain, other, other.root(SECRET))
+        import_whole(second, chain, ids, salt=b"other")
     with pytest.raises(WrongChain):
-        second.import_prefix(chain, SCOPE, SCOPE.root(b"another secret"))
+        import_whole(second, chain, ids, SCOPE.root(b"another secret"))
     assert sample(second, "warmpath_kv_cache_blocks", state="free") == 256
 
 
@@ -100,7 +107,7 @@ def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
     run_all(off, [request("a", prompt(100), 1)])
     assert off.export_prefix(SCOPE, ROOT, prompt(100)) is None
     run_all(engine, [request("a", prompt(100), 1)])
-    assert off.import_prefix(export(engine, prompt(100)), SCOPE, ROOT) == ImportedPrefix(0, 0)
+    assert import_whole(off, export(engine, prompt(100)), prompt(100)) == 0
 
 
 def test_export_and_import_while_generating(
@@ -121,7 +128,7 @@ def test_export_and_import_while_generating(
         assert run_all(first, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
         chain = first.export_prefix(SCOPE, ROOT, ids)
         if chain is not None:
-            second.import_prefix(KvChain.from_bytes(chain.to_bytes()), SCOPE, ROOT)
+            import_whole(second, chain, ids)
         assert run_all(second, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
     for collector in collectors:
         collector.wait(busy)
@@ -147,6 +154,6 @@ def test_a_stopped_engine_exports_too_and_simulated_kv_has_no_bytes() -> None:
     assert chain.payload.shape == (10, 0)
     assert chain.header.format.parts[0].dtype == "simulated"
     assert len(list(split_chain(chain.header.hashes))) == 10
-    assert second.import_prefix(chain, SCOPE, ROOT) == ImportedPrefix(10, 10)
+    assert import_whole(second, chain, ids) == 10
     assert run_all(second, [request("b", np.append(ids, 1), 1)]).cached["b"] == 160
     second.stop()

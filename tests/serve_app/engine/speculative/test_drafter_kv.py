@@ -50,7 +50,7 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     assert chain is not None
     assert [part.model for part in chain.header.format.parts] == ["", "d"]
     second = make_engine(speculative_model=draft, num_speculative_tokens=3, speculative_fingerprint="d")
-    assert second.import_prefix(chain, SCOPE, ROOT).new_blocks == 10
+    assert second.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default") == 10
     more = np.append(ids, np.int32(5))
     got = run_all(second, [request("b", more, 20)])
     assert got.cached["b"] == 160
@@ -58,4 +58,4 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     assert sample(second, "warmpath_spec_decode_acceptance_rate") == 1.0
     for other in (make_engine(), make_engine(speculative_model=draft, speculative_fingerprint="another")):
         with pytest.raises(FormatMismatch, match="parts"):
-            other.import_prefix(chain, SCOPE, ROOT)
+            other.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default")

@@ -204,13 +204,13 @@ def test_what_the_head_keeps_goes_down_up_and_across_with_the_bases_kv(
     assert got.cached["hit"] == 144
     watch.check(dense, {0: whole(ids, got.tokens["hit"])})
     other = make(heads["plain"], speculative_fingerprint="h")
-    assert other.import_prefix(chain, SCOPE, ROOT).new_blocks == 9
+    assert other.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default") == 9
     watch = Watch(other)
     assert run_all(other, [request("hit", ids, 12)]).tokens == got.tokens
     watch.check(dense, {0: whole(ids, got.tokens["hit"])})
     for stranger in (make(), make(heads["few_tokens"], speculative_fingerprint="g")):
         with pytest.raises(FormatMismatch, match="parts"):
-            stranger.import_prefix(chain, SCOPE, ROOT)
+            stranger.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default")
 
 
 def test_adapters_and_a_head_go_together(base: Path, heads: dict[str, Path], make: MakeEagle, tmp_path: Path) -> None:
