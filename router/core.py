@@ -22,7 +22,7 @@ from router.observe.counters import RouterCounters
 from router.observe.explain import explain
 from router.observe.shadow import ShadowCounters, ShadowPolicy
 from router.observe.state import regret_state, router_state, sane_stats, shadow_state
-from router.policy.candidates import Candidate, Match, PolicyContext
+from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES, least_loaded
 from router.policy.replication import Replication
@@ -161,15 +161,14 @@ class RoutingCore:
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
         """Return the policy's whole ranking without reserving anything."""
         with self._lock:
-            match, context = self._view_of(request, blocked)
-            return POLICIES[self.settings.policy](request, match, self._loads, context, None)
+            return POLICIES[self.settings.policy](self._view_of(request, blocked), None)
 
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
         """Return the least loaded replica for a call without a prompt, None while every replica is full."""
         with self._lock:
             request = RoutedRequest("", b"", 0, b"")
-            context = PolicyContext(self._turn, self._rng, self.settings.scoring, blocked)
-            ranked = least_loaded(request, {}, self._loads, context, 1)
+            view = RoutingView(request, {}, self._loads, self._turn, self._rng, self.settings.scoring, blocked)
+            ranked = least_loaded(view, 1)
         return ranked[0].replica_id if ranked else None
 
     def release(self, decision: Decision) -> None:
@@ -189,10 +188,10 @@ class RoutingCore:
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            match, context = self._view_of(request, self._blocked() if blocked is None else blocked)
-            contexts = {policy: context._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
-            tiers = self._directory.tiers(self._reusable_chain(request), match)
-            return explain(request, match, tiers, self._loads, contexts, now_s, self._replication)
+            view = self._view_of(request, self._blocked() if blocked is None else blocked)
+            views = {policy: view._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
+            tiers = self._directory.tiers(self._reusable_chain(request), view.match)
+            return explain(views, tiers, now_s, self._replication)
 
     def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
         """Count what the replica really reused and how long the first token took.
@@ -234,44 +233,42 @@ class RoutingCore:
         }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
-        loads = self._loads
         self._expire(now_s)
         self._turn += 1
-        match, context = self._view_of(request, blocked)
-        if match and self.settings.policy == DEFAULT_POLICY:
-            chosen = self._replication.choose(request, match, loads, context, now_s)
+        view = self._view_of(request, blocked)
+        if view.match and self.settings.policy == DEFAULT_POLICY:
+            chosen = self._replication.choose(view, now_s)
         else:
-            chosen = next(iter(POLICIES[self.settings.policy](request, match, loads, context, 1)), None)
+            chosen = next(iter(POLICIES[self.settings.policy](view, 1)), None)
         if chosen is None:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = chosen
-        best = max(match.values()) if match else 0
-        estimated = estimate(
-            request, replica_id, match, context.pending, best, loads, context.settings, context.adapter_s
-        )
+        estimated = estimate(view, replica_id)
         if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(request, match, context, best, loads, replica_id, estimated, now_s)
-        number = loads.reserve(replica_id, estimated.uncached_tokens, now_s)
+            self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
+        selected, uncached, pull_from, pull_tokens, estimated_ttft_s = estimated
+        number = self._loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes:
             self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
-        selected, _, pull_from, pull_tokens, estimated_ttft_s = estimated
-        decision = Decision(
-            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens
-        )
+        best = view.best_tokens
         self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
-        return decision
+        return Decision(
+            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens
+        )
 
-    def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> tuple[Match, PolicyContext]:
-        """Return cached tokens by replica, and what else a policy needs to know of this request."""
+    def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> RoutingView:
+        """Return all that a policy needs to know of this request."""
         chain = self._reusable_chain(request)
         match = self._directory.match(chain)
         pending = self._pending.match(request.placement_key, chain)
         adapter_s = self._adapters.wait_s(request.adapter, self._loads)
         scoring = self.settings.scoring
-        return match, PolicyContext(self._turn, self._rng, scoring, blocked, pending, adapter_s=adapter_s)
+        return RoutingView(
+            request, match, self._loads, self._turn, self._rng, scoring, blocked, pending, None, adapter_s
+        )
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the blocks that can be reused: the last prompt token never counts."""

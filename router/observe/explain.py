@@ -1,7 +1,6 @@
 """What every policy would decide about one request, and from which facts: a document for operators.
 
-Pure functions over a match, loads and policy contexts; nothing is reserved or counted. Token counts are hints, as in
-any decision.
+Pure functions over views; nothing is reserved or counted. Token counts are hints, as in any decision.
 """
 
 from __future__ import annotations
@@ -9,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from router.load.load_table import LoadTable
 from router.observe.state import replica_load_state
-from router.policy.candidates import Candidate, Match, PolicyContext
+from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import Estimate, estimate
 from router.policy.policies import POLICIES
 from router.policy.replication import Replication
-from router.protocol.request import RoutedRequest
 from router.settings import DEFAULT_POLICY
 
 _BECAUSE = {
@@ -30,51 +27,43 @@ _BECAUSE = {
 
 
 def explain(
-    request: RoutedRequest,
-    match: Match,
+    views: Mapping[str, RoutingView],
     tiers: Mapping[str, Mapping[str, int]],
-    loads: LoadTable,
-    contexts: Mapping[str, PolicyContext],
     now_s: float,
     replication: Replication,
 ) -> dict[str, Any]:
-    """Return replicas in the order of the first policy of ``contexts``, and each policy's winner; JSON-able.
+    """Return replicas in the order of the first policy of ``views``, and each policy's winner; JSON-able.
 
-    ``tiers``: tokens of each matched prefix by tier. ``replication``: has the last word on the default policy's.
+    ``views``: by policy, of the same request. ``tiers``: tokens of each matched prefix by tier. ``replication``: has
+    the last word on the default policy's.
     """
-    any_context = next(iter(contexts.values()))
-    best = max(match.values(), default=0)
-    pending, adapter_s = any_context.pending, any_context.adapter_s
-    estimates = {
-        replica_id: estimate(request, replica_id, match, pending, best, loads, any_context.settings, adapter_s)
-        for replica_id in loads.replica_ids
-    }
-    rankings = {policy: POLICIES[policy](request, match, loads, context, None) for policy, context in contexts.items()}
+    view = next(iter(views.values()))
+    request, match, loads, adapter_s = view.request, view.match, view.loads, view.adapter_s
+    estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
+    rankings = {policy: POLICIES[policy](own, None) for policy, own in views.items()}
     ranked = rankings.get(DEFAULT_POLICY)
     if ranked and match:
-        first = replication.choose(request, match, loads, contexts[DEFAULT_POLICY], now_s, count=False)
+        first = replication.choose(views[DEFAULT_POLICY], now_s, count=False)
         assert first is not None
         rankings[DEFAULT_POLICY] = [first, *(other for other in ranked if other.replica_id != first.replica_id)]
     order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]
     return {
         "prompt_tokens": request.prompt_tokens,
-        "best_cached_tokens": best,
-        "winners": {
-            policy: _winner(policy, ranked, estimates, match, request, loads) for policy, ranked in rankings.items()
-        },
+        "best_cached_tokens": view.best_tokens,
+        "winners": {policy: _winner(policy, ranked, estimates, view) for policy, ranked in rankings.items()},
         "replicas": [
             {
                 "replica_id": replica_id,
                 "cached_tokens": match.get(replica_id, 0),
                 "cached_tokens_by_tier": dict(tiers.get(replica_id, {})),
-                "in_flight_tokens": pending.get(replica_id, 0),
+                "in_flight_tokens": view.pending.get(replica_id, 0),
                 "uncached_tokens": estimates[replica_id].uncached_tokens,
                 "pull_from": estimates[replica_id].pull_from or None,
                 "pull_tokens": estimates[replica_id].pull_tokens,
                 "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replica_ids.index(replica_id)]),
                 "estimated_ttft_s": estimates[replica_id].estimated_ttft_s,
-                "blocked": replica_id in any_context.blocked,
+                "blocked": replica_id in view.blocked,
                 **replica_load_state(replica_id, loads, now_s),
                 "policies": {policy: _place(replica_id, ranked) for policy, ranked in rankings.items()},
             }
@@ -92,19 +81,14 @@ def _place(replica_id: str, ranked: list[Candidate]) -> dict[str, Any] | None:
 
 
 def _winner(
-    policy: str,
-    ranked: list[Candidate],
-    estimates: Mapping[str, Estimate],
-    match: Match,
-    request: RoutedRequest,
-    loads: LoadTable,
+    policy: str, ranked: list[Candidate], estimates: Mapping[str, Estimate], view: RoutingView
 ) -> dict[str, Any]:
     if not ranked:
         why = "every replica is full or blocked: the request would wait" if estimates else "there are no replicas"
         return {"replica_id": None, "reason": None, "because": f"No replica: {why}."}
     first = ranked[0]
     because = _BECAUSE.get(first.reason) or _BECAUSE.get(f"{policy} {first.reason}")
-    because = because or _because(ranked, estimates, match, request, loads)
+    because = because or _because(ranked, estimates, view)
     return {
         "replica_id": first.replica_id,
         "reason": first.reason,
@@ -113,16 +97,15 @@ def _winner(
     }
 
 
-def _because(
-    ranked: list[Candidate], estimates: Mapping[str, Estimate], match: Match, request: RoutedRequest, loads: LoadTable
-) -> str:
+def _because(ranked: list[Candidate], estimates: Mapping[str, Estimate], view: RoutingView) -> str:
     """Say why the first of a ranking by score is first."""
+    match, loads = view.match, view.loads
     first, estimated = ranked[0], estimates[ranked[0].replica_id]
-    held, best = estimated.cached_tokens, max(match.values(), default=0)
+    held, best = estimated.cached_tokens, view.best_tokens
     if first.reason == "cached":
         holders = sum(tokens == best for tokens in match.values())
         among = "the most" if holders == 1 else f"as {holders} replicas do, and of these it scores best"
-        return f"it holds {held} of {request.prompt_tokens} prompt tokens, {among}"
+        return f"it holds {held} of {view.request.prompt_tokens} prompt tokens, {among}"
     if first.reason == "in_flight":
         return (
             f"it is computing a prompt of the same beginning, and will hold all but {estimated.uncached_tokens} tokens"

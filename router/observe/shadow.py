@@ -13,13 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from router.load.load_table import LoadTable
 from router.observe.counters import DECISION_BUCKETS_S
-from router.policy.candidates import Candidate, Match, PolicyContext
+from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import Estimate, estimate
 from router.policy.policies import POLICIES
 from router.policy.replication import Replication
-from router.protocol.request import RoutedRequest
 from router.protocol.samples import Histogram
 from router.settings import DEFAULT_POLICY
 
@@ -56,50 +54,38 @@ class ShadowPolicy:
         self._rng = rng
         self._turn = 0
 
-    def compare(
-        self,
-        request: RoutedRequest,
-        match: Match,
-        context: PolicyContext,
-        best_tokens: int,
-        loads: LoadTable,
-        acting_replica_id: str,
-        acting: Estimate,
-        now_s: float,
-    ) -> float:
+    def compare(self, view: RoutingView, acting_replica_id: str, acting: Estimate, now_s: float) -> float:
         """Decide about a request that ``acting_replica_id`` is about to get, and count the difference.
 
-        ``context``: the acting policy's. ``now_s``: the decision's. Returns the seconds it took. Never raises.
+        ``view``, ``now_s``: the acting policy's. Returns the seconds it took. Never raises.
         """
         started_s = self._clock()
         try:
             self._turn += 1
-            own = context._replace(turn=self._turn, rng=self._rng)
-            if match and self.policy == DEFAULT_POLICY:
-                chosen = self._replication.choose(request, match, loads, own, now_s)
+            own = view._replace(turn=self._turn, rng=self._rng)
+            if own.match and self.policy == DEFAULT_POLICY:
+                chosen = self._replication.choose(own, now_s)
                 assert chosen is not None
             else:
-                chosen = POLICIES[self.policy](request, match, loads, own, 1)[0]
-            estimated = estimate(
-                request, chosen.replica_id, match, own.pending, best_tokens, loads, own.settings, own.adapter_s
-            )
+                chosen = POLICIES[self.policy](own, 1)[0]
+            estimated = estimate(own, chosen.replica_id)
         except Exception:
             self.counters.faults += 1
             if self.counters.faults == 1:
                 logger.exception("the shadow policy %s failed; further faults are only counted", self.policy)
         else:
-            self._count(request, chosen, estimated, acting_replica_id, acting)
+            self._count(view.request.prompt_tokens, chosen, estimated, acting_replica_id, acting)
         spent_s = self._clock() - started_s
         self.counters.decision_s.observe(spent_s)
         return spent_s
 
     def _count(
-        self, request: RoutedRequest, chosen: Candidate, estimated: Estimate, acting_replica_id: str, acting: Estimate
+        self, prompt_tokens: int, chosen: Candidate, estimated: Estimate, acting_replica_id: str, acting: Estimate
     ) -> None:
         counters = self.counters
         counters.decisions += 1
         counters.agreed += chosen.replica_id == acting_replica_id
-        counters.prompt_tokens += request.prompt_tokens
+        counters.prompt_tokens += prompt_tokens
         counters.cached_tokens += estimated.cached_tokens
         counters.acting_cached_tokens += acting.cached_tokens
         counters.estimated_ttft_s += estimated.estimated_ttft_s

@@ -1,7 +1,7 @@
-"""What every policy is made of: candidates, settings, context, and the order of rows.
+"""What every policy is made of: a view of one request and the replicas, candidates, and the order of rows.
 
 Owns ties, rendezvous order and the rule who may be chosen: full and blocked replicas never, those to avoid only
-when no other is open. Knows no scoring rule. Reasons are stable words that counters use.
+when no other is open. A row is a replica's place in ``LoadTable``'s columns; arrays here have one entry a row.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ _DEFAULTS = PolicySettings()
 _NOTHING: Match = MappingProxyType({})
 
 
-class PolicyContext(NamedTuple):
-    """What a policy needs besides request, match and loads. ``turn`` rises by one a decision.
+class RoutingView(NamedTuple):
+    """All that one decision is made from. ``match``: tokens that the directory believes cached.
 
-    ``blocked``: replicas that cannot take a request for a reason only the caller knows. ``pending``: tokens that
-    an unfinished prefill of the same prefix will have cached, by replica. ``closed``: further rows that cannot take it.
-    ``adapter_s``: by row, the seconds that the request waits there for its LoRA adapter; None: nowhere, or for as long
-    everywhere.
+    ``turn`` rises by one a decision. ``blocked``: replicas that cannot take a request for a reason only the caller
+    knows. ``pending``: tokens that an unfinished prefill of the same prefix will have cached, by replica. ``closed``:
+    further rows that cannot take it. ``adapter_s``: by row, the seconds that the request waits there for its LoRA
+    adapter; None: nowhere, or for as long everywhere.
     """
 
+    request: RoutedRequest
+    match: Match
+    loads: LoadTable
     turn: int
     rng: Random
     settings: PolicySettings = _DEFAULTS
@@ -51,6 +54,11 @@ class PolicyContext(NamedTuple):
     pending: Match = _NOTHING
     closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
+
+    @property
+    def best_tokens(self) -> int:
+        """The most that any replica has cached."""
+        return max(self.match.values()) if self.match else 0
 
 
 def rendezvous(placement_key: bytes, loads: LoadTable) -> npt.NDArray[np.uint64]:
@@ -76,55 +84,52 @@ def longest(match: Match, pending: Match) -> Match:
     return held
 
 
-def uncached_tokens(request: RoutedRequest, match: Match, loads: LoadTable) -> Floats:
+def uncached_tokens(view: RoutingView) -> Floats:
     """Return by row the prompt tokens left to compute after a match; at least 1."""
-    prompt_tokens = max(request.prompt_tokens, 1)
-    own = np.empty(len(loads.replica_ids))
-    own.fill(prompt_tokens)
-    for replica_id, held in match.items():
-        replica = loads.replicas.get(replica_id)
+    prompt_tokens, replicas = max(view.request.prompt_tokens, 1), view.loads.replicas
+    uncached = np.full(len(replicas), float(prompt_tokens))
+    for replica_id, held in view.match.items():
+        replica = replicas.get(replica_id)
         if replica is not None:
-            own[replica.row] = max(prompt_tokens - held, 1)
-    return own
+            uncached[replica.row] = max(prompt_tokens - held, 1)
+    return uncached
 
 
-def closed_rows(
-    request: RoutedRequest, loads: LoadTable, context: PolicyContext
-) -> tuple[npt.NDArray[np.bool_] | None, int]:
+def closed_rows(view: RoutingView) -> tuple[npt.NDArray[np.bool_] | None, int]:
     """Return the rows that may not be chosen (None: every row may) and how many may.
 
     Replicas to avoid are closed only while another one is open.
     """
+    loads, avoid = view.loads, view.request.avoid
     rows = len(loads.replica_ids)
-    if not loads.num_full and not context.blocked and not request.avoid and context.closed is None:
+    if not loads.num_full and not view.blocked and not avoid and view.closed is None:
         return None, rows
-    closed = loads.full.copy() if context.closed is None else loads.full | context.closed
-    for replica_id in context.blocked:
-        row = loads.row_of(replica_id)
-        if row is not None:
-            closed[row] = True
+    closed = loads.full.copy() if view.closed is None else loads.full | view.closed
+    _close(closed, view.blocked, loads)
     preferred = closed.copy()
-    for replica_id in request.avoid:
-        row = loads.row_of(replica_id)
-        if row is not None:
-            preferred[row] = True
+    _close(preferred, avoid, loads)
     if not preferred.all():
         closed = preferred
     return closed, rows - int(np.count_nonzero(closed))
 
 
-def open_rows(request: RoutedRequest, loads: LoadTable, context: PolicyContext) -> list[int]:
+def _close(closed: npt.NDArray[np.bool_], replica_ids: Collection[str], loads: LoadTable) -> None:
+    for replica_id in replica_ids:
+        row = loads.row_of(replica_id)
+        if row is not None:
+            closed[row] = True
+
+
+def open_rows(view: RoutingView) -> list[int]:
     """Return the rows that may be chosen."""
-    closed, _ = closed_rows(request, loads, context)
+    closed, _ = closed_rows(view)
     if closed is None:
-        return list(range(len(loads.replica_ids)))
+        return list(range(len(view.loads.replica_ids)))
     rows: list[int] = np.flatnonzero(~closed).tolist()
     return rows
 
 
-def best_rows(
-    scores: Floats, own: Floats, request: RoutedRequest, loads: LoadTable, tolerance: float, limit: int
-) -> list[int]:
+def best_rows(scores: Floats, uncached: Floats, view: RoutingView, limit: int, tolerance: float) -> list[int]:
     """Return the best ``limit`` rows: near-best scores by uncached tokens and rendezvous, the others by score."""
     best = scores.item(scores.argmin())
     # An array, for comparing with a number costs a conversion.
@@ -132,13 +137,13 @@ def best_rows(
     near = (scores <= bound).nonzero()[0]
     if limit == 1:
         if len(near) > 1:
-            left = own[near]
+            left = uncached[near]
             near = near[left == left.min()]
             if len(near) > 1:
-                return [int(near[rendezvous(request.placement_key, loads)[near].argmax()])]
+                return [int(near[rendezvous(view.request.placement_key, view.loads)[near].argmax()])]
         return [near.item(0)]
-    weights = rendezvous(request.placement_key, loads)
-    nearest = near[np.lexsort((~weights[near], own[near]))]
+    weights = rendezvous(view.request.placement_key, view.loads)
+    nearest = near[np.lexsort((~weights[near], uncached[near]))]
     rest = (scores > bound).nonzero()[0]
     rest = rest[np.lexsort((~weights[rest], scores[rest]))]
     ranked: list[int] = np.concatenate((nearest, rest))[:limit].tolist()
@@ -146,31 +151,27 @@ def best_rows(
 
 
 def scored(
-    scores: Floats,
-    own: Floats,
-    request: RoutedRequest,
-    match: Match,
-    loads: LoadTable,
-    context: PolicyContext,
-    limit: int | None,
-    tolerance: float = 0.0,
+    scores: Floats, uncached: Floats, view: RoutingView, limit: int | None, tolerance: float = 0.0
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score."""
-    closed, routable = closed_rows(request, loads, context)
+    """Rank the rows that may be chosen by score, lower first, in whatever unit the policy scores.
+
+    ``uncached``: by row, the request's tokens left to compute, which decide among near-best scores. ``tolerance``:
+    scores within this share of the best are equal.
+    """
+    closed, routable = closed_rows(view)
     if not routable:
         return []
     if closed is not None:
         scores = np.where(closed, np.inf, scores)
-    best = max(match.values()) if match else 0
+    match, pending, best = view.match, view.pending, view.best_tokens
     candidates = []
-    for row in best_rows(scores, own, request, loads, tolerance, min(limit or routable, routable)):
-        replica_id = loads.replica_ids[row]
-        held = match.get(replica_id, 0)
+    for row in best_rows(scores, uncached, view, min(limit or routable, routable), tolerance):
+        replica_id = view.loads.replica_ids[row]
         if routable == 1:
             reason: Reason = "only_replica"
-        elif 0 < best == held:
+        elif 0 < best == match.get(replica_id, 0):
             reason = "cached"
-        elif context.pending.get(replica_id, 0) > best:
+        elif pending.get(replica_id, 0) > best:
             reason = "in_flight"
         else:
             reason = "load_spill" if best > 0 else "cold"
@@ -178,8 +179,8 @@ def scored(
     return candidates
 
 
-def listed(rows: list[int], reason: Reason, loads: LoadTable, limit: int | None) -> list[Candidate]:
-    """Return candidates for rows already in order; their score is their rank."""
+def listed(rows: list[int], reason: Reason, view: RoutingView, limit: int | None) -> list[Candidate]:
+    """Return candidates for rows already in order; their score is their rank, from 0."""
     if len(rows) == 1:
         reason = "only_replica"
-    return [Candidate(loads.replica_ids[row], float(rank), reason) for rank, row in enumerate(rows[:limit])]
+    return [Candidate(view.loads.replica_ids[row], float(rank), reason) for rank, row in enumerate(rows[:limit])]

@@ -1,7 +1,6 @@
 """What sending a request to one given replica would mean: what is reused, pulled and computed, and when it answers.
 
-Pure functions over matches and loads, the same for every policy, so that policies can be compared by them. Knows no
-score.
+Pure functions over a view, the same for every policy, so that policies can be compared by them.
 """
 
 from __future__ import annotations
@@ -9,12 +8,9 @@ from __future__ import annotations
 from math import exp
 from typing import NamedTuple
 
-from router.load.load_table import Floats, LoadTable
 from router.load.replica_load import ReplicaLoad
-from router.policy.candidates import Match
+from router.policy.candidates import RoutingView
 from router.policy.pull_cost import plan_pull
-from router.protocol.request import RoutedRequest
-from router.settings import PolicySettings
 
 
 class Estimate(NamedTuple):
@@ -30,34 +26,23 @@ class Estimate(NamedTuple):
     estimated_ttft_s: float
 
 
-def estimate(
-    request: RoutedRequest,
-    replica_id: str,
-    match: Match,
-    pending: Match,
-    best_tokens: int,
-    loads: LoadTable,
-    settings: PolicySettings,
-    adapter_s: Floats | None = None,
-) -> Estimate:
-    """Return the plan for a known replica. ``best_tokens``: the most that any replica has cached.
-
-    ``adapter_s``: see ``PolicyContext``.
-    """
-    cached = held = match.get(replica_id, 0)
-    if pending:
-        held = max(held, pending.get(replica_id, 0))
+def estimate(view: RoutingView, replica_id: str) -> Estimate:
+    """Return the estimate for a known replica."""
+    cached = held = view.match.get(replica_id, 0)
+    if view.pending:
+        held = max(held, view.pending.get(replica_id, 0))
+    loads = view.loads
     replica = loads.replicas[replica_id]
     pull_from, pull_tokens, pull_s = "", 0, 0.0
-    if loads.num_pulling and best_tokens > held:
-        pull_from, pull_tokens = plan_pull(replica_id, held, match, loads, settings)
+    if loads.num_pulling and view.best_tokens > held:
+        pull_from, pull_tokens = plan_pull(view, replica_id, held)
         if pull_tokens:
             pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token
             held = pull_tokens
-    uncached = max(request.prompt_tokens - held, 1)
-    wait_s = expected_prefill_s(replica, uncached, first_come=not settings.shortest_first)
-    if adapter_s is not None:
-        wait_s += float(adapter_s[replica.row])
+    uncached = max(view.request.prompt_tokens - held, 1)
+    wait_s = expected_prefill_s(replica, uncached, first_come=not view.settings.shortest_first)
+    if view.adapter_s is not None:
+        wait_s += float(view.adapter_s[replica.row])
     return Estimate(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
 
 

@@ -1,8 +1,7 @@
-"""Pure functions (request, match, loads, context) -> ranked candidates: estimated time to first token, and baselines.
+"""The scoring rules, pure functions view -> ranked candidates: estimated time to first token, and baselines.
 
-Owns every scoring rule. Knows no clock, no sockets and keeps no state: turn and randomness come in the context. A
-policy returns replicas that may take the request, best first, at most ``limit`` of them; an empty list means
-"wait".
+Turn and randomness come in the view. A policy returns replicas that may take the request, best first, at most
+``limit`` of them; an empty list means "wait".
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from math import ceil
 
 import numpy as np
 
-from router.load.load_table import Floats, LoadTable
+from router.load.load_table import Floats
 from router.policy.candidates import (
     Candidate,
-    Match,
-    PolicyContext,
+    RoutingView,
     listed,
     open_rows,
     rendezvous,
@@ -24,7 +22,6 @@ from router.policy.candidates import (
     uncached_tokens,
 )
 from router.policy.pull_cost import work_tokens
-from router.protocol.request import RoutedRequest
 
 TIE_TOLERANCE = 0.01
 """Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
@@ -35,12 +32,10 @@ BOUNDED_LOAD = 1.25
 SGLANG_RELATIVE_LOAD, SGLANG_ABSOLUTE_LOAD, SGLANG_MATCH_RATIO = 1.1, 32.0, 0.5
 """sglang-router's defaults."""
 
-Policy = Callable[[RoutedRequest, Match, LoadTable, PolicyContext, int | None], list[Candidate]]
+Policy = Callable[[RoutingView, int | None], list[Candidate]]
 
 
-def estimated_ttft(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by work: what runs before the request, its own uncached tokens, and the delay it causes to others.
 
     score = (ahead + own x (1 + behind)) x seconds_per_token.
@@ -52,116 +47,102 @@ def estimated_ttft(
     left to each: the others cost up to as much more as the request itself (``LoadTable.left_to_peers``). A replica that
     lacks the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter.
     """
-    scores, own = ttft_scores(request, match, loads, context)
-    return scored(scores, own, request, match, loads, context, limit, TIE_TOLERANCE)
+    scores_s, work = ttft_scores(view)
+    return scored(scores_s, work, view, limit, TIE_TOLERANCE)
 
 
-def ttft_scores(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext
-) -> tuple[Floats, Floats]:
-    """Return by row the scores of ``estimated_ttft`` and the request's own work, whoever may take it."""
-    settings = context.settings
-    own = work_tokens(request, match, context.pending, loads, settings)
-    if settings.shortest_first:
+def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
+    """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, whoever may take it."""
+    loads = view.loads
+    work = work_tokens(view)
+    if view.settings.shortest_first:
         # ahead + own x (1 + behind), put so that it needs the fewest steps: committed + others x (1 - e^-x) + own
-        shorter = own * loads.falloff
+        shorter = work * loads.falloff
         np.expm1(shorter, shorter)
-        scores = own + loads.committed_tokens
+        scores = work + loads.committed_tokens
         scores -= shorter * loads.overtakable_tokens
     else:
-        scores = loads.queued_tokens + own
+        scores = loads.queued_tokens + work
     left_to_peers = loads.left_to_peers
     if left_to_peers is not None and len(scores):
         # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
         equal = np.count_nonzero(scores <= scores.min() * (1.0 + TIE_TOLERANCE))
         if equal < min(loads.active_routers, len(scores)):
-            scores += left_to_peers * own.min()
+            scores += left_to_peers * work.min()
     scores *= loads.seconds_per_token
-    if context.adapter_s is not None:
-        scores += context.adapter_s
-    return scores, own
+    if view.adapter_s is not None:
+        scores += view.adapter_s
+    return scores, work
 
 
-def lmetric(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def lmetric(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by uncached prefill tokens, queued ones included, times batch size. Source: LMetric."""
-    own = uncached_tokens(request, match, loads)
-    scores = (loads.queued_tokens + own) * (loads.running + loads.waiting + 1.0)
-    return scored(scores, own, request, match, loads, context, limit)
+    loads, uncached = view.loads, uncached_tokens(view)
+    scores = (loads.queued_tokens + uncached) * (loads.running + loads.waiting + 1.0)
+    return scored(scores, uncached, view, limit)
 
 
-def round_robin(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def round_robin(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank in turn, whatever the caches and loads."""
-    rows = open_rows(request, loads, context)
-    start = context.turn % len(rows) if rows else 0
-    return listed(rows[start:] + rows[:start], "round_robin", loads, limit)
+    rows = open_rows(view)
+    start = view.turn % len(rows) if rows else 0
+    return listed(rows[start:] + rows[:start], "round_robin", view, limit)
 
 
-def power_of_two(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def power_of_two(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Draw two replicas, the one with fewer requests first; the rest follow in random order."""
-    rows = open_rows(request, loads, context)
-    context.rng.shuffle(rows)
-    requests = loads.running + loads.waiting
-    return listed(sorted(rows[:2], key=lambda row: float(requests[row])) + rows[2:], "power_of_two", loads, limit)
+    rows = open_rows(view)
+    view.rng.shuffle(rows)
+    requests = view.loads.running + view.loads.waiting
+    return listed(sorted(rows[:2], key=lambda row: float(requests[row])) + rows[2:], "power_of_two", view, limit)
 
 
-def least_loaded(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def least_loaded(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by queued tokens per rate, then by requests; for calls that carry no prompt and for faults."""
-    rows = open_rows(request, loads, context)
-    wait = loads.queued_tokens * loads.seconds_per_token
-    requests = loads.running + loads.waiting
-    context.rng.shuffle(rows)
-    rows.sort(key=lambda row: (float(wait[row]), float(requests[row])))
-    return listed(rows, "fallback", loads, limit)
+    rows = open_rows(view)
+    wait_s = view.loads.queued_tokens * view.loads.seconds_per_token
+    requests = view.loads.running + view.loads.waiting
+    view.rng.shuffle(rows)
+    rows.sort(key=lambda row: (float(wait_s[row]), float(requests[row])))
+    return listed(rows, "fallback", view, limit)
 
 
-def bounded_hash(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def bounded_hash(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by rendezvous order of the placement key; replicas over ``BOUNDED_LOAD`` x the mean come last, by load.
 
     Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam).
     """
-    rows = open_rows(request, loads, context)
+    rows = open_rows(view)
     if not rows:
         return []
-    requests = loads.running + loads.waiting
+    requests = view.loads.running + view.loads.waiting
     bound = ceil(BOUNDED_LOAD * (float(requests[rows].sum()) + 1.0) / len(rows))
-    weights = rendezvous(request.placement_key, loads).tolist()
+    weights = rendezvous(view.request.placement_key, view.loads).tolist()
     rows.sort(key=lambda row: -weights[row])
     home = rows[0]
     within = [row for row in rows if requests[row] < bound]
     beyond = sorted((row for row in rows if requests[row] >= bound), key=lambda row: float(requests[row]))
-    ranked = listed(within + beyond, "placement", loads, limit)
-    if len(rows) > 1 and ranked[0].replica_id != loads.replica_ids[home]:
+    ranked = listed(within + beyond, "placement", view, limit)
+    if len(rows) > 1 and ranked[0].replica_id != view.loads.replica_ids[home]:
         ranked[0] = ranked[0]._replace(reason="load_spill")
     return ranked
 
 
-def sglang(
-    request: RoutedRequest, match: Match, loads: LoadTable, context: PolicyContext, limit: int | None = None
-) -> list[Candidate]:
+def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     """Rank by shortest queue when load is uneven, else by match when it is long enough, else by shortest queue.
 
     Uneven: the most requests are over ``SGLANG_RELATIVE_LOAD`` x the mean and over mean + ``SGLANG_ABSOLUTE_LOAD``.
     Source: the cache-threshold rule of sglang-router.
     """
-    requests = loads.running + loads.waiting
-    own = uncached_tokens(request, match, loads)
+    requests = view.loads.running + view.loads.waiting
+    uncached = uncached_tokens(view)
     scores = requests
     if len(requests):
         mean, largest = float(requests.mean()), float(requests.max())
         uneven = largest > SGLANG_RELATIVE_LOAD * mean and largest > mean + SGLANG_ABSOLUTE_LOAD
-        if not uneven and float(own.min()) < (1.0 - SGLANG_MATCH_RATIO) * request.prompt_tokens:
-            scores = own.copy()
-    return scored(scores, own, request, match, loads, context, limit)
+        if not uneven and float(uncached.min()) < (1.0 - SGLANG_MATCH_RATIO) * view.request.prompt_tokens:
+            scores = uncached
+    return scored(scores, uncached, view, limit)
 
 
 POLICIES: dict[str, Policy] = {

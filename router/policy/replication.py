@@ -1,9 +1,9 @@
 """Prefixes whose demand outgrows their holders: who becomes one more holder, before requests queue.
 
-Owns the rule. A prefix is known by its first 2^k blocks, so that a hot system prompt is seen through conversations
-that go on differently. Each held depth counts the work that its requests bring to a holder; where that exceeds what
-its holders should carry, the request at hand goes to one more replica, which pulls. Holders are not taken away: when
-demand falls, ties send requests to one of them again, and the copies of the others age out. Time is passed in.
+A prefix is known by its first 2^k blocks, so that a hot system prompt is seen through conversations that go on
+differently. Each held depth counts the work (seconds a second) that its requests bring to a holder; where that exceeds
+what its holders should carry, the request at hand goes to one more replica, which pulls. Holders are not taken away:
+when demand falls, ties send requests to one of them again, and the copies of the others age out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from math import exp
 import numpy as np
 import numpy.typing as npt
 
-from router.load.load_table import LoadTable
-from router.policy.candidates import Candidate, Match, PolicyContext, rendezvous, scored
+from router.policy.candidates import Candidate, RoutingView, rendezvous, scored
 from router.policy.policies import TIE_TOLERANCE, ttft_scores
 from router.policy.pull_cost import pulls_faster
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.request import RoutedRequest
-from router.settings import PolicySettings
 
 HOLDER_UTILISATION = 0.5
 """The part of its time that a replica should spend on one prefix before another one holds it too."""
@@ -32,168 +29,9 @@ _WORTH_LOOKING = 0.125
 """Part of ``HOLDER_UTILISATION`` below which nothing deeper is counted. A deeper prefix has no demand but a part of
 this, so when it gets hot, what was not counted is an eighth of the bound at most, and decays.
 """
+
 _FIRST = np.uint64(2**64 - 1)
-
-
-class Replication:
-    """One router's view of demand. Other routers see their part of it: rates are multiplied by how many there are."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self.demand = PrefixDemand()
-
-    def choose(
-        self,
-        request: RoutedRequest,
-        match: Match,
-        loads: LoadTable,
-        context: PolicyContext,
-        now_s: float,
-        *,
-        count: bool = True,
-    ) -> Candidate | None:
-        """Return who gets a request of which a replica holds something: the best by score, or another one.
-
-        Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
-        can take it. ``count``: False only asks, and leaves the demand as it is.
-        """
-        scores, own = ttft_scores(request, match, loads, context)
-        ranked = scored(scores, own, request, match, loads, context, 1, TIE_TOLERANCE)
-        if not ranked:
-            return None
-        chosen = ranked[0]
-        if max(match.values()) < context.settings.min_pull_tokens:
-            return chosen
-        closed = beyond_bound(chosen.replica_id, request, match, context.pending, loads, context.settings)
-        if closed is not None:
-            # Where all others are full the bound gives way: one more holder is better than waiting.
-            within = context._replace(closed=closed)
-            chosen = next(iter(scored(scores, own, request, match, loads, within, 1, TIE_TOLERANCE)), chosen)
-        another: str | None = None
-        if loads.num_pulling:
-            another = self.one_more_holder(chosen.replica_id, request, match, context, loads, now_s, count=count)
-        if another is not None:
-            for candidate in scored(scores, own, request, match, loads, context, None, TIE_TOLERANCE):
-                if candidate.replica_id == another:
-                    return candidate._replace(reason="hot_prefix")
-        return chosen
-
-    def one_more_holder(
-        self,
-        chosen_id: str,
-        request: RoutedRequest,
-        match: Match,
-        context: PolicyContext,
-        loads: LoadTable,
-        now_s: float,
-        *,
-        count: bool = True,
-    ) -> str | None:
-        """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
-
-        It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
-        agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
-        """
-        size, settings = self._block_size, context.settings
-        best = max(match.values())
-        if best < settings.min_pull_tokens or settings.max_holders < 2:
-            return None
-        pace = loads.replicas[chosen_id].seconds_per_token
-        work_s = max(request.prompt_tokens - best, 1) * pace
-        work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
-        rate_of = self.demand.add if count else self.demand.rate_with
-        hashes, enough = request.block_hashes, HOLDER_UTILISATION
-        depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
-        hot = []
-        while depth * size <= best:
-            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, now_s)
-            if rate > enough:
-                hot.append((depth, rate))
-            elif rate < _WORTH_LOOKING * enough:
-                break
-            depth <<= 1
-        for depth, rate in reversed(hot):
-            found = self._next_holder(request, depth * size, rate, match, context, loads)
-            if found is not None:
-                return found
-        return None
-
-    def _next_holder(
-        self,
-        request: RoutedRequest,
-        tokens: int,
-        rate: float,
-        match: Match,
-        context: PolicyContext,
-        loads: LoadTable,
-    ) -> str | None:
-        settings = context.settings
-        holders = _holders(tokens, (match, context.pending), loads)
-        wanted = min(1 + int(rate / HOLDER_UTILISATION), settings.max_holders, len(loads.replica_ids))
-        if not holders or len(holders) >= wanted:
-            return None
-        idlest = min(map(loads.queue_ahead, holders))
-        allowed = _next_holders(request.placement_key, holders, loads, settings.max_holders)
-        open_ones = [
-            name
-            for name in allowed
-            if name not in context.blocked and not loads.is_full(name) and pulls_faster(name, loads)
-        ]
-        chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
-        return chosen if chosen is not None and loads.queue_ahead(chosen) <= idlest else None
-
-
-def beyond_bound(
-    replica_id: str, request: RoutedRequest, match: Match, pending: Match, loads: LoadTable, settings: PolicySettings
-) -> npt.NDArray[np.bool_] | None:
-    """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
-
-    None too for a prefix that is less than half of the prompt, or not worth a pull: it binds nobody. The others that
-    may are so many of the key's rendezvous order as holders are missing (see ``_next_holders``).
-    """
-    rows, most = len(loads.replica_ids), settings.max_holders
-    if rows <= most:
-        return None
-    best = max(match.values())
-    least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, request.prompt_tokens // 2)
-    if best < least or match.get(replica_id, 0) >= least:
-        return None
-    holders = _holders(least, (match, pending), loads)
-    if replica_id in holders:
-        return None
-    held = [loads.replicas[name].row for name in holders]
-    if len(held) >= most:
-        closed = np.ones(rows, np.bool_)
-        closed[held] = False
-        return closed
-    weights = rendezvous(request.placement_key, loads)
-    weights[held] = _FIRST
-    least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
-    return weights < least_weight
-
-
-def _holders(tokens: int, matches: tuple[Match, ...], loads: LoadTable) -> set[str]:
-    return {
-        replica_id
-        for held in matches
-        for replica_id, count in held.items()
-        if count >= tokens and replica_id in loads.replicas
-    }
-
-
-def _next_holders(key: bytes, holders: set[str], loads: LoadTable, most: int) -> list[str]:
-    """Return those who may become holders, first ones first: so many of a key's rendezvous order as are missing.
-
-    In an order that all routers know, so that routers that do not see each other's choices yet keep to the bound.
-    """
-    order = rendezvous(key, loads).argsort()[::-1].tolist()
-    others = [loads.replica_ids[row] for row in order if loads.replica_ids[row] not in holders]
-    return others[: max(most - len(holders), 0)]
-
-
 _LONGEST_MEMORIES = 200.0
-
-
 _NOTHING = 1e-9
 
 
@@ -237,3 +75,125 @@ class PrefixDemand:
             self._origin_s, memories = now_s, 0.0
         self._now_s, self._growth = now_s, exp(memories)
         return self._growth
+
+
+class Replication:
+    """One router's view of demand. Other routers see their part of it: rates are multiplied by how many there are."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.demand = PrefixDemand()
+
+    def choose(self, view: RoutingView, now_s: float, *, count: bool = True) -> Candidate | None:
+        """Choose the replica when some replica already has part of the prefix: the best by score, or another one.
+
+        Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
+        can take it. ``count``: False only asks, and leaves the demand as it is.
+        """
+        scores_s, work = ttft_scores(view)
+        ranked = scored(scores_s, work, view, 1, TIE_TOLERANCE)
+        if not ranked:
+            return None
+        chosen = ranked[0]
+        if view.best_tokens < view.settings.min_pull_tokens:
+            return chosen
+        closed = closed_to_holders(view, chosen.replica_id)
+        if closed is not None:
+            # Where all others are full the bound gives way: one more holder is better than waiting.
+            within = scored(scores_s, work, view._replace(closed=closed), 1, TIE_TOLERANCE)
+            chosen = next(iter(within), chosen)
+        another: str | None = None
+        if view.loads.num_pulling:
+            another = self.one_more_holder(view, chosen.replica_id, now_s, count=count)
+        if another is not None:
+            for candidate in scored(scores_s, work, view, None, TIE_TOLERANCE):
+                if candidate.replica_id == another:
+                    return candidate._replace(reason="hot_prefix")
+        return chosen
+
+    def one_more_holder(self, view: RoutingView, chosen_id: str, now_s: float, *, count: bool = True) -> str | None:
+        """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
+
+        It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
+        agree. None also while all others are full, busier than the idlest holder, or slower to copy than to compute.
+        """
+        request, loads, size, settings = view.request, view.loads, self._block_size, view.settings
+        best = view.best_tokens
+        if best < settings.min_pull_tokens or settings.max_holders < 2:
+            return None
+        work_s = max(request.prompt_tokens - best, 1) * loads.replicas[chosen_id].seconds_per_token
+        work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
+        rate_of = self.demand.add if count else self.demand.rate_with
+        hashes = request.block_hashes
+        depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
+        hot = []
+        while depth * size <= best:
+            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, now_s)
+            if rate > HOLDER_UTILISATION:
+                hot.append((depth, rate))
+            elif rate < _WORTH_LOOKING * HOLDER_UTILISATION:
+                break
+            depth <<= 1
+        for depth, rate in reversed(hot):
+            found = _next_holder(view, depth * size, rate)
+            if found is not None:
+                return found
+        return None
+
+
+def closed_to_holders(view: RoutingView, chosen_id: str) -> npt.NDArray[np.bool_] | None:
+    """Return the rows that must not become holders of a request's prefix; None where who was chosen holds it.
+
+    None too for a prefix that is less than half of the prompt, or not worth a pull: it binds nobody. Up to
+    ``max_holders`` replicas may hold it: the present holders, then the next ones in the key's rendezvous order.
+    """
+    loads, settings = view.loads, view.settings
+    rows, most = len(loads.replica_ids), settings.max_holders
+    if rows <= most:
+        return None
+    best = view.best_tokens
+    least = max(best - settings.min_pull_tokens, settings.min_pull_tokens, view.request.prompt_tokens // 2)
+    if best < least or view.match.get(chosen_id, 0) >= least:
+        return None
+    holders = _holders(view, least)
+    if chosen_id in holders:
+        return None
+    held = [loads.replicas[name].row for name in holders]
+    if len(held) >= most:
+        closed = np.ones(rows, np.bool_)
+        closed[held] = False
+        return closed
+    weights = rendezvous(view.request.placement_key, loads)
+    weights[held] = _FIRST
+    least_weight: np.uint64 = np.partition(weights, rows - most)[rows - most]
+    return weights < least_weight
+
+
+def _holders(view: RoutingView, tokens: int) -> set[str]:
+    """Return the known replicas that hold the first ``tokens``, or are computing them."""
+    return {
+        replica_id
+        for held in (view.match, view.pending)
+        for replica_id, count in held.items()
+        if count >= tokens and replica_id in view.loads.replicas
+    }
+
+
+def _next_holder(view: RoutingView, tokens: int, rate: float) -> str | None:
+    """Return the replica that should hold the first ``tokens`` too, whose demand is ``rate``; None: nobody."""
+    loads, most = view.loads, view.settings.max_holders
+    holders = _holders(view, tokens)
+    wanted = min(1 + int(rate / HOLDER_UTILISATION), most, len(loads.replica_ids))
+    if not holders or len(holders) >= wanted:
+        return None
+    # In an order that all routers know, so that routers that do not see each other's choices yet keep to the bound.
+    order = rendezvous(view.request.placement_key, loads).argsort()[::-1].tolist()
+    others = [loads.replica_ids[row] for row in order if loads.replica_ids[row] not in holders]
+    open_ones = [
+        name
+        for name in others[: max(most - len(holders), 0)]
+        if name not in view.blocked and not loads.is_full(name) and pulls_faster(name, loads)
+    ]
+    chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
+    idlest = min(map(loads.queue_ahead, holders))
+    return chosen if chosen is not None and loads.queue_ahead(chosen) <= idlest else None

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.load.load_table import LoadTable
-from router.policy.candidates import Candidate, PolicyContext, rendezvous
+from router.policy.candidates import Candidate, RoutingView, rendezvous
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES
 from router.protocol.events import LoadReport
@@ -43,15 +43,14 @@ def rank(
     limit: int | None = None,
     **context: object,
 ) -> list[Candidate]:
-    made = PolicyContext(**{"turn": 1, "rng": Random(7), **context})  # type: ignore[arg-type]
-    return POLICIES[policy](asked or request(), match or {}, loads, made, limit)
+    facts = {"turn": 1, "rng": Random(7), **context}
+    return POLICIES[policy](RoutingView(asked or request(), match or {}, loads, **facts), limit)  # type: ignore[arg-type]
 
 
 def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
     """The estimated time to first token at the first replica."""
-    return estimate(
-        request(), NAMES[0], {NAMES[0]: held}, {}, held, loads, settings or PolicySettings()
-    ).estimated_ttft_s
+    view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), settings or PolicySettings())
+    return estimate(view, NAMES[0]).estimated_ttft_s
 
 
 rows = st.lists(

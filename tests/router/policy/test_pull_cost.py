@@ -9,6 +9,7 @@ from msgspec import structs
 
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
+from router.policy.candidates import RoutingView
 from router.policy.pull_cost import plan_pull, work_tokens
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
@@ -40,9 +41,13 @@ def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
     return loads
 
 
+def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
+    return RoutingView(REQUEST, match, loads, 1, Random(0), PULLING)
+
+
 def work(match: dict[str, int], pull_rate: float = 10_000.0) -> list[float]:
     loads = loads_of(pull_rate, a=0, b=0, c=0)
-    return [float(tokens) for tokens in work_tokens(REQUEST, match, {}, loads, PULLING)]
+    return [float(tokens) for tokens in work_tokens(view_of(match, loads))]
 
 
 def test_a_pulled_token_costs_its_share_of_prefill() -> None:
@@ -66,7 +71,7 @@ def test_a_short_pull_is_not_worth_its_set_up() -> None:
 def test_a_slow_link_is_not_used() -> None:
     """Where copying is slower than computing, nothing changes, and no pull is planned."""
     assert work({"b": 600}, pull_rate=900.0) == pytest.approx([1000, 400, 1000])
-    assert plan_pull("a", 0, {"b": 600}, loads_of(900.0, a=0, b=0), PULLING) == ("", 0)
+    assert plan_pull(view_of({"b": 600}, loads_of(900.0, a=0, b=0)), "a", 0) == ("", 0)
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
@@ -76,7 +81,7 @@ def test_each_replica_pulls_at_the_rate_it_reports() -> None:
     for name, rate in rates.items():
         loads.add_replica(name)
         loads.report(name, load(0, rate), 0.0)
-    left = work_tokens(REQUEST, {"holder": 600}, {}, loads, PULLING).tolist()
+    left = work_tokens(view_of({"holder": 600}, loads)).tolist()
     assert left == pytest.approx([430, 700, 1000, 1000, 400])
     assert loads.num_pulling == 2
     loads.remove_replica("fast")
@@ -87,9 +92,10 @@ def test_each_replica_pulls_at_the_rate_it_reports() -> None:
 def test_the_holder_with_the_least_work_is_asked() -> None:
     """Of equal holders the idle one hands its KV over; replicas that left and lesser holders are not asked."""
     loads = loads_of(a=0, b=5000, c=10, d=0)
-    assert plan_pull("a", 100, {"a": 100, "b": 600, "c": 600, "d": 400, "gone": 500}, loads, PULLING) == ("c", 600)
-    assert plan_pull("a", 550, {"b": 600}, loads, PULLING) == ("", 0)
-    assert plan_pull("a", 0, {"gone": 600}, loads, PULLING) == ("", 0)
+    view = view_of({"a": 100, "b": 600, "c": 600, "d": 400, "gone": 500}, loads)
+    assert plan_pull(view, "a", 100) == ("c", 600)
+    assert plan_pull(view_of({"b": 600}, loads), "a", 550) == ("", 0)
+    assert plan_pull(view_of({"gone": 600}, loads), "a", 0) == ("", 0)
 
 
 def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
