@@ -13,7 +13,7 @@ import torch
 from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.attention.partial_attention import partial_attention
 from serve_app.engine.attention.runs_decode import attend_decodes
-from serve_app.engine.attention.runs_plan import Piece, PrefillPart, RunsPlan, plan_runs
+from serve_app.engine.attention.runs_plan import PrefillPart, RunsPlan, plan_runs
 from serve_app.engine.attention.step_layout import lay_out, singles_first, upload_step
 from serve_app.engine.step import Segment
 
@@ -72,7 +72,7 @@ def _prefill(
     for member in range(group):
         found = partial_attention(query[:, :, member].transpose(0, 1)[None], key, value, None, scale, causal=True)
         out[:, member], lse[:, member] = found[0][0], found[1][0]
-    if part.past:
+    if part.pieces:
         together = query.permute(1, 2, 0, 3).reshape(1, kv_heads, group * count, head_dim)
         for past_key, past_value in _past(paged, part, layer):
             found = partial_attention(together, past_key, past_value, None, scale)
@@ -84,7 +84,7 @@ def _prefill(
 
 def _past(paged: PagedStep, part: PrefillPart, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return keys and values of what a chunk comes after, [1, kv_heads, S, head_dim] each: its runs, or one copy."""
-    pool, pieces = paged.pool, part.pieces
+    pool = paged.pool
     keys, values = pool.keys[layer], pool.values[layer]
     if part.blocks is not None:
         # Into memory that the next layer takes again.
@@ -93,6 +93,5 @@ def _past(paged: PagedStep, part: PrefillPart, layer: int) -> list[tuple[torch.T
             copy = pool.scratch(name, len(part.blocks), blocks.shape[1])
             copies.append(torch.index_select(blocks, 0, part.blocks, out=copy).view(-1, *keys.shape[1:]))
         keys, values = copies
-        pieces = (Piece(0, part.past),)
     key, value = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    return [(key[:, :, first : first + count], value[:, :, first : first + count]) for first, count in pieces]
+    return [(key[:, :, first : first + count], value[:, :, first : first + count]) for first, count in part.pieces]

@@ -47,15 +47,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Rows ``first`` to ``last`` of the packed step: new tokens of one sequence after ``past`` computed ones.
+    """Rows ``first`` to ``last`` of the packed step: new tokens of one sequence after those that are computed.
 
-    ``pieces``: the past's KV in order. ``blocks``: where these are many, the past's blocks, which are copied together
-    then.
+    ``pieces``: where the computed ones' KV lies, in order. ``blocks``: where it is scattered, the blocks to copy
+    together; the one piece lies in the copy.
     """
 
     first: int
     last: int
-    past: int
     pieces: tuple[Piece, ...]
     blocks: torch.Tensor | None = None
 
@@ -109,23 +108,27 @@ class RunsPlan:
 
 @dataclass(slots=True)
 class RowReads:
-    """What one decode row copies, and how many partial results it has so far."""
+    """What one decode row copies, and how many partial results it has so far.
+
+    ``last_blocks`` end with the one that counts in part only, if there is one. ``copied_slots``: how many slots count.
+    """
 
     row: int
-    copied: list[Piece] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    last_blocks: list[int] = field(default_factory=list)
+    copied_slots: int = 0
     partials: int = 0
 
     @property
-    def copied_slots(self) -> int:
-        """How many slots of the copied blocks count."""
-        return sum(piece.slots for piece in self.copied)
+    def copied_blocks(self) -> list[int]:
+        """All blocks to copy, in the order of the copy."""
+        return [*self.blocks, *self.last_blocks]
 
-    def copied_blocks(self, size: int) -> list[int]:
-        """Return the blocks to copy; one that counts in part only, the last of the sequence, comes last."""
-        blocks: list[int] = []
-        for slot, slots in sorted(self.copied, key=lambda piece: piece.slots % size > 0):
-            blocks.extend(range(slot // size, (slot + slots - 1) // size + 1))
-        return blocks
+    def copy(self, slot: int, slots: int, size: int) -> None:
+        """Copy ``slots`` slots from ``slot`` on, which begins a block of ``size``."""
+        first, parted = slot // size, slots % size
+        (self.last_blocks if parted else self.blocks).extend(range(first, first + slots // size + (parted > 0)))
+        self.copied_slots += slots
 
     def next_target(self, rows: int) -> int:
         """Return the row's place for one more result among ``rows`` results at a time."""
@@ -144,26 +147,36 @@ class LongRuns:
     """Splits what rows read into runs that are read in place, shared where rows begin alike, and a rest to copy."""
 
     def __init__(self, block_size: int) -> None:
+        self._size = block_size
         self._quantum = math.lcm(min(SHAPE_TOKENS, LONG_RUN_TOKENS), block_size)
         self._least = max(LONG_RUN_TOKENS, self._quantum)
         self._starting: dict[int, list[tuple[RowReads, int]]] = {}
 
-    def add(self, reader: RowReads, slot: int, slots: int) -> None:
-        """Let ``reader`` read ``slots`` slots from ``slot`` on."""
-        if slots >= self._least:
-            self._starting.setdefault(slot, []).append((reader, slots))
-        elif slots:
-            reader.copied.append(Piece(slot, slots))
+    def add(self, reader: RowReads, segment: Segment) -> None:
+        """Let ``reader`` read all positions of ``segment``."""
+        left = segment.end
+        for block, count in segment.runs:
+            if left <= 0:
+                break
+            self._read(reader, block * self._size, min(count * self._size, left))
+            left -= count * self._size
 
     def shared(self) -> Iterator[SharedRun]:
-        """Yield runs as long as all their readers read; what single readers read beyond them is added again."""
+        """Yield runs as long as all their readers read; what single readers read beyond them is split again."""
         while self._starting:
             slot = min(self._starting)
             readers = self._starting.pop(slot)
             length = min(slots for _, slots in readers) // self._quantum * self._quantum
             for reader, slots in readers:
-                self.add(reader, slot + length, slots - length)
+                if slots > length:
+                    self._read(reader, slot + length, slots - length)
             yield SharedRun(Piece(slot, length), [reader for reader, _ in readers])
+
+    def _read(self, reader: RowReads, slot: int, slots: int) -> None:
+        if slots >= self._least:
+            self._starting.setdefault(slot, []).append((reader, slots))
+        else:
+            reader.copy(slot, slots, self._size)
 
 
 def plan_runs(pool: KvPool, segments: Sequence[Segment]) -> RunsPlan:
@@ -178,26 +191,23 @@ def plan_runs(pool: KvPool, segments: Sequence[Segment]) -> RunsPlan:
 
 
 def _plan_prefill(segment: Segment, row: int, pool: KvPool) -> PrefillPart:
-    pieces = tuple(_pieces(segment, pool.block_size, segment.start))
-    blocks = None
-    if len(pieces) > PIECES_IN_PLACE:
-        blocks = torch.from_numpy(block_table(segment, segment.start, pool.block_size)).to(pool.tensor.device)
-    return PrefillPart(row, row + len(segment.token_ids), segment.start, pieces, blocks)
-
-
-def _pieces(segment: Segment, size: int, tokens: int) -> Iterator[Piece]:
-    """Yield where positions 0 to ``tokens`` - 1 lie."""
-    for block, count in runs_of(segment, ceil_div(tokens, size)):
-        yield Piece(block * size, min(count * size, tokens))
-        tokens -= count * size
+    past, last = segment.start, row + len(segment.token_ids)
+    runs = list(runs_of(segment, ceil_div(past, pool.block_size)))
+    if len(runs) > PIECES_IN_PLACE:
+        blocks = torch.from_numpy(block_table(segment, past, pool.block_size)).to(pool.tensor.device)
+        return PrefillPart(row, last, (Piece(0, past),), blocks)
+    pieces, left = [], past
+    for block, count in runs:
+        pieces.append(Piece(block * pool.block_size, min(count * pool.block_size, left)))
+        left -= pieces[-1].slots
+    return PrefillPart(row, last, tuple(pieces))
 
 
 def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
     long_runs = LongRuns(pool.block_size)
     readers = [RowReads(row) for row in range(len(segments))]
     for reader, segment in zip(readers, segments, strict=True):
-        for slot, slots in _pieces(segment, pool.block_size, segment.end):
-            long_runs.add(reader, slot, slots)
+        long_runs.add(reader, segment)
     rows, device = len(readers), pool.tensor.device
     shared = list(long_runs.shared())
     alone = [run for run in shared if len(run.readers) == 1]
@@ -222,7 +232,7 @@ def _gather_jobs(pool: KvPool, readers: Sequence[RowReads]) -> Iterator[GatherJo
     """Yield one padded gather for rows that copy a like number of blocks."""
     groups: dict[int, list[tuple[RowReads, list[int]]]] = {}
     for reader in readers:
-        blocks = reader.copied_blocks(pool.block_size)
+        blocks = reader.copied_blocks
         if blocks:
             bucket = max(len(blocks) - 1, SMALL_REST_BLOCKS - 1).bit_length()
             groups.setdefault(bucket, []).append((reader, blocks))

@@ -129,10 +129,11 @@ def runs_of(segment: Segment, blocks: int) -> Iterator[BlockRun]:
 
 def block_table(segment: Segment, tokens: int, block_size: int) -> Array:
     """Return the blocks of positions 0 to ``tokens`` - 1, int32; ``tokens`` is at least 1."""
-    parts = [
-        np.arange(first, first + count, dtype=np.int32)
-        for first, count in runs_of(segment, ceil_div(tokens, block_size))
-    ]
+    wanted = ceil_div(tokens, block_size)
+    if len(segment.runs) > wanted // 16:
+        # Short runs: reading the list costs less than an array for each of them.
+        return np.array(segment.blocks[:wanted], dtype=np.int32)
+    parts = [np.arange(first, first + count, dtype=np.int32) for first, count in runs_of(segment, wanted)]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
