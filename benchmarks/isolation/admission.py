@@ -1,15 +1,15 @@
 """What it costs to promise every answer its worst case, and what it costs not to. Simulated.
 
-The real scheduler and prefix cache over a cost model on a virtual clock, so it takes seconds and repeats exactly.
-"known lengths" promises what each answer will really need, which no rule can know. Knows nothing of Ray or HTTP.
+Chats on one replica (see ``virtual_replica``), by how many tokens they may generate. "known lengths" promises what each
+answer will really need, which no rule can know.
 `python -m benchmarks admission --json FILE`
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,17 +18,15 @@ import numpy as np
 
 from benchmarks.common.report import spread, write
 from benchmarks.common.virtual_clock import VirtualClock
+from benchmarks.isolation.virtual_replica import VOCAB, TimedRequest, VirtualReplica
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.scheduler import Scheduled
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import AdmissionRule, EngineSettings
 
 SCOPE = PrefixScope("simulated")
 ROOT = SCOPE.root(b"admission benchmark")
-VOCAB = 32000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,60 +54,68 @@ class ChatWorkload:
         return rows
 
 
+@dataclass(slots=True)
+class Seen:
+    """What happened to the chats, on ``clock``."""
+
+    clock: VirtualClock
+    ttft_s: list[float] = field(default_factory=list)
+    whole_s: list[float] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
+    last_token_s: dict[str, float] = field(default_factory=dict)
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    running: int = 0
+
+    def arrives(self, request: EngineRequest) -> bool:
+        """Take every chat."""
+        return True
+
+    def scheduled(self, chosen: Sequence[Scheduled], preempted: int) -> None:
+        """Count who runs and what is computed again."""
+        self.preemptions += preempted
+        self.steps += bool(chosen)
+        self.running += len(chosen)
+        self.recomputed_tokens += sum(i.sequence.split_prefill(i.tokens)[1] for i in chosen if i.sequence.prefilling)
+
+    def token(self, sequence: SequenceState) -> None:
+        """Time the first token, and the pause before every other one."""
+        name, now_s = sequence.request.request_id, self.clock()
+        if sequence.generated_tokens == 0:
+            self.ttft_s.append(now_s - sequence.arrival_s)
+        else:
+            self.pauses_s.append(now_s - self.last_token_s[name])
+        self.last_token_s[name] = now_s
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Time the whole answer."""
+        self.whole_s.append(self.clock() - sequence.arrival_s)
+
+
 def drive(workload: ChatWorkload, rule: AdmissionRule, max_tokens: int | None) -> dict[str, Any]:
     """Run the chats to their ends; ``max_tokens`` None: each names the length that its answer will have."""
-    clock = VirtualClock()
     settings = EngineSettings(num_blocks=workload.num_blocks, max_num_seqs=workload.max_num_seqs, admission=rule)
-    cache = PrefixCache(settings.num_blocks, settings.block_size, clock=clock)
-    scheduler = Scheduler(settings, cache)
-    cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=VOCAB)
-    runner = SimulatedRunner(cost, sleep=clock.sleep)
+    replica = VirtualReplica(settings, workload.prefill_tokens_per_s)
     chats = workload.chats()
-    coming = deque(enumerate(chats))
-    ttft_s: list[float] = []
-    whole_s: list[float] = []
-    pauses_s: list[float] = []
-    spoke_s: dict[str, float] = {}
-    preemptions = recomputed = steps = running = 0
-    while coming or scheduler.waiting_count or scheduler.running_count:
-        while coming and coming[0][1][0] <= clock():
-            number, (arrival_s, prompt, answer) = coming.popleft()
-            ids = np.random.default_rng([workload.seed, number]).integers(0, VOCAB, prompt, dtype=np.int32)
-            params = SamplingParams(answer if max_tokens is None else max_tokens)
-            request = EngineRequest(str(number), ids, SCOPE, ROOT, params)
-            scheduler.add(SequenceState(request, lambda _: None, cache.chain(ROOT, ids), arrival_s))
-        chosen = scheduler.schedule()
-        preemptions += len(list(scheduler.preempted))
-        if not chosen:
-            if coming and not scheduler.waiting_count:
-                clock.sleep(coming[0][1][0] - clock())
-            continue
-        recomputed += sum(i.sequence.split_prefill(i.tokens)[1] for i in chosen if i.sequence.prefilling)
-        steps, running = steps + 1, running + len(chosen)
-        results = runner.execute([item.sequence.segment(item.tokens) for item in chosen])
-        for item, result in zip(chosen, results, strict=True):
-            sequence = item.sequence
-            name = sequence.request.request_id
-            scheduler.computed(item)
-            if result.token is None:
-                continue
-            if sequence.generated_tokens == 0:
-                ttft_s.append(clock() - sequence.arrival_s)
-            else:
-                pauses_s.append(clock() - spoke_s[name])
-            spoke_s[name] = clock()
-            if sequence.append_token(result.token) or sequence.generated_tokens >= chats[int(name)][2]:
-                whole_s.append(clock() - sequence.arrival_s)
-                scheduler.remove(name)
-        cache.take_events()
+
+    def requests() -> Iterator[TimedRequest]:
+        for number, (arrival_s, prompt_tokens, answer_tokens) in enumerate(chats):
+            rng = np.random.default_rng([workload.seed, number])
+            ids = rng.integers(0, VOCAB, prompt_tokens, dtype=np.int32)
+            sampling = SamplingParams(answer_tokens if max_tokens is None else max_tokens)
+            yield TimedRequest(arrival_s, EngineRequest(str(number), ids, SCOPE, ROOT, sampling), answer_tokens)
+
+    seen = Seen(replica.clock)
+    replica.run(requests(), seen)
     return {
-        "output_tokens_per_s": sum(answer for _, _, answer in chats) / clock(),
-        "running_mean": running / steps,
-        "ttft_s": spread(ttft_s),
-        "request_s": spread(whole_s),
-        "between_tokens_s": spread(pauses_s),
-        "preemptions": preemptions,
-        "recomputed_tokens": recomputed,
+        "output_tokens_per_s": sum(answer_tokens for _, _, answer_tokens in chats) / replica.clock(),
+        "running_mean": seen.running / seen.steps,
+        "ttft_s": spread(seen.ttft_s),
+        "request_s": spread(seen.whole_s),
+        "between_tokens_s": spread(seen.pauses_s),
+        "preemptions": seen.preemptions,
+        "recomputed_tokens": seen.recomputed_tokens,
     }
 
 

@@ -1,15 +1,14 @@
 """Tenants that share a replica while one of them floods it: what the others keep of their hit rate. Simulated.
 
-The real scheduler and prefix cache over a cost model on a virtual clock, so it takes seconds and repeats exactly.
-"Unprotected" runs the same requests under one tenant's name: plain LRU, no turns. Knows nothing of Ray or HTTP.
+The tenants share one replica (see ``virtual_replica``). "unprotected" runs the same requests under one tenant's name:
+plain LRU, first come first served.
 `python -m benchmarks flooding --json FILE`
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -19,17 +18,15 @@ import numpy as np
 
 from benchmarks.common.report import spread, write
 from benchmarks.common.virtual_clock import VirtualClock
+from benchmarks.isolation.virtual_replica import VOCAB, TimedRequest, VirtualReplica
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.scheduling.scheduler import Scheduler
+from serve_app.engine.scheduling.scheduler import Scheduled
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
 SECRET = b"flooding benchmark"
 FLOODER = "flooder"
-VOCAB = 32000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ class FloodWorkload:
 
 
 @dataclass(slots=True)
-class Tally:
+class Counts:
     """What happened to one side's requests."""
 
     requests: int = 0
@@ -101,71 +98,70 @@ class Tally:
         }
 
 
-def drive(
-    workload: FloodWorkload, arrivals: Rows[tuple[float, str, TokenArray, int]], *, protected: bool = True
-) -> dict[str, Tally]:
-    """Run requests to their ends in virtual time; return a tally for the quiet tenants and one for the flooder."""
-    clock = VirtualClock()
-    settings = workload.settings()
-    shares = {row[1]: 1.0 for row in arrivals} if protected else {}
-    cache = PrefixCache(settings.num_blocks, settings.block_size, shares=shares, clock=clock)
-    scheduler = Scheduler(settings, cache)
-    cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=VOCAB)
-    runner = SimulatedRunner(cost, sleep=clock.sleep)
-    tallies = {"quiet": Tally(), "flooder": Tally()}
-    coming = deque(enumerate(arrivals))
-    sides: dict[str, Tally] = {}
-    flooding = 0
-    while coming or scheduler.waiting_count or scheduler.running_count:
-        while coming and coming[0][1][0] <= clock():
-            number, (arrival_s, tenant, prompt, answer_tokens) = coming.popleft()
-            tally = tallies["flooder" if tenant == FLOODER else "quiet"]
-            if tenant == FLOODER and flooding >= workload.flood_waiting:
-                tally.rejected += 1
-                continue
-            flooding += tenant == FLOODER
+class Sides:
+    """Counts the quiet tenants' requests and the flooder's, of which at most ``flood_waiting`` wait at once."""
+
+    def __init__(self, clock: VirtualClock, flood_waiting: int) -> None:
+        self.quiet, self.flooder = Counts(), Counts()
+        self._clock = clock
+        self._flood_waiting = flood_waiting
+        self._waiting = 0
+
+    def arrives(self, request: EngineRequest) -> bool:
+        """Refuse what the flooder sends while enough of it waits."""
+        if self._of(request) is self.flooder:
+            if self._waiting >= self._flood_waiting:
+                self.flooder.rejected += 1
+                return False
+            self._waiting += 1
+        return True
+
+    def scheduled(self, chosen: Sequence[Scheduled], preempted: int) -> None:
+        """Count who starts, after how long, and with how much of the prompt cached."""
+        for sequence in (item.sequence for item in chosen if item.admitted):
+            counts = self._of(sequence.request)
+            self._waiting -= counts is self.flooder
+            counts.requests += 1
+            counts.prompt_tokens += sequence.prompt_tokens
+            counts.cached_tokens += sequence.cached_tokens
+            counts.queue_s.append(self._clock() - sequence.arrival_s)
+
+    def token(self, sequence: SequenceState) -> None:
+        """Time the first token."""
+        if sequence.generated_tokens == 0:
+            self._of(sequence.request).ttft_s.append(self._clock() - sequence.arrival_s)
+
+    def ended(self, sequence: SequenceState) -> None:
+        """Count nothing: only starts are compared."""
+
+    def _of(self, request: EngineRequest) -> Counts:
+        return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
+
+
+def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
+    """Run requests to their ends in virtual time; not ``protected``: all go under one tenant's name."""
+    arrivals = workload.arrivals(flood=flood)
+    shares = {tenant: 1.0 for _, tenant, _, _ in arrivals} if protected else {}
+    replica = VirtualReplica(workload.settings(), workload.prefill_tokens_per_s, shares)
+
+    def requests() -> Iterator[TimedRequest]:
+        for number, (arrival_s, tenant, ids, answer_tokens) in enumerate(arrivals):
             scope = PrefixScope("simulated", salt=tenant.encode())
-            root = scope.root(SECRET)
-            request = EngineRequest(
-                str(number),
-                prompt,
-                scope,
-                root,
-                SamplingParams(answer_tokens),
-                tenant=tenant if protected else "everybody",
-            )
-            scheduler.add(SequenceState(request, lambda _: None, cache.chain(root, prompt), arrival_s))
-            sides[request.request_id] = tally
-        chosen = scheduler.schedule()
-        if not chosen:
-            clock.sleep(coming[0][1][0] - clock())
-            continue
-        for item in chosen:
-            if item.admitted:
-                tally = sides[item.sequence.request.request_id]
-                flooding -= tally is tallies["flooder"]
-                tally.requests += 1
-                tally.prompt_tokens += item.sequence.prompt_tokens
-                tally.cached_tokens += item.sequence.cached_tokens
-                tally.queue_s.append(clock() - item.sequence.arrival_s)
-        results = runner.execute([item.sequence.segment(item.tokens) for item in chosen])
-        for item, result in zip(chosen, results, strict=True):
-            scheduler.computed(item)
-            if result.token is not None:
-                if item.sequence.generated_tokens == 0:
-                    sides[item.sequence.request.request_id].ttft_s.append(clock() - item.sequence.arrival_s)
-                if item.sequence.append_token(result.token) is not None:
-                    scheduler.remove(item.sequence.request.request_id)
-        cache.take_events()
-    return tallies
+            sampling, name = SamplingParams(answer_tokens), tenant if protected else "everybody"
+            request = EngineRequest(str(number), ids, scope, scope.root(SECRET), sampling, tenant=name)
+            yield TimedRequest(arrival_s, request, answer_tokens)
+
+    sides = Sides(replica.clock, workload.flood_waiting)
+    replica.run(requests(), sides)
+    return sides
 
 
 def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
     """Return the quiet tenants' figures without a flood, with it, and with it but unprotected, and their ratios."""
-    alone = drive(workload, workload.arrivals(flood=False))["quiet"].to_json()
-    flooded = drive(workload, workload.arrivals(flood=True))
-    unprotected = drive(workload, workload.arrivals(flood=True), protected=False)["quiet"].to_json()
-    quiet = flooded["quiet"].to_json()
+    alone = drive(workload, flood=False).quiet.to_json()
+    flooded = drive(workload, flood=True)
+    unprotected = drive(workload, flood=True, protected=False).quiet.to_json()
+    quiet = flooded.quiet.to_json()
     return {
         "engine": "simulated",
         "hit_rate_ratio": quiet["hit_rate"] / alone["hit_rate"],
@@ -173,7 +169,7 @@ def measure_flooding(workload: FloodWorkload) -> dict[str, Any]:
         "alone": alone,
         "flooded": quiet,
         "unprotected": unprotected,
-        "flooder": flooded["flooder"].to_json(),
+        "flooder": flooded.flooder.to_json(),
     }
 
 

@@ -1,0 +1,32 @@
+"""What the simulator does with a cache, replicas do: no figure rests on a behaviour that the product does not have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+
+ROOT = Path(__file__).parents[3]
+
+
+def attributes(folder: Path, *, without: str = "-") -> Iterator[tuple[str, str]]:
+    """Yield (name of what has it, attribute) for every attribute that the modules below ``folder`` use."""
+    for path in sorted(folder.rglob("*.py")):
+        if not path.is_relative_to(folder / without):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    yield getattr(node.value, "attr", getattr(node.value, "id", "")), node.attr
+
+
+def test_the_simulator_uses_nothing_of_the_cache_that_no_replica_uses() -> None:
+    """Whatever it calls by the name of one of the cache's members, the product calls on a cache or on its pool."""
+    members = {name for name in dir(PrefixCache(1, 1)) if not name.startswith("_")}
+    simulated = set(attributes(ROOT / "benchmarks" / "simulation"))
+    product = set(attributes(ROOT / "serve_app", without="cache"))
+    called = {name for _, name in simulated} & members
+    assert {"match", "publish"} <= called, "the simulator was to use the real cache"
+    assert called <= {name for holder, name in product if holder in ("cache", "_cache")}
+    pooled = [{name for holder, name in side if holder == "pool"} for side in (simulated, product)]
+    assert pooled[0] <= pooled[1]
