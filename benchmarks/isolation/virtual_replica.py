@@ -69,7 +69,7 @@ class VirtualReplica:
                 request = timed.request
                 if observer.arrives(request):
                     answer_tokens[request.request_id] = timed.answer_tokens
-                    chain = self._cache.chain(request.root, request.token_ids)
+                    chain = self._cache.prompt_chain(request.scope, request.root, request.token_ids)
                     scheduler.add(SequenceState(request, lambda _: None, chain, timed.arrival_s))
             chosen = scheduler.schedule()
             preempted = len(list(scheduler.preempted))

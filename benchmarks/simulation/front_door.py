@@ -48,7 +48,7 @@ class FrontDoor:
     def decide(self, request: SimulatedRequest) -> Decision:
         """Choose a replica and reserve its work there."""
         tokens = request.trace.prompt_tokens
-        routed = RoutedRequest(str(request.number), request.chain, tokens, request.placement_key)
+        routed = RoutedRequest(str(request.number), request.block_hashes, tokens, request.placement_key)
         blocked = self._refused_by_tree(request) if self._tree is not None else ()
         decision = self.core.decide(routed, blocked)
         assert decision is not None, "simulated replicas are never full"

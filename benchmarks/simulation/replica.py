@@ -124,7 +124,7 @@ class SimulatedReplica:
 
     def _hint(self, job: Job) -> None:
         """Guess what is cached of a job's prompt, at two look-ups when nothing changed."""
-        cache, chain = self.cache, job.request.chain
+        cache, chain = self.cache, job.request.block_hashes
         limit = cache.reusable_blocks(job.request.trace.prompt_tokens)
         held = job.held_blocks
         if held and not cache.held(chain[HASH_BYTES * (held - 1) : HASH_BYTES * held]):
@@ -145,7 +145,7 @@ class SimulatedReplica:
             return
         job = min(ready, key=self._rank) if self._shortest_first else ready[0]
         cache, size = self.cache, self._settings.block_size
-        matched = cache.match(SCOPE, job.token_ids, job.request.chain)
+        matched = cache.match(SCOPE, job.token_ids, job.request.block_hashes)
         needed = self._blocks_of(job.request) - len(matched)
         if needed > cache.available_blocks - sum(1 for block in matched if cache.pool.is_idle(block)):
             return  # until a running sequence ends; nobody overtakes, or the job might wait for ever
@@ -176,7 +176,7 @@ class SimulatedReplica:
 
     def _finish(self, job: Job, blocks: list[int], hits: int) -> None:
         full = job.request.trace.prompt_tokens // self._settings.block_size
-        self.cache.publish(SCOPE, job.token_ids, job.request.chain, blocks, hits, full)
+        self.cache.publish(SCOPE, job.token_ids, job.request.block_hashes, blocks, hits, full)
         self.current = None
         self.decoding += 1
         self._on_first_token(job)
@@ -196,7 +196,10 @@ class SimulatedReplica:
         size = self._settings.block_size
         for other in self.waiting:
             if other.pulling and other is not job and other.decision.pull_from:
-                common = min(common_blocks(other.request.chain, job.request.chain) * size, other.decision.pull_tokens)
+                common = min(
+                    common_blocks(other.request.block_hashes, job.request.block_hashes) * size,
+                    other.decision.pull_tokens,
+                )
                 if common - job.held_blocks * size >= MIN_PULL_TOKENS:
                     other.joined.append(job)
                     job.pulling = True
@@ -229,7 +232,7 @@ class SimulatedReplica:
 
     def _copy(self, job: Job) -> None:
         """Copy what the holder still has, as far as there is room for it here, and hold that room meanwhile."""
-        cache, size, chain = self.cache, self._settings.block_size, job.request.chain
+        cache, size, chain = self.cache, self._settings.block_size, job.request.block_hashes
         matched = cache.match(SCOPE, job.token_ids, chain)
         holder = self._peers[job.decision.pull_from]
         end = holder.export(job.token_ids, chain, len(matched), job.decision.pull_tokens // size)

@@ -64,16 +64,19 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request of a trace with its block hashes; ``placement_key`` names its conversation's opening."""
+    """A request of a trace.
+
+    ``block_hashes``: of its full blocks, packed; ``placement_key`` names its conversation's opening.
+    """
 
     number: int
     trace: TraceRequest
-    chain: bytes
+    block_hashes: bytes
     placement_key: bytes
 
     def prefixes(self) -> list[bytes]:
         """Return the hashes of the prompt's full blocks, each of which stands for all up to it."""
-        return list(split_chain(self.chain))
+        return list(split_chain(self.block_hashes))
 
     def token_ids(self, block_size: int) -> TokenArray:
         """Return the prompt's tokens."""

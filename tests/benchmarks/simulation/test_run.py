@@ -74,7 +74,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
     settings = ClusterSettings(replicas=8, blocks=400, routers=routers, feed_delay_s=0.01)
     cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=True))
     outcome = cluster.run(prepare(trace))
-    chain = prepare(trace[:1])[0].chain
+    chain = prepare(trace[:1])[0].block_hashes
     holders = [name for name, replica in cluster.replicas.items() if replica.cache.held(chain[16 * 15 : 16 * 16])]
     assert 4 <= len(holders) <= 8
     assert outcome.pulled_tokens == (len(holders) - 1) * 8192
