@@ -34,7 +34,7 @@ class EngineSection(BaseModel):
     device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
     attention_backend: str = Field(
         "auto",
-        description="on a GPU, the first that passes a check at the start: fa3_torch, varlen_torch, sdpa",
+        description="'auto': the first that works here of fa3_torch, varlen_torch, sdpa; on a CPU of amx, runs",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs for decode steps")
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
