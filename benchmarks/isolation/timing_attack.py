@@ -23,14 +23,15 @@ from rich.progress import track
 
 from benchmarks.common.prompts import WORDS, text_of
 from benchmarks.common.report import spread, write
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineOutput, EngineRequest
 from serve_app.engine.settings import EngineSettings
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -95,7 +96,7 @@ class Stage:
         prompts.install(tokenizer)
         self._preparer = Preparer(
             load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-            model_name="demo", max_model_len=8192, default_max_tokens=1, prompts=prompts,
+            AdapterRegistry("demo"), Limits(8192, 1), prompts,
         )  # fmt: skip
         settings = EngineSettings(num_blocks=8192, max_model_len=8192, num_threads=1, dtype="float32")
         self._engine: TorchEngine = build_engine(model_path, settings, lambda _: None)
@@ -117,7 +118,7 @@ class Stage:
         messages = [{"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
-        wanted = GenerateRequest(kind="chat", model="demo", messages=tuple(messages), max_tokens=1, temperature=0.0)
+        wanted = ChatRequest(model="demo", messages=tuple(messages), max_tokens=1, temperature=0.0)
         self._number += 1
         cached: list[int] = []
         ended = threading.Event()

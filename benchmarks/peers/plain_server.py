@@ -18,16 +18,18 @@ from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.request import parse_chat, parse_completion
-from serve_app.api.openai.response import error_body, model_body, models_body
+from serve_app.api.openai.response import ChatFormat, CompletionFormat, model_body, models_body
 from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest, QueueFull
 from serve_app.errors import GenerationFailed, InvalidRequest, RateLimited, WarmpathError
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.http import error_headers, json_response, read_body
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -101,31 +103,38 @@ def application(config: AppConfig) -> FastAPI:
         tokenizer,
         tenants,
         secret,
-        model_name=config.model_name,
-        max_model_len=max_model_len(config, info),
-        default_max_tokens=config.default_max_tokens,
+        AdapterRegistry(config.model_name),
+        Limits(max_model_len(config, info), config.default_max_tokens),
     )
-    completions = Completions(config, preparer, LocalEngine(engine), tokenizer, IngressMetrics(), UsageTable())
+    completions = Completions(
+        preparer,
+        LocalEngine(engine),
+        tokenizer,
+        IngressMetrics(),
+        UsageTable(),
+        request_timeout_s=config.request_timeout_s,
+    )
     model = model_body(config.model_name, int(time.time()), max_model_len(config, info))
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def answer(request: Request, parse: Callable[[bytes], GenerateRequest]) -> Response:
+    async def answer(request: Request, parse: Callable[[bytes], GenerateRequest], shape: AnswerFormat) -> Response:
         arrived_s = time.perf_counter()
         try:
             wanted = parse(await read_body(request, config.max_body_bytes))
-            return await completions.respond(request, wanted, tenants.authenticate(None), arrived_s)
+            return await completions.respond(request, wanted, shape, tenants.authenticate(None), arrived_s)
         except WarmpathError as error:
-            return json_response(error_body(error), error.status, error_headers(error))
+            shown = shape.error(error, "")
+            return json_response(shown.body, shown.status, error_headers(error))
         except ClientDisconnect:
             return Response(status_code=499)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, parse_chat)
+        return await answer(request, parse_chat, ChatFormat())
 
     @app.post("/v1/completions")
     async def text(request: Request) -> Response:
-        return await answer(request, parse_completion)
+        return await answer(request, parse_completion, CompletionFormat())
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -13,11 +13,12 @@ from benchmarks.common.report import percentile
 from router.core import RoutingCore
 from router.protocol.events import BlocksStored, LoadReport
 from router.settings import RouterSettings
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -46,9 +47,8 @@ async def _measure(model: str, seed: int) -> dict[str, float]:
         tokenizer,
         Tenants([], SECRET),
         SECRET,
-        model_name=model,
-        max_model_len=2 * TEXT_TOKENS,
-        default_max_tokens=16,
+        AdapterRegistry(model),
+        Limits(max_model_len=2 * TEXT_TOKENS, default_max_tokens=16),
     )
     rng = Random(seed)
     core = RoutingCore("benchmark", RouterSettings(block_size=BLOCK_SIZE), rng=rng)
@@ -58,7 +58,7 @@ async def _measure(model: str, seed: int) -> dict[str, float]:
         core.apply(name, "e", [LoadReport(rng.randrange(8000), 4, 1, 64, 256, 5000.0, 0.02)])
 
     async def prepare(messages: list[dict[str, str]]) -> Generation:
-        chat = GenerateRequest(kind="chat", model=model, messages=tuple(messages))
+        chat = ChatRequest(model=model, messages=tuple(messages))
         return (await preparer.prepare(chat, Tenant("default"), f"{len(messages)}-{rng.random()}"))[0]
 
     history = [{"role": "system", "content": text(rng, 2000)}]

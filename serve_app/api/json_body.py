@@ -1,31 +1,71 @@
-"""A JSON body read field by field: every wrong value becomes a 400 that names the field and says what to send.
+"""A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
 
-Owns parsing and the sentences. Knows no API: which fields there are and what they mean is the reader's business.
-A field that is null counts as absent; a field nobody asks for is ignored.
+Owns decoding and the sentences. A field that is null counts as absent; a field that no model names is ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import is_typeddict
 
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
 
 
-class Body:
-    """One JSON object of a request. ``path`` goes before field names in messages, as in ``stream_options.``."""
+Refused = Mapping[str, tuple[Any, ...]]
+"""Field -> the values that ask for nothing."""
 
-    def __init__(self, fields: Mapping[str, Any], path: str = "") -> None:
-        self._fields = fields
-        self._path = path
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """Beside a field's type: what the field must be, in the words of its error, ``NAME must be DEMAND.``"""
+
+    demand: str
+
+
+def must_be(demand: str) -> PydanticCustomError:
+    """Return what a validator raises where one ``Must`` has not words enough."""
+    return PydanticCustomError("must_be", demand)
+
+
+def refused(path: str) -> InvalidRequest:
+    """Return the error for a field that would change the answer, and has no effect here."""
+    return InvalidRequest(f"{path} is not supported by this version; leave it out.", param=path)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = BeforeValidator(_whole)
+"""JSON's 3.0 is a whole number too."""
+Flag = Annotated[bool, Must("true or false")]
+Text64 = Annotated[str | None, Field(min_length=1, max_length=64), Must("a string of 1 to 64 characters")]
+Text128 = Annotated[str | None, Field(min_length=1, max_length=128), Must("a string of 1 to 128 characters")]
+Text256 = Annotated[str | None, Field(min_length=1, max_length=256), Must("a string of 1 to 256 characters")]
+Text1024 = Annotated[str | None, Field(min_length=1, max_length=1024), Must("a string of 1 to 1024 characters")]
+
+
+class JsonBody(BaseModel):
+    """The JSON object that a request's body is, or an object inside it.
+
+    ``refused``: fields of the outermost object that would change the answer, but have no effect here.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    refused: ClassVar[Refused] = {}
 
     @classmethod
-    def parse(cls, raw: bytes) -> Body:
-        """Read the outermost object. Raises InvalidRequest for anything but one valid JSON object in UTF-8."""
+    def parse(cls, raw: bytes) -> Self:
+        """Read a body. Raises InvalidRequest for anything but one valid JSON object with the fields it should have."""
         try:
             value = msgspec.json.decode(raw)
         except (ValueError, RecursionError) as error:  # also: invalid UTF-8, lone surrogates, numbers out of range
@@ -33,67 +73,51 @@ class Body:
             raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({said}); send one JSON object.") from error
         if not isinstance(value, dict):
             raise InvalidRequest('The body must be a JSON object, with fields like "model".')
-        return cls(value)
+        fields = {name: field for name, field in value.items() if field is not None}
+        for name, field in fields.items():
+            if name in cls.refused and not any(field == harmless for harmless in cls.refused[name]):
+                raise refused(name)
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise _refusal(cls, error.errors(include_url=False, include_input=False)[0]) from None
 
-    def raw(self, name: str) -> Any:
-        """Return a field's value as it came; None when absent."""
-        return self._fields.get(name)
 
-    def fault(self, name: str, demand: str) -> InvalidRequest:
-        """Return the error that ``name`` must be as ``demand`` says."""
-        return InvalidRequest(f"{self._path}{name} must be {demand}.", param=f"{self._path}{name}")
+def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:
+    """Return one of pydantic's errors as a sentence."""
+    path = ""
+    place: Any = model  # what is at the path, as its annotation
+    for step in error["loc"]:
+        if isinstance(step, int):
+            path, place = f"{path}[{step}]", _item(place)
+        elif step in (fields := _fields(place)):
+            path, place = f"{path}.{step}" if path else step, fields[step]
+        else:
+            break  # into a member of a union, which nobody asked for
+    demand = error["msg"] if error["type"] == "must_be" else _demand(place)
+    if error["type"] == "missing":
+        return InvalidRequest(f"{path} is missing; it must be {demand}.", param=path)
+    return InvalidRequest(f"{path} must be {demand}.", param=path)
 
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        """Return a whole number from ``low`` to ``high`` (JSON's 3.0 is whole too), or None."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if type(value) is not int or not low <= value <= high:
-            raise self.fault(name, f"a whole number from {low} to {high}")
-        return value
 
-    def number(self, name: str, demand: str, low: float, high: float, *, low_excluded: bool = False) -> float | None:
-        """Return a number in the range, or None; ``demand`` says the range in words."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if type(value) not in (int, float) or not low <= value <= high or (low_excluded and value == low):
-            raise self.fault(name, demand)
-        return float(value)
+def _parts(annotation: Any) -> Iterator[Any]:
+    """Yield an annotation and whatever it is made of, outer parts first."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
 
-    def boolean(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self.raw(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.fault(name, "true or false")
-        return value
 
-    def text(self, name: str, max_chars: int) -> str | None:
-        """Return a string of 1 to ``max_chars`` characters, or None."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, str) or not 1 <= len(value) <= max_chars:
-            raise self.fault(name, f"a string of 1 to {max_chars} characters")
-        return value
+def _fields(annotation: Any) -> dict[str, Any]:
+    for part in _parts(annotation):
+        if is_typeddict(part) or (isinstance(part, type) and issubclass(part, JsonBody)):
+            return get_type_hints(part, include_extras=True)
+    return {}
 
-    def object(self, name: str) -> Body | None:
-        """Return a nested object, or None."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fault(name, "an object")
-        return Body(value, f"{self._path}{name}.")
 
-    def refuse_unless(self, name: str, *neutral: Any) -> None:
-        """Raise InvalidRequest when a field that has no effect here holds anything but a value without effect."""
-        value = self.raw(name)
-        if value is not None and not any(value == harmless for harmless in neutral):
-            raise InvalidRequest(
-                f"{self._path}{name} is not supported by this version; leave it out.", param=f"{self._path}{name}"
-            )
+def _item(annotation: Any) -> Any:
+    return next(get_args(part)[0] for part in _parts(annotation) if get_origin(part) is list)
+
+
+def _demand(annotation: Any) -> str:
+    metadata = (known for part in _parts(annotation) for known in getattr(part, "__metadata__", ()))
+    return next((known.demand for known in metadata if isinstance(known, Must)), "an object")

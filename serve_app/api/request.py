@@ -1,34 +1,33 @@
 """The one internal form of a generation request: every wire format is turned into it, and nothing else goes on.
 
-Owns the field names and their meaning. Knows no wire format and no tenant. Everything in it has been validated.
+Owns the field names and their meaning. Everything in it has been validated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet compared with a vocabulary)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What to generate and how to answer.
+    """What to generate and how to answer; either a ``ChatRequest`` or a ``CompletionRequest``.
 
-    A ``chat`` has ``messages`` (each with string ``role`` and ``content``), a ``completion`` has ``prompts``.
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
     the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
     ``prompt_ref`` names the registered prompt that goes before everything else.
     """
 
-    kind: Literal["chat", "completion"]
+    prompt_field: ClassVar[str]
+    """The field that errors about the prompt name."""
+
     model: str
     lora_name: str | None = None
-    messages: tuple[Mapping[str, Any], ...] = ()
-    prompts: tuple[Prompt, ...] = ()
     n: int = 1
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -44,11 +43,29 @@ class GenerateRequest:
     prompt_ref: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
-    apply_chat_template: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def answering_model(self) -> str:
         """What an answer names as its model: the adapter, where there is one."""
         return self.lora_name or self.model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(GenerateRequest):
+    """A conversation; each of ``messages`` has string ``role`` and ``content``."""
+
+    prompt_field = "messages"
+
+    messages: tuple[Mapping[str, Any], ...]
+    apply_chat_template: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(GenerateRequest):
+    """Prompts that are answered one by one."""
+
+    prompt_field = "prompt"
+
+    prompts: tuple[Prompt, ...]

@@ -29,6 +29,11 @@ class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, Engin
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    enable_docs: bool | None = Field(
+        None,
+        description="serve /openapi.json, and /docs, a page whose script comes from a CDN; default: where nobody needs "
+        "a key, as no tenants are configured",
+    )
     tokenizer_cache_bytes: int = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
 
     @model_validator(mode="after")
@@ -41,6 +46,11 @@ class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, Engin
     def model_name(self) -> str:
         """The name clients use: the configured one, else the built-in name or the checkpoint directory's."""
         return self.served_model_name or Path(self.model).name
+
+    @property
+    def documented(self) -> bool:
+        """Whether /openapi.json and /docs are served."""
+        return not self.tenants if self.enable_docs is None else self.enable_docs
 
     def routing(self) -> dict[str, Any]:
         """The router's part, as ``RouterSettings.from_json`` takes it."""

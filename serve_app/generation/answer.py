@@ -1,7 +1,6 @@
 """From generated tokens to the text of an answer's choices, piece by piece.
 
-Owns detokenization, stop strings and the merging of several choices into one stream. Knows nothing of the wire
-format a piece ends up in, nor of where tokens come from.
+Owns detokenization, stop strings and the merging of several choices into one stream.
 """
 
 from __future__ import annotations
@@ -10,14 +9,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
+from serve_app.api.format import FinishReason
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
-
-EndReason = Literal["stop", "length"]
 
 
 class TokenSource(Protocol):
@@ -35,7 +33,7 @@ class Piece:
     text: str
     new_tokens: int = 0
     cached_tokens: int | None = None
-    finish_reason: EndReason | None = None
+    finish_reason: FinishReason | None = None
     save: SaveOutcome | None = None
 
 
@@ -47,7 +45,7 @@ async def choice_pieces(
     async with aclosing(source.generate(generation)) as stream:
         async for tokens in stream:
             text, stopped = checker.push(decoder.push(tokens.token_ids))
-            reason: EndReason | None = None
+            reason: FinishReason | None = None
             if not stopped and tokens.finish_reason is not None:
                 if tokens.finish_reason not in ("stop", "length"):
                     raise GenerationFailed("The generation was broken off; send the request again.")

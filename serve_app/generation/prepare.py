@@ -1,13 +1,13 @@
 """From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks.
 
-Owns scope roots (cached per tenant and salt) and placement keys. Knows nothing of HTTP or of where a generation
-will run.
+Owns scope roots (cached per tenant and salt) and placement keys.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save
@@ -27,9 +27,6 @@ from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 PLACEMENT_BLOCKS = 16
 """A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
-
-COMPLETION_MAX_TOKENS = 16
-"""``max_tokens`` of a completion that names none. Source: OpenAI's completions API."""
 
 _SCOPES = 4096
 
@@ -43,8 +40,17 @@ class _Keys:
     public_root: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long generations may be, in tokens, and saves stay. ``save_ttl_s`` None: until a reset."""
+
+    max_model_len: int
+    default_max_tokens: int
+    save_ttl_s: float | None = None
+
+
 class Preparer:
-    """Turns requests into generations for one model."""
+    """Turns requests into generations for one model. ``adapters`` also knows the model's name."""
 
     def __init__(
         self,
@@ -52,22 +58,16 @@ class Preparer:
         tokenizer: PromptTokenizer,
         tenants: Tenants,
         secret: bytes,
-        *,
-        model_name: str,
-        max_model_len: int,
-        default_max_tokens: int,
-        save_ttl_s: float | None = None,
-        adapters: AdapterRegistry | None = None,
+        adapters: AdapterRegistry,
+        limits: Limits,
         prompts: PublicPrompts | None = None,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._tenants = tenants
         self._secret = secret
-        self._max_model_len = max_model_len
-        self._default_max_tokens = default_max_tokens
-        self._save_ttl_s = save_ttl_s
-        self._adapters = AdapterRegistry(model_name) if adapters is None else adapters
+        self._adapters = adapters
+        self._limits = limits
         self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
         self._prompts = PublicPrompts() if prompts is None else prompts
 
@@ -125,38 +125,41 @@ class Preparer:
         if request.prompt_ref is None:
             return request
         text = self._prompts.text(request.prompt_ref)
-        if request.kind == "chat":
+        if isinstance(request, ChatRequest):
             return replace(request, messages=({"role": "system", "content": text}, *request.messages))
+        assert isinstance(request, CompletionRequest)
         texts = tuple(text + prompt for prompt in request.prompts if isinstance(prompt, str))
         if len(texts) < len(request.prompts):
             raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
         return replace(request, prompts=texts)
 
     async def _encode(self, request: GenerateRequest, keys: _Keys) -> list[tuple[EncodedPrompt, str]]:
+        """Return each prompt, with the formatted system prompt that it begins with, "" for none."""
         tokenizer, root, public_root = self._tokenizer, keys.root, keys.public_root
-        if request.kind == "chat":
-            if not request.apply_chat_template:
-                text = "".join(str(message.get("content") or "") for message in request.messages)
-                leading = takewhile(lambda message: message["role"] == "system", request.messages)
-                system_text = "".join(str(message.get("content") or "") for message in leading)
-                encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
-                return [(encoded, system_text)]
-            rendered = tokenizer.render_chat(
-                request.messages,
-                add_generation_prompt=request.add_generation_prompt,
-                **dict(request.chat_template_kwargs),
-            )
-            encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
-            return [(encoded, rendered.system_text)]
-        return [
-            (
-                await tokenizer.encode_async(prompt, root, public_root=public_root, add_special_tokens=True)
-                if isinstance(prompt, str)
-                else tokenizer.encode_ids(prompt, root, public_root),
-                "",
-            )
-            for prompt in request.prompts
-        ]
+        if isinstance(request, CompletionRequest):
+            return [
+                (
+                    await tokenizer.encode_async(prompt, root, public_root=public_root, add_special_tokens=True)
+                    if isinstance(prompt, str)
+                    else tokenizer.encode_ids(prompt, root, public_root),
+                    "",
+                )
+                for prompt in request.prompts
+            ]
+        assert isinstance(request, ChatRequest)
+        if not request.apply_chat_template:
+            text = "".join(str(message.get("content") or "") for message in request.messages)
+            leading = takewhile(lambda message: message["role"] == "system", request.messages)
+            system_text = "".join(str(message.get("content") or "") for message in leading)
+            encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
+            return [(encoded, system_text)]
+        rendered = tokenizer.render_chat(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            **dict(request.chat_template_kwargs),
+        )
+        encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
+        return [(encoded, rendered.system_text)]
 
     async def _save(
         self, request: GenerateRequest, root: bytes, encoded: EncodedPrompt, system_text: str
@@ -168,37 +171,48 @@ class Preparer:
         """
         if not request.save_system_prompt_kv_cache or not system_text:
             return None
+        assert isinstance(request, ChatRequest)  # nothing else has a system prompt
         alone = await self._tokenizer.encode_async(
             system_text, root, add_special_tokens=not request.apply_chat_template
         )
         length = min(len(alone.token_ids), len(encoded.token_ids))
         differs = np.flatnonzero(alone.token_ids[:length] != encoded.token_ids[:length])
         tokens = int(differs[0]) if len(differs) else length
-        return Save(system_prompt_key(root, system_text), tokens, self._save_ttl_s)
+        return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
 
-    def _sampling(self, request: GenerateRequest, prompt_tokens: int) -> _SamplingMaker:
-        field = "messages" if request.kind == "chat" else "prompt"
-        room = self._max_model_len - prompt_tokens
+    def _sampling(self, request: GenerateRequest, prompt_tokens: int) -> Callable[[int], SamplingParams]:
+        """Return the request's sampling values as a function of a choice's seed. Raises ContextLengthExceeded."""
+        field = request.prompt_field
+        max_model_len = self._limits.max_model_len
+        room = max_model_len - prompt_tokens
         if room < 1:
             raise ContextLengthExceeded(
-                f"The prompt has {prompt_tokens} tokens, and this model takes {self._max_model_len} for prompt and "
+                f"The prompt has {prompt_tokens} tokens, and this model takes {max_model_len} for prompt and "
                 "answer together; shorten the prompt.",
                 param=field,
             )
         if prompt_tokens < 1:
             raise ContextLengthExceeded("The prompt is empty: it needs at least one token.", param=field, code=None)
-        max_tokens = request.max_tokens
-        if max_tokens is None:
-            default = self._default_max_tokens if request.kind == "chat" else COMPLETION_MAX_TOKENS
-            max_tokens = min(default, room)
-        elif max_tokens > room:
+        max_tokens = min(self._limits.default_max_tokens, room) if request.max_tokens is None else request.max_tokens
+        if max_tokens > room:
             raise ContextLengthExceeded(
-                f"This model takes {self._max_model_len} tokens for prompt and answer together; the prompt has "
+                f"This model takes {max_model_len} tokens for prompt and answer together; the prompt has "
                 f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
                 param="max_tokens",
             )
-        stop_ids = () if request.ignore_eos else self._info.eos_token_ids
-        return _SamplingMaker(request, max_tokens, stop_ids)
+
+        def sampling(seed: int) -> SamplingParams:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                seed=seed,
+                stop_token_ids=() if request.ignore_eos else self._info.eos_token_ids,
+                disable_spec_decode=request.disable_spec_decode,
+            )
+
+        return sampling
 
     def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:
         root = keys.root
@@ -212,24 +226,3 @@ class Preparer:
         if blocks:
             return hash_at(encoded.block_hashes, blocks - 1)
         return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
-
-
-class _SamplingMaker:
-    """A request's sampling values, waiting for a choice's seed."""
-
-    def __init__(self, request: GenerateRequest, max_tokens: int, stop_token_ids: tuple[int, ...]) -> None:
-        self._request = request
-        self._max_tokens = max_tokens
-        self._stop_token_ids = stop_token_ids
-
-    def __call__(self, seed: int) -> SamplingParams:
-        request = self._request
-        return SamplingParams(
-            max_tokens=self._max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=max(0, request.top_k),
-            seed=seed,
-            stop_token_ids=self._stop_token_ids,
-            disable_spec_decode=request.disable_spec_decode,
-        )

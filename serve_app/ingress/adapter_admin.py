@@ -1,7 +1,7 @@
 """Loading and unloading LoRA adapters over HTTP, on every replica and every ingress (vLLM's endpoints).
 
 Owns the two bodies, the confinement of paths, and the order of steps: replicas prove that they can serve an adapter
-before any ingress offers it. Knows nothing of authentication: whoever calls has checked that an operator asks.
+before any ingress offers it. Whoever calls has checked that an operator asks.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from serve_app.api.json_body import Body
+from pydantic import Field, PlainValidator
+
+from serve_app.api.json_body import Flag, JsonBody, Must, Text128
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.engine.lora.peft_files import describe_adapter
@@ -22,6 +24,35 @@ MAX_PATH_CHARS = 4096
 
 Tell = Callable[[str, Any], Awaitable[list[Any]]]
 """Call a method with one argument on every replica of a deployment; returns their answers."""
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+class LoadAdapterBody(JsonBody):
+    """The body of ``POST /v1/load_lora_adapter``."""
+
+    lora_name: Text128 = None
+    lora_path: Annotated[
+        str | None,
+        Field(min_length=1, max_length=MAX_PATH_CHARS),
+        Must(f"a string of 1 to {MAX_PATH_CHARS} characters"),
+    ] = Field(None, description="a directory on the replicas' machines, as PEFT saves adapters")
+    load_inplace: Flag = Field(False, description="replace an adapter of that name")
+    tenants: Annotated[
+        tuple[str, ...],
+        PlainValidator(_names, json_schema_input_type=list[str]),
+        Must("a list of at least one tenant's name"),
+    ] = Field((), description="default: all tenants may use it")
+
+
+class UnloadAdapterBody(JsonBody):
+    """The body of ``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Text128 = None
 
 
 class AdapterAdmin:
@@ -35,22 +66,24 @@ class AdapterAdmin:
         self._one_at_a_time = asyncio.Lock()
 
     async def load(self, body: bytes) -> str:
-        """Load ``lora_path`` as ``lora_name``; returns vLLM's sentence.
+        """Load an adapter; returns vLLM's sentence.
 
-        ``load_inplace`` replaces an adapter of that name, ``tenants`` keeps it for some. Raises InvalidRequest,
-        also when a replica cannot serve it (then none keeps it), and PermissionDenied.
+        Raises InvalidRequest, also when a replica cannot serve it (then none keeps it), and PermissionDenied.
         """
-        fields = self._fields(body)
-        name, path = fields.text("lora_name", 128), fields.text("lora_path", MAX_PATH_CHARS)
+        self._require_allowed()
+        wanted = LoadAdapterBody.parse(body)
+        name, path = wanted.lora_name, wanted.lora_path
         if name is None or path is None:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
-        inplace, tenants = fields.boolean("load_inplace", False), self._tenants(fields)
+        unknown = sorted(set(wanted.tenants) - {tenant.name for tenant in self._config.tenants})
+        if unknown:
+            raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
         if name == self._config.model_name:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
         where = self._confined(path)
         async with self._one_at_a_time:
             before = self._registry.get(name)
-            if before is not None and not inplace:
+            if before is not None and not wanted.load_inplace:
                 raise InvalidRequest(
                     f"The lora adapter '{name}' has already been loaded. To replace it, set 'load_inplace' to true.",
                     param="lora_name",
@@ -59,7 +92,7 @@ class AdapterAdmin:
                 spec = await asyncio.to_thread(describe_adapter, name, where)
             except AdapterError as error:
                 raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
-            entry = self._registry.next_entry(name, spec, tenants)
+            entry = self._registry.next_entry(name, spec, wanted.tenants)
             problems = [problem for problem in await self._tell_replicas("load_adapter", entry) if problem]
             if problems:
                 if before is None or before.spec != spec:
@@ -70,7 +103,8 @@ class AdapterAdmin:
 
     async def unload(self, body: bytes) -> str:
         """Unload ``lora_name``; requests that have begun finish with it. Raises InvalidRequest and NotFound."""
-        name = self._fields(body).text("lora_name", 128)
+        self._require_allowed()
+        name = UnloadAdapterBody.parse(body).lora_name
         if name is None:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
         async with self._one_at_a_time:
@@ -88,22 +122,9 @@ class AdapterAdmin:
         if replaced is not None and replaced.spec is not None and replaced.spec != entry.spec:
             await self._tell_replicas("drop_adapter", replaced.spec.key)
 
-    def _fields(self, body: bytes) -> Body:
+    def _require_allowed(self) -> None:
         if not self._config.allow_runtime_lora:
             raise PermissionDenied("Adapters are fixed in this deployment; set allow_runtime_lora to change them.")
-        return Body.parse(body)
-
-    def _tenants(self, fields: Body) -> tuple[str, ...]:
-        value = fields.raw("tenants")
-        known = {tenant.name for tenant in self._config.tenants}
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-            raise fields.fault("tenants", "a list of at least one tenant's name")
-        unknown = sorted(set(value) - known)
-        if unknown:
-            raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
-        return tuple(value)
 
     def _confined(self, path: str) -> Path:
         """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""

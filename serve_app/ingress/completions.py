@@ -1,7 +1,6 @@
 """The work of a completion: pieces of text become a whole answer or server-sent events, counted and timed.
 
-Owns usage, deadlines and what happens when a client leaves. Knows nothing of routes, of authentication, or of
-where tokens come from.
+Owns usage, deadlines and what happens when a client leaves; the API's format owns what is sent.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from serve_app.api import sse
-from serve_app.api.openai.response import ChatStream, Choice, CompletionStream, Usage, chat_completion, completion
+from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.request import GenerateRequest
-from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
@@ -43,50 +41,53 @@ _SAVE_WARNINGS = {
 
 
 class Completions:
-    """Answers chat and text completions."""
+    """Answers whatever generates text, in the format of any API."""
 
     def __init__(
         self,
-        config: AppConfig,
         preparer: Preparer,
         source: TokenSource,
         tokenizer: PromptTokenizer,
         metrics: IngressMetrics,
         traffic: UsageTable,
+        *,
+        request_timeout_s: float,
     ) -> None:
-        self._config = config
         self._preparer = preparer
         self._source = source
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._traffic = traffic
+        self._request_timeout_s = request_timeout_s
 
-    async def respond(self, request: Request, wanted: GenerateRequest, tenant: Tenant, arrived_s: float) -> Response:
+    async def respond(
+        self, request: Request, wanted: GenerateRequest, answer_format: AnswerFormat, tenant: Tenant, arrived_s: float
+    ) -> Response:
         """Return the answer, whole or as a stream that has its first piece already.
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
         """
         # Internal ids are ours: two clients may send the same x-request-id.
-        internal_id = uuid.uuid4().hex
-        generations = await self._preparer.prepare(wanted, tenant, internal_id)
+        answer_id = uuid.uuid4().hex
+        generations = await self._preparer.prepare(wanted, tenant, answer_id)
         pieces = self._timed(
             answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop),
             generations,
             tenant,
             arrived_s,
         )
-        response_id = f"{'chatcmpl' if wanted.kind == 'chat' else 'cmpl'}-{internal_id}"
+        head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
+        answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted, generations))
         if not wanted.stream:
-            return await until_disconnect(request, self._collect(wanted, generations, pieces, response_id))
+            return await until_disconnect(request, _collect(answer))
         try:
             # Errors before the first token still have a status of their own.
             first = await until_disconnect(request, anext(pieces))
         except BaseException:
             await pieces.aclose()
             raise
-        events = self._events(wanted, generations, first, pieces, response_id)
         headers = {**sse.HEADERS, **warning_headers(first.save)}
-        return StreamingResponse(events, headers=headers, media_type=sse.CONTENT_TYPE)
+        return StreamingResponse(self._events(answer, first), headers=headers, media_type=sse.CONTENT_TYPE)
 
     async def _timed(
         self,
@@ -97,7 +98,7 @@ class Completions:
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises GenerationFailed when they take longer than a request may."""
         metrics, name = self._metrics, tenant.name
-        deadline_s = arrived_s + self._config.request_timeout_s
+        deadline_s = arrived_s + self._request_timeout_s
         last_s: dict[int, float] = {}
         metrics.in_flight.inc()
         try:
@@ -110,7 +111,7 @@ class Completions:
                         return
                     except TimeoutError as error:
                         raise GenerationFailed(
-                            f"The answer took over {self._config.request_timeout_s:.0f} s; ask for fewer tokens.",
+                            f"The answer took over {self._request_timeout_s:.0f} s; ask for fewer tokens.",
                             code="timeout",
                         ) from error
                     now_s = time.perf_counter()
@@ -129,74 +130,57 @@ class Completions:
         finally:
             metrics.in_flight.dec()
 
-    async def _collect(
-        self,
-        wanted: GenerateRequest,
-        generations: list[Generation],
-        pieces: AsyncGenerator[Piece, None],
-        response_id: str,
-    ) -> Response:
-        tally = _Tally(wanted, generations)
-        texts = [""] * len(generations)
-        reasons: list[Any] = ["length"] * len(generations)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                tally.add(piece)
-                texts[piece.index] += piece.text
-                if piece.finish_reason is not None:
-                    reasons[piece.index] = piece.finish_reason
-        choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
-        build = chat_completion if wanted.kind == "chat" else completion
-        body = build(response_id, int(time.time()), wanted.answering_model, choices, tally.usage())
-        return json_response(body, headers=warning_headers(tally.save))
-
-    async def _events(
-        self,
-        wanted: GenerateRequest,
-        generations: list[Generation],
-        first: Piece,
-        pieces: AsyncGenerator[Piece, None],
-        response_id: str,
-    ) -> AsyncIterator[bytes]:
+    async def _events(self, answer: _Answer, first: Piece) -> AsyncIterator[bytes]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
-        kind = ChatStream if wanted.kind == "chat" else CompletionStream
-        stream = kind(response_id, int(time.time()), wanted.answering_model, include_usage=wanted.include_usage)
-        tally = _Tally(wanted, generations)
+        stream, pieces, usage = answer.format.stream(answer.head), answer.pieces, answer.usage
         opened: set[int] = set()
         ended = False
 
         def framed(piece: Piece) -> bytes:
-            tally.add(piece)
-            payloads: list[bytes | None] = []
+            usage.add(piece)
+            events = b""
             if piece.index not in opened:
                 opened.add(piece.index)
-                payloads.append(stream.opening(piece.index))
+                events += stream.opening(piece.index, usage.total())
             if piece.text:
-                payloads.append(stream.text(piece.index, piece.text))
+                events += stream.text(piece.index, piece.text)
             if piece.finish_reason is not None:
-                payloads.append(stream.finish(piece.index, piece.finish_reason))
-            return b"".join(sse.data_event(payload) for payload in payloads if payload is not None)
+                events += stream.finish(piece.index, piece.finish_reason)
+            return events
 
         try:
             async with aclosing(pieces):
                 yield framed(first)
                 async for piece in pieces:
-                    event = framed(piece)
-                    if event:
-                        yield event
-            ending = sse.data_event(stream.usage(tally.usage())) if wanted.include_usage else b""
+                    events = framed(piece)
+                    if events:
+                        yield events
             ended = True
-            yield ending + sse.DONE
+            yield stream.usage(usage.total())
         except WarmpathError as error:
             ended = True
-            yield sse.error_event(error)
+            yield stream.error(error)
         except Exception:
             ended = True
-            logger.exception("stream %s failed", response_id)
-            yield sse.error_event(GenerationFailed("The answer broke off because of a fault on the server."))
+            logger.exception("stream %s failed", answer.head.answer_id)
+            yield stream.error(GenerationFailed("The answer broke off because of a fault on the server."))
         finally:
             if not ended:
                 self._metrics.disconnects.inc()
+
+
+async def _collect(answer: _Answer) -> Response:
+    texts = [""] * answer.choices
+    reasons: list[FinishReason] = ["length"] * answer.choices
+    async with aclosing(answer.pieces) as pieces:
+        async for piece in pieces:
+            answer.usage.add(piece)
+            texts[piece.index] += piece.text
+            if piece.finish_reason is not None:
+                reasons[piece.index] = piece.finish_reason
+    choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
+    body = answer.format.whole(answer.head, choices, answer.usage.total())
+    return json_response(body, headers=warning_headers(answer.usage.save))
 
 
 def warning_headers(save: SaveOutcome | None) -> dict[str, str]:
@@ -205,7 +189,7 @@ def warning_headers(save: SaveOutcome | None) -> dict[str, str]:
     return {"x-warmpath-warning": f"save_system_prompt_kv_cache: {reason}"} if reason else {}
 
 
-class _Tally:
+class _Usage:
     """Adds up a request's usage; a prompt counts once, however many choices it has."""
 
     def __init__(self, wanted: GenerateRequest, generations: list[Generation]) -> None:
@@ -221,5 +205,16 @@ class _Tally:
         if piece.cached_tokens is not None and piece.index % self._choices == 0:
             self._cached_tokens += piece.cached_tokens
 
-    def usage(self) -> Usage:
+    def total(self) -> Usage:
         return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One request's answer while it comes. ``choices``: how many there are, over all prompts."""
+
+    format: AnswerFormat
+    head: AnswerHead
+    pieces: AsyncGenerator[Piece, None]
+    choices: int
+    usage: _Usage

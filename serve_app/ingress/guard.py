@@ -1,7 +1,4 @@
-"""What every route shares: who may call it, errors in the shape of the API, and the count of answers.
-
-Knows tenants and metrics; knows nothing of what a route does.
-"""
+"""What every route shares: who may call it, errors in the shape of the API, and the count of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.protocol.request import NoReplicaLeft
-from serve_app.api.openai.response import error_body
+from serve_app.api.format import RenderError
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.ingress.http import error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -53,7 +50,9 @@ class RouteGuard:
             raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 
-    async def answer(self, request: Request, endpoint: str, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def answer(
+        self, request: Request, endpoint: str, render_error: RenderError, work: Callable[[], Awaitable[Response]]
+    ) -> Response:
         """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
         request_id = request_id_of(request)
         error: WarmpathError
@@ -75,8 +74,9 @@ class RouteGuard:
         except Exception:
             logger.exception("request %s failed", request_id)
             error = GenerationFailed("A fault on the server; it was logged under this request id.")
-        self._count(request, endpoint, error.status)
-        return json_response(error_body(error), error.status, error_headers(error))
+        shown = render_error(error, request_id)
+        self._count(request, endpoint, shown.status)
+        return json_response(shown.body, shown.status, error_headers(error))
 
     def _count(self, request: Request, endpoint: str, status: int) -> None:
         found: Tenant | None = getattr(request.state, "tenant", None)

@@ -189,3 +189,11 @@ def test_concurrent_prompts_find_their_replica(client: OpenAI, url: str) -> None
         assert name in metrics
     assert "warmpath_http_time_to_first_token_seconds_bucket{" in metrics
     assert "warmpath_prefix_cache_hits_total" in metrics
+
+
+def test_the_api_is_described_where_no_keys_are_needed(url: str) -> None:
+    """What FastAPI publishes names the bodies' real fields; the page is FastAPI's own."""
+    schema = httpx.get(f"{url}/openapi.json", timeout=30).json()
+    assert "/v1/chat/completions" in schema["paths"]
+    assert {"messages", "temperature", "cache_salt"} <= set(schema["components"]["schemas"]["ChatBody"]["properties"])
+    assert "openapi.json" in httpx.get(f"{url}/docs", timeout=30).text

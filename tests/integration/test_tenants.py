@@ -62,6 +62,15 @@ def test_a_key_is_needed(url: str) -> None:
     assert httpx.get(url + "/health", timeout=30).status_code == 200
 
 
+def test_the_api_is_not_described_to_everyone(url: str) -> None:
+    """With tenants the docs are as unknown as any other path, even to a tenant."""
+    unknown = httpx.get(url + "/nothing", headers=auth("acme"), timeout=30).json()["error"]
+    for path in ("/docs", "/openapi.json", "/redoc"):
+        response = httpx.get(url + path, headers=auth("acme"), timeout=30)
+        assert response.status_code == 404
+        assert response.json()["error"] == {**unknown, "message": unknown["message"].replace("/nothing", path)}
+
+
 def test_tenants_share_nothing(url: str) -> None:
     """The same prompt is cold for every tenant and for every cache_salt of one tenant; answers are equal."""
     cold, text = ask(url, "acme")

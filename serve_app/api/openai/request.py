@@ -1,15 +1,18 @@
-"""OpenAI's request bodies (chat completions, completions) -> GenerateRequest.
+"""OpenAI's request bodies (chat completions, completions) -> ChatRequest, CompletionRequest.
 
 Owns which fields are read, OpenAI's defaults and bounds, and which fields are refused because ignoring them would
-give another answer than the client asked for. Fields that change nothing here are ignored. Knows no tokenizer.
+give another answer than the client asked for. Fields that change nothing here are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from serve_app.api.json_body import INT64, Body
-from serve_app.api.request import GenerateRequest, Prompt
+from pydantic import Field, PlainValidator, WithJsonSchema
+from typing_extensions import TypedDict
+
+from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
+from serve_app.api.request import ChatRequest, CompletionRequest, Prompt
 from serve_app.errors import InvalidRequest
 
 MAX_CHOICES = 16
@@ -17,15 +20,13 @@ MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_KEY_CHARS = 1024
 MAX_TOKENS = 2**31 - 1
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    # field: values that ask for nothing
+_REFUSED: Refused = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
@@ -46,176 +47,234 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
 }
-_REFUSED_IN_CHAT: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "web_search_options": (),
-    "continue_final_message": (False,),
-}
-_REFUSED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
-    "logprobs": (),  # 0 asks for the chosen tokens' own
-    "echo": (False,),
-    "suffix": ("",),
-}
 
 
-def parse_chat(body: bytes) -> GenerateRequest:
-    """Read the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
-    fields = Body.parse(body)
-    _refuse(fields, _REFUSED_IN_CHAT)
-    fields.object("chat_template_kwargs")
-    template_kwargs: dict[str, Any] = fields.raw("chat_template_kwargs") or {}
-    for name in ("messages", "add_generation_prompt"):
-        if name in template_kwargs:
-            raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
-    max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
-    max_completion_tokens = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
-    return GenerateRequest(
-        kind="chat",
-        messages=_messages(fields),
-        max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
-        apply_chat_template=fields.boolean("apply_chat_template", True),
-        add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        chat_template_kwargs=template_kwargs,
-        **_common(fields),
-    )
-
-
-def parse_completion(body: bytes) -> GenerateRequest:
-    """Read the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
-    fields = Body.parse(body)
-    _refuse(fields, _REFUSED_IN_COMPLETION)
-    common = _common(fields)
-    fields.refuse_unless("best_of", common["n"])
-    max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
-    prompts = _prompts(fields)
-    if len(prompts) * common["n"] > MAX_PROMPTS:
-        raise fields.fault("n", f"at most {MAX_PROMPTS // len(prompts)} for {len(prompts)} prompts")
-    return GenerateRequest(
-        kind="completion",
-        prompts=prompts,
-        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
-        **common,
-    )
-
-
-def _refuse(fields: Body, more: dict[str, tuple[Any, ...]]) -> None:
-    for name, neutral in (_REFUSED | more).items():
-        fields.refuse_unless(name, *neutral)
-
-
-def _common(fields: Body) -> dict[str, Any]:
-    """Read what chat and completion requests share."""
-    model = fields.text("model", 256)
-    if model is None:
-        raise InvalidRequest("model is missing; name the model to use, see GET /v1/models.", param="model")
-    n = fields.integer("n", 1, MAX_CHOICES)
-    temperature = fields.number("temperature", "a number from 0 to 2", 0, 2)
-    top_p = fields.number("top_p", "a number above 0 and at most 1", 0, 1, low_excluded=True)
-    stream = fields.boolean("stream", False)
-    options = fields.object("stream_options")
-    if options is not None and not stream:
-        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-    return {
-        "model": model,
-        "lora_name": fields.text("lora_name", 256),
-        "n": 1 if n is None else n,
-        "temperature": 1.0 if temperature is None else temperature,
-        "top_p": 1.0 if top_p is None else top_p,
-        "top_k": max(0, fields.integer("top_k", -1, MAX_TOKENS) or 0),
-        "seed": fields.integer("seed", -INT64, INT64 - 1),
-        "stop": _stop(fields),
-        "ignore_eos": fields.boolean("ignore_eos", False),
-        "stream": stream,
-        "include_usage": options is not None and options.boolean("include_usage", False),
-        "cache_salt": fields.text("cache_salt", MAX_KEY_CHARS),
-        "prompt_cache_key": fields.text("prompt_cache_key", MAX_KEY_CHARS),
-        "prompt_ref": fields.text("prompt_ref", 256),
-        "disable_spec_decode": fields.boolean("disable_spec_decode", False),
-        "save_system_prompt_kv_cache": fields.boolean("save_system_prompt_kv_cache", False),
-    }
-
-
-def _stop(fields: Body) -> tuple[str, ...]:
-    value = fields.raw("stop")
-    if value is None:
-        return ()
+def _stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if (
         not isinstance(stops, list)
         or len(stops) > MAX_STOPS
         or not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops)
     ):
-        raise fields.fault("stop", f"a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters")
+        raise ValueError
     return tuple(dict.fromkeys(stops))
 
 
-def _messages(fields: Body) -> tuple[dict[str, Any], ...]:
-    value = fields.raw("messages")
-    if not isinstance(value, list) or not value:
-        raise fields.fault("messages", "a list of at least one message")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
-
-
-def _message(value: Any, path: str) -> dict[str, Any]:
-    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through."""
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{path} must be an object with role and content.", param=path)
-    fields = Body(value, f"{path}.")
-    role = fields.raw("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise fields.fault("role", f"one of {', '.join(_ROLES)}")
-    for name in ("tool_calls", "function_call", "audio"):
-        fields.refuse_unless(name, [])
-    message: dict[str, Any] = {"role": _ROLES[role], "content": _content(fields, role)}
-    for name in ("name", "tool_call_id"):
-        text = fields.text(name, MAX_KEY_CHARS)
-        if text is not None:
-            message[name] = text
-    return message
-
-
-def _content(fields: Body, role: str) -> str:
-    """Return the text of a message; text parts are joined as they are, with nothing between them."""
-    value = fields.raw("content")
-    if isinstance(value, str):
-        return value
-    if value is None and role == "assistant":
-        return ""
-    if not isinstance(value, list):
-        raise fields.fault("content", "a string or a list of text parts")
-    texts: list[str] = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise fields.fault("content", 'text only: a string, or parts like {"type": "text", "text": "..."}')
-        if not isinstance(part.get("text"), str):
-            raise fields.fault("content", 'made of parts whose "text" is a string')
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _prompts(fields: Body) -> tuple[Prompt, ...]:
-    value = fields.raw("prompt")
+def _prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], str | list)):
         value = [value]
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_PROMPTS:
-        raise fields.fault("prompt", f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
-    return tuple(_prompt(fields, prompt) for prompt in value)
+        raise ValueError
+    return tuple(map(_prompt, value))
 
 
-def _prompt(fields: Body, value: Any) -> Prompt:
+def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         if not value:
-            raise fields.fault("prompt", "text that is not empty")
+            raise must_be("text that is not empty")
         return value
     if (
         not isinstance(value, list)
         or not value
         or not all(type(token_id) is int and 0 <= token_id <= MAX_TOKENS for token_id in value)
     ):
-        raise fields.fault("prompt", "strings that are not empty, or lists of at least one token id")
+        raise must_be("strings that are not empty, or lists of at least one token id")
     return tuple(value)
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+TextParts = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TEXT_PART})]
+Unused = Annotated[Any, Field(description="null or an empty list")]
+Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole, Must(f"a whole number from 1 to {MAX_TOKENS}")]
+
+
+class Message(TypedDict):
+    """One message of a chat; only an assistant's may have no content."""
+
+    # A TypedDict, because pydantic makes one in a seventh of a model's time, and a long chat has hundreds.
+
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
+    content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
+    name: NotRequired[Text1024]
+    tool_call_id: NotRequired[Text1024]
+    tool_calls: NotRequired[Unused]
+    function_call: NotRequired[Unused]
+    audio: NotRequired[Unused]
+
+
+class StreamOptions(JsonBody):
+    """How to stream."""
+
+    include_usage: Flag = Field(False, description="end with a chunk that holds usage and no choice")
+
+
+class GenerationBody(JsonBody):
+    """The fields that chat completions and completions share."""
+
+    model: Annotated[
+        str,
+        Field(min_length=1, max_length=256),
+        Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
+    ] = Field(description="the served model, or a LoRA adapter")
+    lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
+    n: Annotated[
+        int, Field(ge=1, le=MAX_CHOICES), Whole, Must(f"a whole number from 1 to {MAX_CHOICES}")
+    ] = Field(1, description="answers to each prompt")  # fmt: skip
+    temperature: Annotated[float, Field(ge=0, le=2), Must("a number from 0 to 2")] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), Must("a number above 0 and at most 1")] = 1.0
+    top_k: Annotated[
+        int, Field(ge=-1, le=MAX_TOKENS), Whole, Must(f"a whole number from -1 to {MAX_TOKENS}")
+    ] = Field(0, description="-1 or 0: all tokens")  # fmt: skip
+    seed: Annotated[
+        int | None, Field(ge=-INT64, lt=INT64), Whole, Must(f"a whole number from {-INT64} to {INT64 - 1}")
+    ] = Field(None, description="equal seeds give equal answers")  # fmt: skip
+    stop: Annotated[
+        tuple[str, ...],
+        PlainValidator(_stops, json_schema_input_type=str | list[str]),
+        Must(f"a string or at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
+    ] = Field((), description="strings that end the answer and are no part of it")
+    ignore_eos: Flag = False
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
+    prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
+    prompt_ref: Text256 = Field(None, description="NAME@VERSION of a registered prompt that goes before everything")
+    disable_spec_decode: Flag = False
+    save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
+
+    def common(self) -> dict[str, Any]:
+        """Return what every request has. Raises InvalidRequest."""
+        options = self.stream_options
+        if options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+        return {
+            "model": self.model,
+            "lora_name": self.lora_name,
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": max(0, self.top_k),
+            "seed": self.seed,
+            "stop": self.stop,
+            "ignore_eos": self.ignore_eos,
+            "stream": self.stream,
+            "include_usage": options is not None and options.include_usage,
+            "cache_salt": self.cache_salt,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_ref": self.prompt_ref,
+            "disable_spec_decode": self.disable_spec_decode,
+            "save_system_prompt_kv_cache": self.save_system_prompt_kv_cache,
+        }
+
+
+class ChatBody(GenerationBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    refused: ClassVar[Refused] = {
+        **_REFUSED,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "modalities": (["text"],),
+        "web_search_options": (),
+        "continue_final_message": (False,),
+    }
+
+    messages: Annotated[
+        list[Annotated[Message, Must("an object with role and content")]],
+        Field(min_length=1, fail_fast=True),
+        Must("a list of at least one message"),
+    ]
+    max_tokens: Tokens = Field(None, description="default: the deployment's")
+    max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
+    apply_chat_template: Flag = True
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field({}, description="for the template")
+
+    def request(self) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        for name in ("messages", "add_generation_prompt"):
+            if name in self.chat_template_kwargs:
+                raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
+        newer = self.max_completion_tokens
+        return ChatRequest(
+            messages=tuple(_for_template(message, index) for index, message in enumerate(self.messages)),
+            max_tokens=self.max_tokens if newer is None else newer,
+            apply_chat_template=self.apply_chat_template,
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+            **self.common(),
+        )
+
+
+class CompletionBody(GenerationBody):
+    """The body of ``POST /v1/completions``."""
+
+    refused: ClassVar[Refused] = {
+        **_REFUSED,
+        "logprobs": (),  # 0 asks for the chosen tokens' own
+        "echo": (False,),
+        "suffix": ("",),
+    }
+
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
+    ]
+    max_tokens: Tokens = COMPLETION_MAX_TOKENS
+    best_of: Any = Field(None, description="only a value equal to n")
+
+    def request(self) -> CompletionRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        if self.best_of is not None and self.best_of != self.n:
+            raise refused("best_of")
+        if len(self.prompt) * self.n > MAX_PROMPTS:
+            most = MAX_PROMPTS // len(self.prompt)
+            raise InvalidRequest(f"n must be at most {most} for {len(self.prompt)} prompts.", param="n")
+        return CompletionRequest(prompts=self.prompt, max_tokens=self.max_tokens, **self.common())
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Read the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    return ChatBody.parse(body).request()
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Read the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    return CompletionBody.parse(body).request()
+
+
+def _for_template(message: Message, index: int) -> dict[str, Any]:
+    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through."""
+    role, content = message["role"], message.get("content")
+    if not isinstance(content, str):
+        content = "" if content is None and role == "assistant" else _joined(content, f"messages[{index}].content")
+    shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
+    if len(message) > 2 or "content" not in message:
+        for name in ("tool_calls", "function_call", "audio"):
+            if message.get(name) not in (None, []):
+                raise refused(f"messages[{index}].{name}")
+        shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+    return shown
+
+
+def _joined(parts: list[Any] | None, path: str) -> str:
+    """Return the text of a message; text parts are joined as they are, with nothing between them."""
+    if parts is None:
+        raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
+    texts: list[str] = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            example = '{"type": "text", "text": "..."}'
+            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
+        texts.append(part["text"])
+    return "".join(texts)

@@ -1,60 +1,30 @@
-"""Answers in OpenAI's shapes: whole bodies as plain dicts, stream chunks as JSON bytes.
+"""Answers in OpenAI's shapes: chat completions, completions, errors, models.
 
-Owns the shapes. Knows nothing of engines: texts, reasons and token counts come in. A stream encodes what all its
-chunks share once, because there is a chunk for nearly every token.
+A stream encodes what all its chunks share once, because there is a chunk for nearly every token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import msgspec
 
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, Usage
+from serve_app.api.sse import data_event
 from serve_app.errors import WarmpathError
 
-FinishReason = Literal["stop", "length"]
+DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused."""
+class ChatFormat:
+    """Chat completions; an ``AnswerFormat``."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's ``usage``."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One finished answer."""
-
-    text: str
-    finish_reason: FinishReason
-
-
-def chat_completion(
-    response_id: str, created: int, model: str, choices: Sequence[Choice], usage: Usage
-) -> dict[str, Any]:
-    """Return the body of a chat completion that is not streamed; ``created`` in Unix seconds."""
-    return {
-        "id": response_id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of a chat completion that is not streamed."""
+        shown = [
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -62,91 +32,103 @@ def chat_completion(
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
-        ],
-        "usage": usage.body(),
-    }
+        ]
+        return {**_head("chatcmpl", "chat.completion", head), "choices": shown, "usage": _usage(usage)}
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin a chat completion in chunks; the first chunk of a choice has its role."""
+        return _Stream(head, _head("chatcmpl", "chat.completion.chunk", head), _CHAT_CHUNKS)
+
+    def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
+        """Return OpenAI's error."""
+        return openai_error(error, request_id)
 
 
-def completion(response_id: str, created: int, model: str, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
-    """Return the body of a completion that is not streamed."""
-    return {
-        "id": response_id,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [
+class CompletionFormat:
+    """(Legacy) completions; an ``AnswerFormat``."""
+
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of a completion that is not streamed."""
+        shown = [
             {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
             for index, choice in enumerate(choices)
-        ],
-        "usage": usage.body(),
+        ]
+        return {**_head("cmpl", "text_completion", head), "choices": shown, "usage": _usage(usage)}
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin a completion in chunks; a choice begins with its text."""
+        return _Stream(head, _head("cmpl", "text_completion", head), _TEXT_CHUNKS)
+
+    def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
+        """Return OpenAI's error."""
+        return openai_error(error, request_id)
+
+
+class _Chunks(NamedTuple):
+    """What a chunk says of its choice, as JSON: when it begins (b"": there is no such chunk), with text, at the end."""
+
+    opening: bytes
+    text: bytes
+    finish: bytes
+
+
+_CHAT_CHUNKS = _Chunks(b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}')
+_TEXT_CHUNKS = _Chunks(b"", b'"text":%b', b'"text":""')
+
+
+class _Stream:
+    """The chunks of one streamed answer, framed; an ``AnswerStream``."""
+
+    def __init__(self, head: AnswerHead, shared: dict[str, Any], chunks: _Chunks) -> None:
+        self._include_usage = head.include_usage
+        self._start = _encode(shared)[:-1] + b","
+        self._end = b',"usage":null}' if head.include_usage else b"}"
+        self._chunks = chunks
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        return self._chunk(index, self._chunks.opening, b"null") if self._chunks.opening else b""
+
+    def text(self, index: int, text: str) -> bytes:
+        return self._chunk(index, self._chunks.text % _encode(text), b"null")
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        return self._chunk(index, self._chunks.finish, _encode(reason))
+
+    def usage(self, usage: Usage) -> bytes:
+        """End with ``[DONE]``; before it, if wanted, a chunk that has no choice, only usage."""
+        if not self._include_usage:
+            return DONE
+        return data_event(self._start + b'"choices":[],"usage":' + _encode(_usage(usage)) + b"}") + DONE
+
+    def error(self, error: WarmpathError) -> bytes:
+        """End with the error in a chunk of its own, without ``[DONE]``."""
+        return data_event(_encode(_error_body(error)))
+
+    def _chunk(self, index: int, choice: bytes, reason: bytes) -> bytes:
+        return b'data: %b"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]%b\n\n' % (
+            self._start, index, choice, reason, self._end,
+        )  # fmt: skip
+
+
+def _head(prefix: str, kind: str, head: AnswerHead) -> dict[str, Any]:
+    return {"id": f"{prefix}-{head.answer_id}", "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 
-class ChatStream:
-    """The chunks of one streamed chat completion, as JSON without the framing of server-sent events."""
-
-    def __init__(self, response_id: str, created: int, model: str, *, include_usage: bool) -> None:
-        self._head = _head(response_id, "chat.completion.chunk", created, model)
-        self._tail = b',"usage":null}' if include_usage else b"}"
-
-    def opening(self, index: int) -> bytes | None:
-        """Return the chunk that begins choice ``index`` with its role."""
-        return self._chunk(index, b'{"role":"assistant","content":""}', b"null")
-
-    def text(self, index: int, text: str) -> bytes:
-        """Return a chunk that adds text."""
-        return self._chunk(index, b'{"content":' + _encode(text) + b"}", b"null")
-
-    def finish(self, index: int, reason: FinishReason) -> bytes:
-        """Return the chunk that ends a choice."""
-        return self._chunk(index, b"{}", _encode(reason))
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the last chunk of a stream with ``include_usage``: no choice, only usage."""
-        return self._head + b'"choices":[],"usage":' + _encode(usage.body()) + b"}"
-
-    def _chunk(self, index: int, delta: bytes, reason: bytes) -> bytes:
-        return b'%b"choices":[{"index":%d,"delta":%b,"logprobs":null,"finish_reason":%b}]%b' % (
-            self._head, index, delta, reason, self._tail,
-        )  # fmt: skip
+def openai_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
+    """Return an error as OpenAI shows it; the request's id is in a header alone."""
+    return ErrorAnswer(error.status, _error_body(error))
 
 
-class CompletionStream:
-    """The chunks of one streamed completion; the same calls as ``ChatStream``."""
-
-    def __init__(self, response_id: str, created: int, model: str, *, include_usage: bool) -> None:
-        self._head = _head(response_id, "text_completion", created, model)
-        self._tail = b',"usage":null}' if include_usage else b"}"
-
-    def opening(self, index: int) -> bytes | None:
-        """Return None: a completion begins with its text."""
-        return None
-
-    def text(self, index: int, text: str) -> bytes:
-        """Return a chunk that adds text."""
-        return self._chunk(index, _encode(text), b"null")
-
-    def finish(self, index: int, reason: FinishReason) -> bytes:
-        """Return the chunk that ends a choice."""
-        return self._chunk(index, b'""', _encode(reason))
-
-    def usage(self, usage: Usage) -> bytes:
-        """Return the last chunk of a stream with ``include_usage``: no choice, only usage."""
-        return self._head + b'"choices":[],"usage":' + _encode(usage.body()) + b"}"
-
-    def _chunk(self, index: int, text: bytes, reason: bytes) -> bytes:
-        return b'%b"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b}]%b' % (
-            self._head, index, text, reason, self._tail,
-        )  # fmt: skip
-
-
-def _head(response_id: str, kind: str, created: int, model: str) -> bytes:
-    """Return the beginning of every chunk of one stream, up to where its choices come."""
-    return _encode({"id": response_id, "object": kind, "created": created, "model": model})[:-1] + b","
-
-
-def error_body(error: WarmpathError) -> dict[str, Any]:
-    """Return an error as OpenAI shows it."""
+def _error_body(error: WarmpathError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 

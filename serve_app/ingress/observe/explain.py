@@ -1,21 +1,32 @@
 """POST /v1/cache/explain: where a request would go now, and why, without sending it.
 
 Owns the endpoint's own fields, ``tenant`` and ``policy``; the rest of the body is a chat or a completion as clients
-send it. Knows nothing of authentication: whoever calls has checked that an operator asks.
+send it. Whoever calls has checked that an operator asks.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from router.core import RoutingCore
 from router.policy.policies import POLICIES
-from serve_app.api.json_body import Body
+from serve_app.api.json_body import JsonBody, Text64
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.errors import InvalidRequest
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
+
+
+class ExplainBody(JsonBody):
+    """The body of ``POST /v1/cache/explain``: a chat's or a completion's fields, and these."""
+
+    tenant: Text64 = Field(None, description="on whose behalf; needed where there are several")
+    policy: Text64 = Field(None, description="default: all policies, the acting one first")
+    messages: Any = Field(None, description="a chat's messages, or:")
+    prompt: Any = Field(None, description="a completion's prompt")
 
 
 class Explainer:
@@ -31,11 +42,11 @@ class Explainer:
 
         Raises InvalidRequest, and what the request itself would be refused with.
         """
-        fields = Body.parse(body)
-        policies = self._policies(fields)
-        tenant = self._tenant(fields)
-        chat, completion = fields.raw("messages") is not None, fields.raw("prompt") is not None
-        if chat == completion:
+        asked = ExplainBody.parse(body)
+        policies = self._policies(asked.policy)
+        tenant = self._tenant(asked.tenant)
+        chat = asked.messages is not None
+        if chat == (asked.prompt is not None):
             raise InvalidRequest("Send the body of a chat (with messages) or of a completion (with prompt).")
         wanted = parse_chat(body) if chat else parse_completion(body)
         generations = await self._preparer.prepare(wanted, tenant, "explain")
@@ -51,21 +62,20 @@ class Explainer:
             ],
         }
 
-    def _policies(self, fields: Body) -> list[str]:
+    def _policies(self, chosen: str | None) -> list[str]:
         """Return the policies to explain, the one that orders the replicas first: by default the acting one."""
-        chosen = fields.text("policy", 64)
         if chosen is None:
             acting = self._core.settings.policy
             return [acting, *(policy for policy in POLICIES if policy != acting)]
         if chosen not in POLICIES:
-            raise fields.fault("policy", f"one of {', '.join(POLICIES)}")
+            raise InvalidRequest(f"policy must be one of {', '.join(POLICIES)}.", param="policy")
         return [chosen]
 
-    def _tenant(self, fields: Body) -> Tenant:
+    def _tenant(self, name: str | None) -> Tenant:
         names = self._tenants.names
-        name = fields.text("tenant", 64)
         if name is None and len(names) == 1:
             name = names[0]
         if name not in names:
-            raise fields.fault("tenant", f"the tenant on whose behalf to ask, one of {', '.join(names)[:1000]}")
+            demand = f"the tenant on whose behalf to ask, one of {', '.join(names)[:1000]}"
+            raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
         return self._tenants.named(name)

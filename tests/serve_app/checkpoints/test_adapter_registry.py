@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope
 from router.protocol.events import BlocksStored
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import CompletionRequest
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry, configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -25,7 +25,7 @@ from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.errors import InvalidRequest, ModelNotFound, NotFound, PermissionDenied
 from serve_app.generation.dispatch import route_of
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -289,10 +289,9 @@ def prepared(front: tuple[CheckpointInfo, PromptTokenizer]) -> Callable[..., Any
 
     def prepare(held: AdapterRegistry, model: str = "base", tenant: str = "t") -> Any:
         preparer = Preparer(
-            front[0], front[1], Tenants([], secret), secret, model_name="base", max_model_len=2048,
-            default_max_tokens=4, adapters=held,
+            front[0], front[1], Tenants([], secret), secret, held, Limits(2048, 4),
         )  # fmt: skip
-        wanted = GenerateRequest(kind="completion", model=model, prompts=("The same words. " * 30,), max_tokens=1)
+        wanted = CompletionRequest(model=model, prompts=("The same words. " * 30,), max_tokens=1)
         return asyncio.run(preparer.prepare(wanted, Tenant(tenant), "id"))[0]
 
     return prepare

@@ -11,9 +11,10 @@ from router.core import RoutingCore
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -27,7 +28,7 @@ def preparer() -> Preparer:
     path = resolve_model("demo")
     return Preparer(
         load_checkpoint_info(path), PromptTokenizer(path), Tenants([], b"s" * 32), b"s" * 32,
-        model_name="demo", max_model_len=8192, default_max_tokens=8,
+        AdapterRegistry("demo"), Limits(8192, 8),
     )  # fmt: skip
 
 
@@ -49,8 +50,8 @@ class Deployment:
 
     def ask(self, tenant: Tenant, messages: Messages, key: str | None = None) -> tuple[str, int, str]:
         """Route and "compute" one turn: where it went, the cached tokens it will find, and why."""
-        chat = GenerateRequest(
-            kind="chat", model="demo", prompt_cache_key=key,
+        chat = ChatRequest(
+            model="demo", prompt_cache_key=key,
             messages=tuple({"role": role, "content": content} for role, content in messages),
         )  # fmt: skip
         (generation,) = asyncio.run(self.preparer.prepare(chat, tenant, f"r{self.asked}"))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest, CompletionRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import InvalidRequest
 from serve_app.generation.generation import Generation
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, PublicPrompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -38,13 +39,12 @@ def tokenizer(model_path: Path) -> PromptTokenizer:
 def preparer(model_path: Path, tokenizer: PromptTokenizer) -> Preparer:
     return Preparer(
         load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        model_name="demo", max_model_len=4096, default_max_tokens=8, save_ttl_s=300.0,
+        AdapterRegistry("demo"), Limits(4096, 8, 300.0),
     )  # fmt: skip
 
 
 def prepare(preparer: Preparer, *messages: tuple[str, str], **more: Any) -> Generation:
-    chat = GenerateRequest(
-        kind="chat",
+    chat = ChatRequest(
         model="demo",
         messages=tuple({"role": role, "content": content} for role, content in messages),
         **{"save_system_prompt_kv_cache": True, **more},
@@ -112,13 +112,13 @@ def shop(model_path: Path) -> Preparer:
     )
     return Preparer(
         load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
-        model_name="demo", max_model_len=4096, default_max_tokens=8, prompts=prompts,
+        AdapterRegistry("demo"), Limits(4096, 8), prompts,
     )  # fmt: skip
 
 
 def ask(preparer: Preparer, tenant: Tenant, *messages: tuple[str, str], **more: Any) -> Generation:
-    chat = GenerateRequest(
-        kind="chat", model="demo",
+    chat = ChatRequest(
+        model="demo",
         messages=tuple({"role": role, "content": content} for role, content in messages), **more,
     )  # fmt: skip
     return asyncio.run(preparer.prepare(chat, tenant, "id"))[0]
@@ -182,7 +182,7 @@ def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
     assert not np.array_equal(ask(shop, ACME, ("user", LONG), prompt_ref="clerk@2").token_ids, named.token_ids)
 
     def complete(*prompts: str | tuple[int, ...], **more: Any) -> list[Generation]:
-        request = GenerateRequest(kind="completion", model="demo", prompts=prompts, **more)
+        request = CompletionRequest(model="demo", prompts=prompts, **more)
         return asyncio.run(shop.prepare(request, ACME, "id"))
 
     texts, whole = complete("One.", "Two.", prompt_ref="clerk@1"), complete(RULES + "One.", RULES + "Two.")

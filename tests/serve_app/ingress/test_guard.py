@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.api.openai.response import openai_error
 from serve_app.config.tenants import TenantConfig
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -49,7 +50,7 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
         guard.tenant(request)
         return Response()
 
-    response = asyncio.run(guard.answer(request, "chat", work))
+    response = asyncio.run(guard.answer(request, "chat", openai_error, work))
     assert response.status_code == status
     assert tenants.asked == 1
     found: dict[str, Any] = {

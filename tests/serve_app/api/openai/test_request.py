@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.openai.request import parse_chat, parse_completion
-from serve_app.api.request import GenerateRequest
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
@@ -19,23 +19,23 @@ COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
 PARSERS = {"chat": (parse_chat, CHAT), "completion": (parse_completion, COMPLETION)}
 
 
-def chat(**fields: Any) -> GenerateRequest:
+def chat(**fields: Any) -> ChatRequest:
     return parse_chat(json.dumps(CHAT | fields).encode())
 
 
-def complete(**fields: Any) -> GenerateRequest:
+def complete(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps(COMPLETION | fields).encode())
 
 
 def test_a_bare_chat_has_openais_defaults() -> None:
     """Nothing but model and messages is needed; a chat has no limit of its own."""
-    assert chat() == GenerateRequest(kind="chat", model="demo", messages=({"role": "user", "content": "Hi"},))
+    assert chat() == ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},))
     assert chat().max_tokens is None
 
 
 def test_a_bare_completion_has_openais_defaults() -> None:
     """A completion ends after 16 tokens unless it says otherwise."""
-    assert complete() == GenerateRequest(kind="completion", model="demo", prompts=("Hi",), max_tokens=16)
+    assert complete() == CompletionRequest(model="demo", prompts=("Hi",), max_tokens=16)
 
 
 def test_every_field_arrives() -> None:
@@ -46,8 +46,8 @@ def test_every_field_arrives() -> None:
         apply_chat_template=False, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False},
         save_system_prompt_kv_cache=True,
     )  # fmt: skip
-    assert request == GenerateRequest(
-        kind="chat", model="demo", messages=({"role": "user", "content": "Hi"},), n=2, max_tokens=7, temperature=0.0,
+    assert request == ChatRequest(
+        model="demo", messages=({"role": "user", "content": "Hi"},), n=2, max_tokens=7, temperature=0.0,
         top_p=0.5, top_k=0, seed=-5, stop=("a", "b"), stream=True, include_usage=True, ignore_eos=True,
         cache_salt="s", prompt_cache_key="k", apply_chat_template=False, add_generation_prompt=False,
         chat_template_kwargs={"enable_thinking": False}, save_system_prompt_kv_cache=True,
@@ -254,9 +254,14 @@ def _parses_or_refuses(parse: Callable[[bytes], GenerateRequest], raw: bytes) ->
         assert 0 <= request.temperature <= 2
         assert 0 < request.top_p <= 1
         assert all(request.stop)
-        assert request.messages or request.prompts
-        hash((request.n, request.temperature, request.top_p, request.top_k, request.seed, request.prompts))
-        assert all(isinstance(message["content"], str) for message in request.messages)
+        hash((request.n, request.temperature, request.top_p, request.top_k, request.seed))
+        if isinstance(request, CompletionRequest):
+            assert hash(request.prompts)
+            assert request.prompts
+        else:
+            assert isinstance(request, ChatRequest)
+            assert request.messages
+            assert all(isinstance(message["content"], str) for message in request.messages)
 
 
 @pytest.mark.parametrize("kind", PARSERS)

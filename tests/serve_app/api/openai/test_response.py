@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -14,19 +15,18 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_app import errors
 from serve_app.api import sse
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, Usage
 from serve_app.api.openai.response import (
-    ChatStream,
-    Choice,
-    CompletionStream,
-    Usage,
-    chat_completion,
-    completion,
-    error_body,
+    DONE,
+    ChatFormat,
+    CompletionFormat,
     model_body,
     models_body,
+    openai_error,
 )
 
 USAGE = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=16)
+HEAD = AnswerHead("1", 1700000000, "demo")
 CHOICES = [Choice("Hello", "stop"), Choice("World", "length")]
 
 
@@ -45,7 +45,7 @@ def _client(status: int, content: bytes, content_type: str = "application/json")
 
 def test_usage_always_tells_cached_tokens() -> None:
     """Also when there are none."""
-    assert Usage(3, 0, 0).body() == {
+    assert ChatFormat().whole(HEAD, CHOICES, Usage(3, 0, 0))["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 0,
         "total_tokens": 3,
@@ -55,7 +55,7 @@ def test_usage_always_tells_cached_tokens() -> None:
 
 def test_a_whole_chat_completion_is_the_sdks() -> None:
     """Strict validation against the SDK's type, and every field where it belongs."""
-    body = json.loads(json.dumps(chat_completion("chatcmpl-1", 1700000000, "demo", CHOICES, USAGE)))
+    body = json.loads(json.dumps(ChatFormat().whole(HEAD, CHOICES, USAGE)))
     parsed = ChatCompletion.model_validate(body, strict=True)
     assert [(choice.message.content, choice.finish_reason) for choice in parsed.choices] == [
         ("Hello", "stop"),
@@ -67,13 +67,13 @@ def test_a_whole_chat_completion_is_the_sdks() -> None:
     assert not (set(body) | set(body["choices"][0]) | set(body["usage"])) - (
         set(ChatCompletion.model_fields)
         | {"index", "message", "logprobs", "finish_reason"}
-        | set(Usage(0, 0, 0).body())
+        | {"prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"}
     )
 
 
 def test_a_whole_completion_is_the_sdks() -> None:
     """The same for completions."""
-    parsed = Completion.model_validate(completion("cmpl-1", 1700000000, "demo", CHOICES, USAGE), strict=True)
+    parsed = Completion.model_validate(CompletionFormat().whole(HEAD, CHOICES, USAGE), strict=True)
     assert [(choice.index, choice.text, choice.finish_reason) for choice in parsed.choices] == [
         (0, "Hello", "stop"),
         (1, "World", "length"),
@@ -81,50 +81,49 @@ def test_a_whole_completion_is_the_sdks() -> None:
     assert parsed.object == "text_completion"
 
 
-def _stream(stream: ChatStream | CompletionStream, usage: Usage | None) -> list[bytes]:
-    opening = stream.opening(0)
-    chunks = [] if opening is None else [opening]
-    chunks += [stream.text(0, "Hel"), stream.text(0, 'lo\n\n\u2028"é'), stream.finish(0, "stop")]
-    return chunks if usage is None else [*chunks, stream.usage(usage)]
+def _stream(stream: AnswerStream) -> tuple[bytes, list[dict[str, Any]]]:
+    """A whole stream as it is sent, and the JSON of its chunks."""
+    content = stream.opening(0, Usage(30, 0, 16)) + stream.text(0, "Hel") + stream.text(0, 'lo\n\n\u2028"é')
+    content += stream.finish(0, "stop") + stream.usage(USAGE)
+    *events, done, rest = content.split(b"\n\n")
+    assert (done + b"\n\n", rest) == (DONE, b"")
+    return content, [json.loads(event.removeprefix(b"data: ")) for event in events]
 
 
-@pytest.mark.parametrize("usage", [USAGE, None])
-def test_a_streamed_chat_is_what_the_sdk_reads(usage: Usage | None) -> None:
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_streamed_chat_is_what_the_sdk_reads(include_usage: bool) -> None:
     """Role first, text, reason, then usage alone; other chunks carry usage null only if it was asked for."""
-    stream = ChatStream('chatcmpl-"1"', 1700000000, "de\\mo", include_usage=usage is not None)
-    raw = _stream(stream, usage)
-    for chunk in raw:
-        body = json.loads(chunk)
+    content, bodies = _stream(ChatFormat().stream(AnswerHead('"1"', 1700000000, "de\\mo", include_usage)))
+    for body in bodies:
         ChatCompletionChunk.model_validate(body, strict=True)
-        assert ("usage" in body) == (usage is not None)
-    content = b"".join(map(sse.data_event, raw)) + sse.DONE
+        assert ("usage" in body) == include_usage
     client = _client(200, content, sse.CONTENT_TYPE)
     chunks = list(client.chat.completions.create(model="demo", messages=[], stream=True))
-    assert len(chunks) == len(raw)
+    assert len(chunks) == len(bodies)
     assert {(chunk.id, chunk.model, chunk.created) for chunk in chunks} == {('chatcmpl-"1"', "de\\mo", 1700000000)}
     deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert deltas[0].delta.role == "assistant"
     assert "".join(choice.delta.content or "" for choice in deltas) == 'Hello\n\n\u2028"é'
     assert [choice.finish_reason for choice in deltas] == [None, None, None, "stop"]
-    if usage is not None:
+    if include_usage:
         assert chunks[-1].choices == []
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.prompt_tokens == 30
         assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("usage", [USAGE, None])
-def test_a_streamed_completion_is_what_the_sdk_reads(usage: Usage | None) -> None:
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_a_streamed_completion_is_what_the_sdk_reads(include_usage: bool) -> None:
     """The same for completions, which have no opening chunk."""
-    stream = CompletionStream("cmpl-1", 1700000000, "demo", include_usage=usage is not None)
-    assert stream.opening(0) is None
-    raw = _stream(stream, usage)
-    assert all(("usage" in json.loads(chunk)) == (usage is not None) for chunk in raw)
-    client = _client(200, b"".join(map(sse.data_event, raw)) + sse.DONE, sse.CONTENT_TYPE)
+    stream = CompletionFormat().stream(AnswerHead("1", 1700000000, "demo", include_usage))
+    assert stream.opening(0, USAGE) == b""
+    content, bodies = _stream(stream)
+    assert all(("usage" in body) == include_usage for body in bodies)
+    client = _client(200, content, sse.CONTENT_TYPE)
     chunks = list(client.completions.create(model="demo", prompt="x", stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == 'Hello\n\n\u2028"é'
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, None, "stop"]
-    if usage is not None:
+    if include_usage:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.total_tokens == 35
 
@@ -132,8 +131,8 @@ def test_a_streamed_completion_is_what_the_sdk_reads(usage: Usage | None) -> Non
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), index=st.integers(0, 15))
 def test_any_text_survives_a_chunk(text: str, index: int) -> None:
     """Quotes, line breaks and control characters stay inside one data line."""
-    for stream in (ChatStream("i", 1, "m", include_usage=False), CompletionStream("i", 1, "m", include_usage=True)):
-        event = sse.data_event(stream.text(index, text))
+    for stream in (ChatFormat().stream(HEAD), CompletionFormat().stream(AnswerHead("i", 1, "m", True))):
+        event = stream.text(index, text)
         assert event.startswith(b"data: {")
         assert event.count(b"\n") == 2
         assert b"\r" not in event
@@ -155,7 +154,8 @@ def test_any_text_survives_a_chunk(text: str, index: int) -> None:
 )
 def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.APIStatusError]) -> None:
     """The SDK finds message, param and code where it looks for them."""
-    client = _client(error.status, json.dumps(error_body(error)).encode())
+    shown = openai_error(error, "id")
+    client = _client(shown.status, json.dumps(shown.body).encode())
     with pytest.raises(raised) as caught:
         client.chat.completions.create(model="demo", messages=[])
     assert (caught.value.param, caught.value.code, caught.value.type) == (error.param, error.code, error.type)
@@ -164,8 +164,8 @@ def test_errors_are_the_sdks(error: errors.WarmpathError, raised: type[openai.AP
 
 def test_an_error_in_mid_stream_is_raised_by_the_sdk() -> None:
     """Text that came before it is read; then the SDK raises with the message."""
-    stream = ChatStream("i", 1, "demo", include_usage=False)
-    content = sse.data_event(stream.text(0, "Hel")) + sse.error_event(errors.GenerationFailed("The replica died."))
+    stream = ChatFormat().stream(HEAD)
+    content = stream.text(0, "Hel") + stream.error(errors.GenerationFailed("The replica died."))
     client = _client(200, content, sse.CONTENT_TYPE)
     chunks = iter(client.chat.completions.create(model="demo", messages=[], stream=True))
     assert next(chunks).choices[0].delta.content == "Hel"

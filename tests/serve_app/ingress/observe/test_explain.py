@@ -14,10 +14,11 @@ from router.policy.policies import POLICIES
 from router.protocol.events import BlocksStored
 from router.settings import RouterSettings
 from serve_app.api.openai.request import parse_chat
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from serve_app.generation.prepare import Preparer
+from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -35,7 +36,7 @@ class Desk:
         self.core.update_replicas(["a", "b"])
         self.preparer = Preparer(
             load_checkpoint_info(path), PromptTokenizer(path), tenants, SECRET,
-            model_name="demo", max_model_len=1024, default_max_tokens=8,
+            AdapterRegistry("demo"), Limits(1024, 8),
         )  # fmt: skip
         self.explainer = Explainer(self.core, self.preparer, tenants)
 

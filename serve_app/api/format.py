@@ -1,0 +1,86 @@
+"""What the ingress asks of an API: a whole answer, the events of a streamed one, and errors.
+
+An API is a pair of files: requests become a ``GenerateRequest``, and answers and errors take its shape here. Counts are
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from serve_app.errors import WarmpathError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds."""
+
+    answer_id: str
+    created_s: int
+    model: str
+    include_usage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished answer."""
+
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """An error as an API shows it: the HTTP status, and a body to be encoded as JSON."""
+
+    status: int
+    body: dict[str, Any]
+
+
+RenderError = Callable[[WarmpathError, str], ErrorAnswer]
+"""(error, request id) -> the error in the shape of one API."""
+
+
+class AnswerStream(Protocol):
+    """One streamed answer. Every call returns server-sent events, framed: none, one or several."""
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        """Begin choice ``index``; ``usage`` is what is known by then: the prompt and what of it was cached."""
+
+    def text(self, index: int, text: str) -> bytes:
+        """Add text to a choice."""
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        """End a choice."""
+
+    def usage(self, usage: Usage) -> bytes:
+        """End the stream, with usage where the API or the client wants it."""
+
+    def error(self, error: WarmpathError) -> bytes:
+        """End the stream with an error; nothing comes after it."""
+
+
+class AnswerFormat(Protocol):
+    """How one API shows answers and errors. Has no state: what an answer needs to remember is its stream's."""
+
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of an answer that is not streamed."""
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin a streamed answer."""
+
+    def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
+        """Return an error that happens before the headers are sent."""

@@ -1,0 +1,67 @@
+"""The FastAPI application around one ingress' services: all routes, errors for paths that are none, and the docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.openai.request import ChatBody, CompletionBody
+from serve_app.api.openai.response import openai_error
+from serve_app.errors import NotFound, WarmpathError
+from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
+from serve_app.ingress.http import json_response, request_id_of
+from serve_app.ingress.observe.explain import ExplainBody
+from serve_app.ingress.routes import adapters, models, openai, operations
+from serve_app.ingress.services import Services
+
+BODIES = (ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
+
+
+def make_application(services: Services) -> FastAPI:
+    """Return the application; ``/openapi.json`` and ``/docs`` exist only where the settings say so."""
+    documented = services.config.documented
+    application = _Application(
+        title="warmpath",
+        openapi_url="/openapi.json" if documented else None,
+        docs_url="/docs" if documented else None,
+        redoc_url=None,
+        exception_handlers={HTTPException: _no_such_route},
+    )
+    application.state.services = services
+    for routes in (openai, models, adapters, operations):
+        application.include_router(routes.router)
+    return application
+
+
+class _Application(FastAPI):
+    """Describes the bodies that handlers read themselves, too."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            _, bodies = models_json_schema(
+                [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+            )
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+        return super().openapi()
+
+
+class MethodNotAllowed(NotFound):
+    """The path exists, the method does not."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in OpenAI's shape."""
+    shown: WarmpathError = NotFound(f"There is no {request.url.path[:200]} here; GET /v1/models lists what is served.")
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        shown = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}.")
+    answer = openai_error(shown, request_id_of(request))
+    return json_response(answer.body, answer.status)

@@ -1,0 +1,28 @@
+"""Which models there are, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.openai.response import models_body, openai_error
+from serve_app.ingress.http import json_response
+from serve_app.ingress.routes.handler import Front, guarded
+
+router = APIRouter(tags=["models"])
+
+
+@router.get("/v1/models")
+@guarded("models", openai_error)
+async def models(request: Request, services: Front) -> Response:
+    """The served model and the LoRA adapters that the caller may use."""
+    return json_response(models_body(services.models(request)))
+
+
+@router.get("/v1/models/{model:path}")
+@guarded("models", openai_error)
+async def model(request: Request, services: Front, model: str) -> Response:
+    """One model by name."""
+    services.adapters.choose(model, None, services.guard.tenant(request).name)
+    return json_response(next(one for one in services.models(request) if one["id"] == model))

@@ -1,0 +1,56 @@
+"""Health, metrics and the caches: what an operator looks at and resets."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.api.openai.response import openai_error
+from serve_app.ingress.http import json_response
+from serve_app.ingress.observe.explain import ExplainBody
+from serve_app.ingress.observe.metrics import render
+from serve_app.ingress.routes.handler import Front, guarded, takes
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health")
+async def health(services: Front) -> Response:
+    """200 once a request can be answered, and was routed knowing what every replica holds."""
+    ready, replicas = services.health.now()
+    return json_response({"status": "ok" if ready else "starting", "replicas": replicas}, 200 if ready else 503)
+
+
+@router.get("/metrics")
+@guarded("metrics", openai_error)
+async def metrics(request: Request, services: Front) -> Response:
+    """The whole app's metrics as Prometheus text: every ingress, every replica."""
+    if not services.config.metrics_public:
+        services.guard.require_operator(request)
+    return Response(render(await services.all_samples()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/cache/state")
+@guarded("cache_state", openai_error)
+async def cache_state(request: Request, services: Front) -> Response:
+    """What the caches hold, as this ingress' router sees it."""
+    services.guard.require_operator(request)
+    return json_response(services.cache_state())
+
+
+@router.post("/v1/cache/explain", **takes(ExplainBody))
+@guarded("cache_explain", openai_error)
+async def explain(request: Request, services: Front) -> Response:
+    """Where a request would go now, and why; nothing is sent, reserved or counted."""
+    services.guard.require_operator(request)
+    return json_response(await services.explainer.explain(await services.body(request)))
+
+
+@router.post("/reset_prefix_cache")
+@guarded("reset_prefix_cache", openai_error)
+async def reset_prefix_cache(request: Request, services: Front) -> Response:
+    """Forget every cached block that is not in use, on every replica (vLLM's path)."""
+    services.guard.require_operator(request)
+    complete = await services.broadcast.replicas("reset_prefix_cache", timeout_s=30)
+    return json_response({"complete": all(complete)})

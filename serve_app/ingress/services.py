@@ -1,0 +1,178 @@
+"""What one ingress is made of, one function a part, and what its routes ask of several parts at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.core import RoutingCore
+from router.protocol.samples import Sample
+from router.serve.core_registry import core_for, decisions_for
+from router.serve.request_router import deployment_key
+from router.settings import RouterSettings
+from serve_app.api.format import AnswerFormat
+from serve_app.api.openai.response import adapter_body, model_body
+from serve_app.api.request import GenerateRequest
+from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
+from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info, resolve_model
+from serve_app.checkpoints.drafter import with_drafter
+from serve_app.checkpoints.limits import max_model_len
+from serve_app.config.app import AppConfig
+from serve_app.generation.dispatch import Dispatcher
+from serve_app.generation.prepare import Limits, Preparer
+from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.broadcast import Broadcast
+from serve_app.ingress.completions import Completions
+from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.http import read_body
+from serve_app.ingress.observe.cache_state import cache_state
+from serve_app.ingress.observe.explain import Explainer
+from serve_app.ingress.observe.health import Health
+from serve_app.ingress.observe.metrics import IngressMetrics, with_label
+from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
+from serve_app.prompts.registry import PublicPrompts
+from serve_app.tenants.secret import load_secret
+from serve_app.tenants.tenants import Tenants
+from serve_app.tenants.usage import UsageTable
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it."""
+
+    config: AppConfig
+    name: str
+    base_model: dict[str, Any]
+    tenants: Tenants
+    adapters: AdapterRegistry
+    tokenizer: PromptTokenizer
+    core: RoutingCore
+    metrics: IngressMetrics
+    traffic: UsageTable
+    guard: RouteGuard
+    broadcast: Broadcast
+    adapter_admin: AdapterAdmin
+    explainer: Explainer
+    completions: Completions
+    health: Health
+
+    async def generate(
+        self, request: Request, parse: Callable[[bytes], GenerateRequest], answer_format: AnswerFormat
+    ) -> Response:
+        """Answer a request for text in an API's format. Raises a ``WarmpathError`` before the first token."""
+        arrived_s = time.perf_counter()
+        tenant = self.guard.tenant(request)
+        wanted = parse(await self.body(request))
+        return await self.completions.respond(request, wanted, answer_format, tenant, arrived_s)
+
+    async def body(self, request: Request) -> bytes:
+        """Return the request's body. Raises RequestTooLarge."""
+        return await read_body(request, self.config.max_body_bytes)
+
+    def models(self, request: Request) -> list[dict[str, Any]]:
+        """Return the models of whoever asks; where files lie is shown to operators, and where nobody else is."""
+        operator = self.tenants.is_operator(request.headers.get("authorization"))
+        specs = self.adapters.visible(None if operator else self.guard.tenant(request).name)
+        shows_paths = self.guard.sees_all(request)
+        roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in specs)
+        base = self.base_model
+        return [base, *(adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True))]
+
+    def samples(self) -> list[Sample]:
+        """Return what this ingress and its router have counted."""
+        self.metrics.tokenizer_cache_bytes.set(self.tokenizer.stats().bytes)
+        return [*self.metrics.samples(), *router_samples(self.core)]
+
+    async def all_samples(self) -> list[Sample]:
+        """Return what every ingress and every replica has counted."""
+        samples = replica_samples(self.core)
+        if self.config.ingress_replicas == 1:
+            return samples + with_label(self.samples(), "ingress", self.name)
+        for name, more in await self.broadcast.ingresses("named_samples", timeout_s=5):
+            samples += with_label(more, "ingress", name)
+        return samples
+
+    def cache_state(self) -> dict[str, Any]:
+        """Return what the caches hold, as this ingress' router sees it."""
+        model, engine = self.config.model_name, self.config.engine
+        return cache_state(self.core, self.traffic, self.tokenizer.stats(), model=model, engine=engine)
+
+
+async def make_services(config: AppConfig, replica: DeploymentHandle) -> Services:
+    """Load the tokenizer and put the parts of an ingress together; its router connects in the background."""
+    context = serve.get_replica_context()
+    path = await asyncio.to_thread(resolve_model, config.model)
+    info = await asyncio.to_thread(_load_info, path, config)
+    secret = load_secret(secret_file=config.secret_file)
+    tenants = _make_tenants(config, secret)
+    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, path, config)
+    adapters = await asyncio.to_thread(_load_adapters, config)
+    metrics, traffic = _make_metrics(config), UsageTable()
+    limits = Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s)
+    preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
+    deployment = deployment_key(context.app_name, replica.deployment_name)
+    core = core_for(deployment, RouterSettings.from_json(config.routing()))
+    dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried)
+    broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
+    return Services(
+        config=config,
+        name=context.replica_id.unique_id,
+        base_model=model_body(config.model_name, int(time.time()), limits.max_model_len),
+        tenants=tenants,
+        adapters=adapters,
+        tokenizer=tokenizer,
+        core=core,
+        metrics=metrics,
+        traffic=traffic,
+        guard=RouteGuard(tenants, metrics, has_operators=bool(config.operator_key_sha256)),
+        broadcast=broadcast,
+        adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
+        explainer=Explainer(core, preparer, tenants),
+        completions=Completions(
+            preparer, dispatcher, tokenizer, metrics, traffic, request_timeout_s=config.request_timeout_s
+        ),
+        health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
+    )
+
+
+def _load_info(path: Path, config: AppConfig) -> CheckpointInfo:
+    return with_drafter(load_checkpoint_info(path), config)
+
+
+def _make_tenants(config: AppConfig, secret: bytes) -> Tenants:
+    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
+    if tenants.open:
+        logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
+    return tenants
+
+
+def _load_tokenizer(path: Path, config: AppConfig) -> tuple[PromptTokenizer, PublicPrompts]:
+    tokenizer = PromptTokenizer(path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size)
+    prompts = PublicPrompts(config.public_prompts)
+    prompts.install(tokenizer)
+    return tokenizer, prompts
+
+
+def _load_adapters(config: AppConfig) -> AdapterRegistry:
+    adapters = AdapterRegistry(config.model_name)
+    adapters.merge(configured_adapters(config.lora_adapters))
+    return adapters
+
+
+def _make_metrics(config: AppConfig) -> IngressMetrics:
+    metrics = IngressMetrics()
+    metrics.tokenizer_cache_max_bytes.set(config.tokenizer_cache_bytes)
+    return metrics

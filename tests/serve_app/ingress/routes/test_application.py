@@ -1,0 +1,114 @@
+"""The application without Ray: what it publishes of itself, and errors in the API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.config.app import AppConfig
+from serve_app.config.tenants import TenantConfig
+from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.routes.application import BODIES, make_application
+from serve_app.ingress.services import Services
+from serve_app.tenants.tenants import Tenants
+
+ACME = TenantConfig(name="acme", key_sha256=["a" * 64])
+
+
+def get(path: str, config: AppConfig, method: str = "GET") -> httpx.Response:
+    """Ask an application that has nothing behind it but its settings and the guard."""
+    tenants = Tenants(config.tenants, b"s" * 32)
+    guard = RouteGuard(tenants, IngressMetrics(), has_operators=False)
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
+    services = Services(
+        **parts | {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
+    )
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_application(services))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(ask())
+
+
+def references(document: Any) -> set[str]:
+    """Every ``$ref`` in a schema."""
+    if isinstance(document, dict):
+        own = {document["$ref"]} if "$ref" in document else set()
+        return own.union(*map(references, document.values()))
+    return set().union(*map(references, document)) if isinstance(document, list) else set()
+
+
+def test_the_schema_names_the_real_bodies() -> None:
+    """Every POST with a body refers to its model, and every reference leads somewhere."""
+    schema = get("/openapi.json", AppConfig()).json()
+    schemas = schema["components"]["schemas"]
+    bodies = {
+        path: operations["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for path, operations in schema["paths"].items()
+        if "requestBody" in operations.get("post", {})
+    }
+    assert bodies == {
+        "/v1/chat/completions": "ChatBody",
+        "/v1/completions": "CompletionBody",
+        "/v1/load_lora_adapter": "LoadAdapterBody",
+        "/v1/unload_lora_adapter": "UnloadAdapterBody",
+        "/v1/cache/explain": "ExplainBody",
+    }
+    assert {reference.removeprefix("#/components/schemas/") for reference in references(schema)} <= set(schemas)
+    for body in BODIES:
+        assert set(schemas[body.__name__]["properties"]) == set(body.model_fields)
+    assert set(schemas["Message"]["required"]) == {"role"}
+    assert schemas["ChatBody"]["properties"]["temperature"]["maximum"] == 2
+
+
+def test_no_route_has_fastapis_own_errors() -> None:
+    """A 422 in FastAPI's shape would be promised, if FastAPI parsed anything."""
+    schema = get("/openapi.json", AppConfig()).json()
+    taken = {
+        (path, status)
+        for path, operations in schema["paths"].items()
+        for operation in operations.values()
+        for status in operation["responses"]
+        if not path.endswith("{model}")  # any text is a model's name: nothing to refuse
+    }
+    assert {status for _, status in taken} == {"200"}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (AppConfig(), True),
+        (AppConfig(tenants=[ACME]), False),
+        (AppConfig(enable_docs=False), False),
+        (AppConfig(enable_docs=True, tenants=[ACME]), True),
+    ],
+    ids=["open", "tenants", "off", "on with tenants"],
+)
+def test_docs_are_there_where_the_settings_say_so(config: AppConfig, published: bool) -> None:
+    """Where they are off, their paths are unknown like any other."""
+    for path in ("/openapi.json", "/docs"):
+        response = get(path, config)
+        assert response.status_code == (200 if published else 404)
+        if not published:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/v1/models", 401), ("GET", "/redoc", 404),
+     ("POST", "/reset_prefix_cache", 401), ("POST", "/v1/chat/completions", 401), ("GET", "/v1/cache/state", 401),
+     ("GET", "/metrics", 401), ("POST", "/v1/load_lora_adapter", 401)],
+)  # fmt: skip
+def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
+    """Wrong paths and methods, and everything that needs a key."""
+    response = get(path, AppConfig(tenants=[ACME]), method)
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
