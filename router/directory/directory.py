@@ -1,9 +1,8 @@
 """Which replica holds which block: hints from the feeds, asked on every routing decision.
 
-Owns the map block -> holders over all replicas, tiers and epochs. Knows nothing of sockets, load or policy; only
-the replica's own cache decides. In: ``apply(replica_id, epoch, events)``; out: ``match(chain)`` -> cached tokens
-per replica, found by bisection because what a replica holds is closed under taking prefixes. A hole (a lost or
-refused hint) can only make a prediction wrong.
+Owns the map block -> holders over all replicas, tiers and epochs; only the replica's own cache decides. A replica
+that holds a block holds the blocks before it too, so ``match`` bisects. A hole (a lost or refused hint) can only make
+a prediction wrong.
 """
 
 from __future__ import annotations
@@ -135,6 +134,10 @@ class Directory:
         """Return the tokens of ``chain``'s longest held prefix by replica; replicas that hold nothing are absent.
 
         ``chain``: packed hashes of the prompt's full blocks. About log2(blocks) look-ups for each distinct depth.
+        Say that of 8 blocks A holds all, B 6 and C 3. The interval (0 ABC, 8 -) reads: block 0 is held by A, B and C,
+        block 8 by nobody. Block 4 is held by A and B, which is neither, so (4 AB, 8 -) is left for later and
+        (0 ABC, 4 AB) goes on: block 2 has ABC, block 3 has AB. Low and high are neighbours now, and who is at low and
+        not at high ends here: C has 3 blocks. From (4 AB, 8 -) follow B with 6 and A with 8.
         """
         blocks = len(chain) // HASH_BYTES
         if not blocks or not self._live:
@@ -147,29 +150,30 @@ class Directory:
         if first & extra:
             first = self._fold(first)
         tokens: dict[str, int] = {}
-        # (low, who holds it, high, who holds that): the depths between are still to be told apart.
-        pending = [(0, first, blocks, 0)] if first else []
-        while pending:
-            low, at_low, high, at_high = pending.pop()
+        intervals = [(0, first, blocks, 0)] if first else []
+        while intervals:
+            low, at_low, high, at_high = intervals.pop()
             while high - low > 1:
                 middle = (low + high) >> 1
-                key = words[middle]  # the look-up is KeyTable.get, in line: it is most of a decision
+                # -- KeyTable.get(words[middle]), in line: it is most of a decision
+                key = words[middle]
                 shard = key & shard_mask
                 slots, mask = words_of[shard], mask_of[shard]
                 tag = key >> bits_of_value
                 slot = tag & mask
-                while (word := slots[slot]) and word >> bits_of_value != tag:
+                while (word := slots[slot]) and (word >> bits_of_value) != tag:
                     slot = (slot + 1) & mask
+                # -- end of KeyTable.get
                 held = masks[word & value_mask]
-                if extra and held & extra:
+                if extra and (held & extra):
                     held = self._fold(held & live)
-                held = held & at_low | at_high
+                held = (held & at_low) | at_high  # a hole neither adds a holder nor hides one that is deeper
                 if held == at_high:
                     high = middle
                 elif held == at_low:
                     low = middle
                 else:
-                    pending.append((middle, held, high, at_high))
+                    intervals.append((middle, held, high, at_high))
                     high, at_high = middle, held
             depth = (low + 1) * self.block_size
             holders = at_low & ~at_high
@@ -191,7 +195,7 @@ class Directory:
             for name, tiers in slots.items():
                 if match[name] > index * self.block_size:
                     for tier, slot in tiers.items():
-                        found[name][tier] += self.block_size * (held >> slot & 1)
+                        found[name][tier] += self.block_size * ((held >> slot) & 1)
         return found
 
     def _fold(self, held: int) -> int:

@@ -1,7 +1,7 @@
-"""Interned sets of holders: a set of slots is one bit mask, stored once and named by a small id.
+"""Who holds a block: a replica's slots, and interned sets of slots.
 
-Owns the reference counts. Blocks of one prefix mostly share their holders, so a million blocks need few sets.
-Knows nothing of replicas or blocks; a slot is a bit position.
+A slot is a bit position, one for each tier of a replica; a set of slots is one bit mask, stored once and named by a
+small id with a reference count. Blocks of one prefix mostly share their holders, so a million blocks need few sets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,30 @@ from dataclasses import dataclass, field
 from sys import getsizeof
 
 from router.directory.key_table import Change
+
+
+@dataclass(slots=True)
+class ReplicaSlots:
+    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
+
+    epoch: str = ""
+    slot_of_tier: dict[str, int] = field(default_factory=dict)
+    blocks_of_tier: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def home(self) -> int:
+        """The first tier's slot."""
+        return next(iter(self.slot_of_tier.values()))
+
+
+def bits(mask: int) -> list[int]:
+    """Return the positions of the set bits, lowest first."""
+    positions = []
+    while mask:
+        low = mask & -mask
+        positions.append(low.bit_length() - 1)
+        mask ^= low
+    return positions
 
 
 class HolderSets:
@@ -62,27 +86,3 @@ class HolderSets:
                     del self._ids[mask]
                     self.masks[candidate] = 0
                     self._free.append(candidate)
-
-
-@dataclass(slots=True)
-class ReplicaSlots:
-    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
-
-    epoch: str = ""
-    slot_of_tier: dict[str, int] = field(default_factory=dict)
-    blocks_of_tier: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def home(self) -> int:
-        """The first tier's slot."""
-        return next(iter(self.slot_of_tier.values()))
-
-
-def bits(mask: int) -> list[int]:
-    """Return the positions of the set bits, lowest first."""
-    positions = []
-    while mask:
-        low = mask & -mask
-        positions.append(low.bit_length() - 1)
-        mask ^= low
-    return positions
