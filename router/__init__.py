@@ -1,1 +1,1 @@
-"""Cache-aware routing: knows tokens, hashes, replicas and load; knows no torch and no HTTP."""
+"""Cache-aware routing: tokens, hashes, replicas and how busy they are. Knows no torch, no HTTP, no text, no secrets."""

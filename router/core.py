@@ -1,8 +1,8 @@
-"""The Ray-free heart of a router: directory + load + policy behind one lock, asked by Serve, simulation, benchmarks.
+"""The heart of a router without Ray: directory, loads and policy behind one lock.
 
-Owns the step "match, rank, reserve", which is synchronous, so that no two decisions see the same idle replica.
-Knows nothing of Ray, sockets or HTTP. In: replica sets, feed events, requests; out: decisions, counters, state.
-Every method may be called from any thread.
+Serve, the simulator and the benchmarks ask it. Its step "match, rank, reserve" is synchronous, so that no two
+decisions see the same idle replica. In: replica sets, feed events, requests. Out: decisions, counters, state. Any
+thread may call any method.
 """
 
 from __future__ import annotations

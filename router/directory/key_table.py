@@ -1,10 +1,9 @@
-"""A map from 64-bit block keys to small positive integers, in about 20 bytes an entry.
+"""A map from 64-bit block keys to small positive integers (0: absent), in about 20 bytes an entry.
 
-Owns the memory of the directory: open addressing in shards of one flat array each, so that growing or sweeping
-is bounded work (one shard) and never a pause over all entries. Knows nothing of replicas: values are opaque, 0
-means absent. Python objects are made per look-up, none per entry, so the garbage collector sees nothing. With a
-million entries it is the misses of the CPU's caches that cost, so a slot is one word: of a key its upper 36 bits,
-the value below them. The lowest bits choose the shard; two keys that differ nowhere else are taken for one.
+Open addressing in shards of one flat array each: growing or sweeping is bounded work (one shard), never a pause over
+all entries. Python objects are made per look-up and none per entry, so the garbage collector sees nothing. With a
+million entries the misses of the CPU's caches cost most, so a slot is one word: the upper 36 bits of the key, then 28
+of the value. The lowest bits of the key choose the shard; two keys that differ nowhere else are taken for one.
 """
 
 from __future__ import annotations

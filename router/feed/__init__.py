@@ -2,7 +2,7 @@
 
 Write path: cache events -> FeedSequencer (numbers, mirror) -> FeedPublisher (sockets). Read path: FeedSubscriber
 (sockets) -> FeedResequencer (order, gaps) -> ``RoutingCore.apply``. The two halves without sockets are the seam on
-which lossy transports are tested.
+which lossy transports are tested. Knows nothing of what events mean: no directory, no loads, no policy.
 """
 
 from router.feed.messages import FeedEndpoint

@@ -1,7 +1,7 @@
 """What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
 
-Owns their encoding. Knows no sockets and no state. A request is its nonce alone, which every chunk of the answer
-repeats; chunk 0 opens a snapshot that is consistent with sequence number ``seq``.
+A snapshot request is its nonce alone, 8 bytes, which every chunk of the answer repeats. Chunk 0 opens a snapshot that
+is consistent with sequence number ``seq``.
 """
 
 from __future__ import annotations

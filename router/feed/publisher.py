@@ -1,8 +1,7 @@
 """The replica's end of the feed: a PUB socket for messages, a ROUTER socket that answers snapshot requests.
 
-Owns the sockets and a fresh CURVE key pair. Knows nothing of who listens and never waits for them: a listener that
-is too slow loses messages, notices the gap and asks for a snapshot. FeedPublisher belongs to one thread;
-FeedPublisherThread is one, fed from any thread.
+Owns the sockets and a fresh CURVE key pair, and never waits for listeners: one that is too slow loses messages, notices
+the gap and asks for a snapshot. FeedPublisher belongs to one thread; FeedPublisherThread is one, fed from any thread.
 """
 
 from __future__ import annotations

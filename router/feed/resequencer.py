@@ -1,8 +1,8 @@
 """The receiving half of one replica's feed without its sockets: bytes in, ordered events out.
 
-Owns order and completeness: a snapshot first, then every message once and in sequence; a gap, a malformed
-message, a new epoch or silence asks for a snapshot again, with backoff. Knows nothing of sockets or of what events
-mean. Time and randomness are passed in, memory is bounded, and nothing that arrives can raise.
+Owns order and completeness: a snapshot first, then every message once and in sequence; a gap, a malformed message, a
+new epoch or silence asks for a snapshot again, with backoff. Memory is bounded, time and randomness are passed in, and
+nothing that arrives can raise.
 """
 
 from __future__ import annotations

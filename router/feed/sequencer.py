@@ -1,7 +1,7 @@
 """The sending half of a feed without its sockets: events in, numbered messages and snapshots out, as bytes.
 
-Owns the sequence numbers and a mirror of the held hashes by tier, which is what makes a snapshot agree with its
-sequence number. Knows nothing of who listens. Not thread-safe: one thread owns it.
+Owns the sequence numbers and a mirror of the held hashes by tier, which makes a snapshot agree with its sequence
+number. One thread owns it.
 """
 
 from __future__ import annotations

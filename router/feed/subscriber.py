@@ -1,8 +1,8 @@
 """The router's end of the feeds: follows any number of replicas from one asyncio loop.
 
-Owns a SUB and a DEALER socket for each replica, in the loop that called ``connect``. Knows nothing of what events
-mean: they go to ``deliver`` in order. One feed that is slow, dead or hostile delays no other: nothing here
-blocks, queues and messages are bounded, and after every large message the loop gets its turn.
+Owns a SUB and a DEALER socket for each replica; events go to ``deliver`` in order. One feed that is slow, dead or
+hostile delays no other: nothing here blocks, queues and messages are bounded, and after every large message the loop
+gets its turn.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How busy each replica is, seen from this router. Knows no caches and no scores."""
+"""How busy each replica is, seen from this router. Knows no caches, no feeds and no scores."""

@@ -1,8 +1,8 @@
 """How busy each replica is: its latest report plus what this router sent there since.
 
-Owns reservations and the numbers policies read, as flat arrays with one row a replica. Knows nothing of caches or
-of how reports arrive. Nothing is counted twice: a report contains this router's requests up to
-``RouterShare.last_reservation``; only unreleased reservations with higher numbers are added. Time is passed in.
+Owns reservations and the numbers policies read, as flat arrays with one row a replica. Nothing is counted twice: a
+report contains this router's requests up to ``RouterShare.last_reservation``, and only unreleased reservations with
+higher numbers are added. Time is passed in.
 """
 
 from __future__ import annotations

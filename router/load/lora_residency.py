@@ -1,7 +1,7 @@
-"""Which replicas have which LoRA adapter in memory, and what loading one costs the others.
+"""Which replicas have which LoRA adapter in memory, and how long a request waits where it is not.
 
-Owns what replicas report of that. Knows adapters by the hashes of their keys only. Reports are hints: a replica that
-lacks an adapter loads it, whatever is believed here.
+Built from load reports; adapters are known by the 8-byte hashes of their keys. A report is a hint: a replica that lacks
+an adapter loads it, whatever is believed here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The routers that decide beside this one: how many there are, and which replicas to leave to them.
 
-Owns who was active lately, from replicas' load reports, and how much this router decides in the dark: requests of its
-own that no report contains yet. What it does not see of its own, it does not see of the others either, and equal views
-make equal choices: a burst of requests over eight routers goes to the same few replicas. So while there is something
-unseen each router prefers every n-th replica in the order of their names. Time is passed in.
+Load reports say who was active lately. A router does not see what its peers sent since the last reports, and equal
+views make equal choices: a burst over eight routers would go to the same few replicas. So while a router has requests
+of its own that no report contains yet, it prefers every n-th replica in the order of their names. Time is passed in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One replica's load: what its latest report said, within sane bounds, and what was sent there since.
+"""One replica's load: its latest report, within sane bounds, and what this router sent there since.
 
-Owns the arithmetic of a queue seen from outside. Knows nothing of other replicas or of caches.
-Everything that only a report can change is worked out when one arrives, for there are many decisions a report.
+A router decides much more often than a replica reports, so ``apply_report`` works out all that only a report changes,
+and ``recompute_queue`` the rest. Tokens, sequences, seconds a token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SEQUENCES = 1 << 20
 MAX_RATE = 1e9
 
 ENOUGH_RATE_TOKENS = 8192
-"""A prefill rate measured over so many tokens is believed. Of one measured over fewer, what is missing is taken at
+"""A prefill rate measured over this many tokens is believed. Of one measured over fewer, what is missing is taken at
 the rate of all replicas together: a warm-up of 1,024 tokens beside other work may find a tenth of the true rate, and
 a replica believed to be slow gets no work that would correct it.
 """

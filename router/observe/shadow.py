@@ -1,9 +1,8 @@
-"""A second policy that decides about every request beside the first one, and never acts.
+"""A second policy that decides about every request beside the acting one, and never acts.
 
-Owns its own counters, turn, randomness and demand for prefixes, so that the acting policy is not disturbed. It sees the
-same match, loads and replicas that can take the request, before the acting policy's reservation; what its own choices
-would have done to later loads and caches it cannot see (a prefix stays hot to it while nobody becomes one more holder).
-A fault in it is counted and goes no further.
+It has its own counters, turn, randomness and demand for prefixes, and sees what the acting policy sees, before that
+one's reservation. What its choices would have done to later loads and caches it cannot see: a prefix stays hot to it
+while nobody becomes one more holder. A fault in it is counted and goes no further.
 """
 
 from __future__ import annotations

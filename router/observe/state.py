@@ -1,6 +1,6 @@
-"""What a router knows and has counted, as documents: the directory, each replica's blocks and load, regret, shadow.
+"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret, shadow policy.
 
-Pure functions; whatever they return is JSON-able. The caller holds the lock that guards what it passes in.
+Pure functions; the caller holds the lock that guards what it passes in.
 """
 
 from __future__ import annotations

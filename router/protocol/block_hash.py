@@ -1,9 +1,9 @@
 """Keys of prefix blocks: PrefixScope + token ids -> a chain of 16-byte block hashes.
 
-Owns the byte layout of every hash, so that a router and a replica in different processes (or on different
-machines) agree. Knows nothing of caches, replicas or text beyond the system-prompt key. A chain travels as one
-packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``. A prompt's first blocks may be
-public: they hang under the public scope's root, and the first private one under ``private_parent``.
+Owns the byte layout of every hash, so that routers and replicas in different processes or on different machines agree.
+A chain travels as one packed ``bytes`` of ``16 * n_blocks``; block ``i`` is ``chain[16 * i : 16 * i + 16]``. A prompt's
+first blocks may be public: they hang under the public scope's root, and the first private one under
+``private_parent``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What replicas tell routers: blocks stored and removed, load, counters.
+"""What replicas tell routers: blocks stored and removed, load, counters, adapters in memory.
 
-Owns the events that cross the feed; ``feed_wire`` has the messages they travel in. Knows nothing of sockets or of how
-either side keeps its state. Hashes travel packed (see ``block_hash``).
+Hashes travel packed (see ``block_hash``), the messages that carry events are in ``feed.messages``.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
     ``prefill_rate_tokens``: how many recent prefill tokens that rate was measured over, 0 where it is not measured but
     known; a router believes a rate over few of them only in part (see ``ReplicaLoad``).
-    ``adapters``: the LoRA adapters in memory (see ``adapter_places``); ``adapter_load_s``: how long one takes to load.
+    ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: how long one takes to load.
     """
 
     queued_prefill_tokens: int

@@ -1,6 +1,6 @@
-"""What a router needs to know of one request, and what it decided: the only types that cross the Serve handle here.
+"""What a router needs to know of one request, and what it decided: RoutedRequest in, Decision out.
 
-Owns RoutedRequest (in) and Decision (out). Knows nothing of policies, text or sampling.
+They are the only types of this package that cross the Serve handle.
 """
 
 from __future__ import annotations

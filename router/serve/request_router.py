@@ -1,8 +1,8 @@
 """The Serve adapter: Ray Serve's RequestRouter hooks around a RoutingCore.
 
-Owns the mapping between Serve's replicas and the core's replica ids, and this loop's FeedSubscriber. Does no
-scoring and waits on nothing remote. The request's routing view is the keyword argument ``route``; a caller that
-also passes ``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
+Owns the mapping between Serve's replicas and the core's replica ids, and this loop's FeedSubscriber. Scores nothing and
+waits on nothing remote. A call's routing view is the keyword argument ``route``; a caller that also passes
+``decision=None`` gets the Decision filled in for the replica. Replicas call each other by ``target``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests that no replica can take yet: first come, first served, and only the first of them asks again.
 
-Owns the order. Knows neither why there is no room nor how long to pause. One asyncio loop uses it.
+One asyncio loop uses it.
 """
 
 from __future__ import annotations
