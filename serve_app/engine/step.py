@@ -1,7 +1,7 @@
 """One forward's worth of work: which tokens of which sequences, over which blocks.
 
-Owns the data types between scheduler and runner, and what a forward that failed means for each segment. Knows nothing
-of tensors, queues or requests' origins.
+The data types between scheduler and runner, and what a forward that failed means for each segment. The engine's two
+halves, scheduling and model, meet here alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Segment:
     """A sequence's part of a step: ``token_ids`` enter at positions ``start``, ``start`` + 1, ...
 
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
-    the token at position ``end`` is wanted. With ``drafts`` up to that many tokens may be proposed after it, and
-    ``blocks`` reach as far; ``behind`` are the tokens just before ``start`` that the drafter has not read yet
-    (None: there is no drafter). ``lora``: the adapter's key, "" for the base model.
+    the token at position ``end`` is wanted. ``drafts``: up to this many tokens may be proposed after it; ``blocks``
+    reach as far. ``behind``: the tokens just before ``start`` that the drafter has not read yet (None: there is no
+    drafter). ``lora``: the adapter's key, "" for the base model.
     """
 
     token_ids: TokenArray
@@ -49,10 +49,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentResult:
-    """What a forward made of one segment: the sampled token, if one was wanted, or why it failed.
+    """One segment's result: the sampled token, if one was wanted, or why it failed.
 
-    ``accepted``: drafted tokens found right, which come before ``token``, of ``proposed`` ones. ``drafted``: how
-    many positions have draft KV now; None without a drafter.
+    ``accepted``: drafted tokens that were right, which come before ``token``; ``proposed``: how many there were.
+    ``drafted``: how many positions have draft KV now; None without a drafter.
     """
 
     token: int | None = None

@@ -1,8 +1,7 @@
 """Linear layers with weights packed once, and sibling layers computed in one product.
 
-Owns which layers are computed together. The model's modules stay what and where they are (LoRA's hooks too); only how
-they compute is replaced, by ``packed_products``. Knows nothing of steps. CPUs and bfloat16 only: elsewhere nothing is
-done.
+The model's modules stay what and where they are (LoRA's hooks too); only how they compute is replaced. For bfloat16
+on CPUs; elsewhere nothing is done.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class PackedLinear:
     """One product for layers that get the same input: the first one called computes for all.
 
-    The others find their part of it as long as they are called with the very same tensor; with another one they compute
-    anew, so that a model which calls them otherwise is slower and not wrong.
+    The others take their part of it as long as they are called with the very same tensor. With another one they compute
+    anew: a model that calls them otherwise is slower, not wrong.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Linear], pack: Pack) -> None:

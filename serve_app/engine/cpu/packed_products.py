@@ -1,7 +1,6 @@
-"""Products with weights laid out once, as whoever multiplies reads them: our AMX kernel, or oneDNN.
+"""Products with weights laid out once, as the kernel reads them: our AMX kernel, or oneDNN.
 
-Owns the packed copies and how each is called; which ones work here is found by trying. Knows nothing of layers.
-CPUs and bfloat16 only.
+Which of them works here is found by trying. For bfloat16 on CPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from serve_app.engine.step import ceil_div
 _log = logging.getLogger(__name__)
 
 INPUT_MULTIPLE = LINEAR_DIM
-"""Our kernel multiplies rows whose length is a multiple of this; whoever owns the weights may pad them with zeros."""
+"""Our kernel multiplies rows whose length is a multiple of this; the weights' owner may pad them with zeros."""
 
 _HINT_ROWS = 16
 _CLOSE = 0.05
@@ -31,7 +30,7 @@ Pack = Callable[[torch.Tensor, torch.Tensor | None], Product]
 
 
 class AmxProduct:
-    """By our own kernel: with few rows as fast as the weights come from memory."""
+    """By our own kernel, which takes few rows as fast as the weights come from memory."""
 
     def __init__(self, library: AmxLinear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Pack ``weight``, whose inputs are a multiple of ``LINEAR_DIM``."""
@@ -43,30 +42,30 @@ class AmxProduct:
         self._bias = None if bias is None else bias.float().contiguous()
         self._addresses = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product. Raises TypeError for other rows than it multiplies, and MemoryError."""
-        if given.dtype is not torch.bfloat16 or given.shape[-1] != self._in:
-            raise TypeError(f"rows of {self._in} bfloat16 numbers are wanted, not {given.dtype} {tuple(given.shape)}")
-        given = given.contiguous()
-        out = torch.empty((*given.shape[:-1], self._out), dtype=torch.bfloat16)
-        rows = given.numel() // self._in
-        if rows and self._library.linear(given.data_ptr(), *self._addresses, out.data_ptr(), rows, self._in, self._out):
+        if x.dtype is not torch.bfloat16 or x.shape[-1] != self._in:
+            raise TypeError(f"rows of {self._in} bfloat16 numbers are wanted, not {x.dtype} {tuple(x.shape)}")
+        x = x.contiguous()
+        output = torch.empty((*x.shape[:-1], self._out), dtype=torch.bfloat16)
+        rows = x.numel() // self._in
+        if rows and self._library.linear(x.data_ptr(), *self._addresses, output.data_ptr(), rows, self._in, self._out):
             raise MemoryError("no memory for a product's rows")
-        return out
+        return output
 
 
 class OneDnnProduct:
-    """By oneDNN, to which torch otherwise hands plain weights that it lays out anew in every call."""
+    """By oneDNN, over weights packed once; torch hands it plain ones, which it lays out anew in every call."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Raises AttributeError or RuntimeError where torch lacks the operators: they are not public."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT_ROWS)
         self._bias = bias
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(given, self._weight, self._bias, "none", [], "")
-        return out
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return output
 
 
 def choose_packing() -> Pack | None:
@@ -107,8 +106,8 @@ def _right(pack: Pack) -> bool:
     """Whether products are torch's own, with a bias and without, for a few rows and for more than a block of them."""
     for out, wide, rows in ((80, 64, 5), (32, 416, 300)):
         layer = torch.nn.Linear(wide, out, bias=rows == 5, dtype=torch.bfloat16)
-        given = torch.randn(1, rows, wide, dtype=torch.bfloat16)
-        found = pack(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())(given)
-        if not torch.allclose(found.float(), layer(given).float(), rtol=_CLOSE, atol=_CLOSE):
+        x = torch.randn(1, rows, wide, dtype=torch.bfloat16)
+        found = pack(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())(x)
+        if not torch.allclose(found.float(), layer(x).float(), rtol=_CLOSE, atol=_CLOSE):
             return False
     return True

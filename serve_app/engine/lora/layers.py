@@ -1,8 +1,8 @@
 """LoRA on a packed step: every row gets its own sequence's adapter, over an unmodified transformers model.
 
-Owns forward hooks on linear layers, and the plan of a step: parts of neighbouring rows, each with the adapters they
-need side by side in one pair of products, a mask keeping every row to its own. Knows nothing of files, slots' LRU
-or requests. A step without adapters has no hooks at all.
+Forward hooks on linear layers add the adapters' products. A step is cut into ranges of neighbouring rows; each range
+has the adapters that it needs side by side in one pair of products, and a mask keeps every row to its own. A step
+without adapters has no hooks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.step import Segment, ceil_div
 
-_NOBODY = -2
+_NO_OWNER = -2
 
 SMALL_STEP_ROWS = 64
-"""Up to so many rows a step is one part: fewer, larger products cost less than skipping rows of other adapters."""
+"""A step of up to this many rows is one range: fewer, larger products cost less than skipping other adapters' rows."""
 
 
-class _Stack:
-    """One layer's adapters side by side. ``owners`` [sum of ranks]: whose row it is; ``ranks`` says so as a key.
+class StackedAdapters:
+    """One layer's adapters side by side. ``owners`` [sum of ranks]: the adapter of each rank; ``ranks``: a key of that.
 
-    With a ``pack`` the products are its own: plain ones in bfloat16 are oneDNN's on a CPU, which compiles and keeps a
-    kernel for every shape that it meets, and ragged steps have thousands. ``columns``: the owners of their columns.
+    With a ``pack`` the products are its own. (Plain ones in bfloat16 are oneDNN's on a CPU, which compiles and keeps a
+    kernel for every shape, and ragged steps have thousands.) ``columns``: the owners of the packed product's columns.
     """
 
     def __init__(self, pair: LoraPair, owners: torch.Tensor, ranks: tuple[int, ...], pack: Pack | None) -> None:
@@ -40,45 +40,45 @@ class _Stack:
         self.ranks = ranks
         self._products: tuple[Product, Product] | None = None
         if pack is not None:
-            # The product by `up` takes so many numbers at once: what is added are zeros, and belongs to nobody.
+            # The product by `up` takes INPUT_MULTIPLE numbers at once: zeros are added, which no adapter owns.
             more = -pair.rank % INPUT_MULTIPLE
             down, up = (torch.nn.functional.pad(one, (0, 0, 0, more)) for one in (pair.down, pair.up))
-            self.columns = torch.nn.functional.pad(owners, (0, more), value=_NOBODY)
+            self.columns = torch.nn.functional.pad(owners, (0, more), value=_NO_OWNER)
             self._products = pack(down, None), pack(up.t(), None)
 
-    def add(self, given: torch.Tensor, made: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Add the adapters' part of ``given`` [rows, in] to ``made`` [rows, out]; ``mask``: see ``_Part.mask``."""
-        hidden = torch.mm(given, self.pair.down.t()) if self._products is None else self._products[0](given)
+    def add(self, x: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Add the adapters' product of ``x`` [rows, in] to ``output`` [rows, out]; ``mask``: see ``RowRange.mask``."""
+        hidden = torch.mm(x, self.pair.down.t()) if self._products is None else self._products[0](x)
         if mask is not None:
             hidden.masked_fill_(mask, 0)
         if self._products is None:
-            made.addmm_(hidden, self.pair.up)
+            output.addmm_(hidden, self.pair.up)
         else:
-            made.add_(self._products[1](hidden))
+            output.add_(self._products[1](hidden))
 
 
 @dataclass(frozen=True, slots=True)
-class _Bundle:
+class AdapterGroup:
     """Adapters that are applied together, by layer; ``keys[i]`` is the adapter whose number is i."""
 
     keys: tuple[str, ...]
-    stacks: Mapping[str, _Stack]
+    stacks: Mapping[str, StackedAdapters]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows ``first`` to ``last`` - 1 of the step. ``rows``: the number of each row's adapter, -1 for none.
+class RowRange:
+    """Rows ``first`` to ``last`` - 1 of the step. ``rows``: the number of each row's adapter in the group, -1 for none.
 
-    Without ``rows`` all of them belong to the bundle's only adapter.
+    Without ``rows`` all of them have the group's only adapter.
     """
 
     first: int
     last: int
-    bundle: _Bundle
+    group: AdapterGroup
     rows: torch.Tensor | None
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, stack: _Stack) -> torch.Tensor:
+    def mask(self, stack: StackedAdapters) -> torch.Tensor:
         """Return where a row meets an adapter that is not its own, [rows, sum of ranks]; once for equal ranks."""
         assert self.rows is not None
         found = self.masks.get(stack.ranks)
@@ -88,7 +88,7 @@ class _Part:
 
 
 class LoraLayers:
-    """The adapters of one model's linear layers. Used by the engine's thread alone, but for ``slots``."""
+    """The adapters of one model's linear layers. Used by the engine's thread alone; ``slots`` by any."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class LoraLayers:
         self._layers = layers
         self._slots = slots
         self._device = device
-        self._singles: dict[str, _Bundle] = {}
-        self._together: _Bundle | None = None
-        self._parts: tuple[_Part, ...] = ()
+        self._singles: dict[str, AdapterGroup] = {}
+        self._together: AdapterGroup | None = None
+        self._ranges: tuple[RowRange, ...] = ()
         self._hooks: dict[str, RemovableHandle] = {}
 
     @contextmanager
@@ -115,45 +115,45 @@ class LoraLayers:
             yield
             return
         self._forget_evicted()
-        self._parts = tuple(self._part(first, last, spans) for first, last in _cuts(spans, rows))
+        self._ranges = tuple(self._range(first, last, spans) for first, last in _cuts(spans, rows))
         self._attach()
         try:
             yield
         finally:
-            self._parts = ()
+            self._ranges = ()
 
-    def _part(self, first: int, last: int, spans: Sequence[tuple[str, int, int]]) -> _Part:
+    def _range(self, first: int, last: int, spans: Sequence[tuple[str, int, int]]) -> RowRange:
         inside = [span for span in spans if span[1] < last and span[2] > first]
-        bundle = self._bundle(tuple(dict.fromkeys(key for key, _, _ in inside)))
+        group = self._group(tuple(dict.fromkeys(key for key, _, _ in inside)))
         covered = sum(min(stop, last) - max(start, first) for _, start, stop in inside)
-        if len(bundle.keys) == 1 and covered == last - first:
-            return _Part(first, last, bundle, None)
-        numbers = {key: number for number, key in enumerate(bundle.keys)}
+        if len(group.keys) == 1 and covered == last - first:
+            return RowRange(first, last, group, None)
+        numbers = {key: number for number, key in enumerate(group.keys)}
         rows = torch.full((last - first,), -1, dtype=torch.int32)
         for key, start, stop in inside:
             rows[max(start - first, 0) : stop - first] = numbers[key]
-        return _Part(first, last, bundle, rows.to(self._device))
+        return RowRange(first, last, group, rows.to(self._device))
 
-    def _bundle(self, keys: tuple[str, ...]) -> _Bundle:
+    def _group(self, keys: tuple[str, ...]) -> AdapterGroup:
         if len(keys) == 1:
             return self._single(keys[0])
         together = self._together
         if together is None or not set(keys) <= set(together.keys):
             # All that hold slots, so that the stack is not built anew whenever another mix of them is in a step.
             singles = [self._single(key) for key in {*self._slots.in_slots, *keys}]
-            together = self._together = _stacked(singles, self._pack)
+            together = self._together = _side_by_side(singles, self._pack)
         return together
 
-    def _single(self, key: str) -> _Bundle:
-        bundle = self._singles.get(key)
-        if bundle is None:
+    def _single(self, key: str) -> AdapterGroup:
+        group = self._singles.get(key)
+        if group is None:
             stacks = {}
             for name, pair in self._slots.weights(key).items():
                 placed = pair.to(self._device)
                 owners = torch.zeros(pair.rank, dtype=torch.int32, device=self._device)
-                stacks[name] = _Stack(placed, owners, (pair.rank,), self._pack)
-            bundle = self._singles[key] = _Bundle((key,), stacks)
-        return bundle
+                stacks[name] = StackedAdapters(placed, owners, (pair.rank,), self._pack)
+            group = self._singles[key] = AdapterGroup((key,), stacks)
+        return group
 
     def _forget_evicted(self) -> None:
         """Let go of what no longer holds a slot; on a GPU this is what frees its memory."""
@@ -164,8 +164,8 @@ class LoraLayers:
             self._together = None
 
     def _attach(self) -> None:
-        for part in self._parts:
-            for name in part.bundle.stacks.keys() - self._hooks.keys():
+        for row_range in self._ranges:
+            for name in row_range.group.stacks.keys() - self._hooks.keys():
                 self._hooks[name] = self._layers[name].register_forward_hook(self._hook(name))
 
     def _detach(self) -> None:
@@ -175,13 +175,13 @@ class LoraLayers:
 
     def _hook(self, name: str) -> Any:
         def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            given, made = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
-            for part in self._parts:
-                stack = part.bundle.stacks.get(name)
+            x, y = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
+            for row_range in self._ranges:
+                stack = row_range.group.stacks.get(name)
                 if stack is None:
                     continue
-                mask = None if part.rows is None else part.mask(stack)
-                stack.add(given[part.first : part.last], made[part.first : part.last], mask)
+                mask = None if row_range.rows is None else row_range.mask(stack)
+                stack.add(x[row_range.first : row_range.last], y[row_range.first : row_range.last], mask)
 
         return add
 
@@ -202,9 +202,9 @@ def _spans(segments: Sequence[Segment], order: Iterable[int]) -> list[tuple[str,
 
 
 def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, int]]:
-    """Return the parts' rows: whole multiples of the padding in a large step, for the few shapes that gives.
+    """Return (first row, row after the last) of ranges; in a large step multiples of the padding: few shapes.
 
-    Long spans are parts of their own; short ones that lie close together (decoding rows, mostly) share one.
+    Long spans are ranges of their own; short ones that lie close together (decoding rows, mostly) share one.
     """
     if rows <= SMALL_STEP_ROWS:
         return [(spans[0][1], spans[-1][2])]
@@ -218,13 +218,13 @@ def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, i
         if cuts and small and is_small and first - before <= SMALL_STEP_ROWS:
             cuts[-1] = (cuts[-1][0], max(last, before))
         elif last > before:
-            # Rows in two parts would get their adapter twice.
+            # Rows in two ranges would get their adapter twice.
             cuts.append((max(first, before), last))
             small = is_small
     return cuts
 
 
-def _stacked(singles: Sequence[_Bundle], pack: Pack | None) -> _Bundle:
+def _side_by_side(singles: Sequence[AdapterGroup], pack: Pack | None) -> AdapterGroup:
     stacks = {}
     for name in dict.fromkeys(name for single in singles for name in single.stacks):
         having = [(number, found) for number, one in enumerate(singles) if (found := one.stacks.get(name)) is not None]
@@ -235,5 +235,5 @@ def _stacked(singles: Sequence[_Bundle], pack: Pack | None) -> _Bundle:
             torch.cat([stack.pair.down for _, stack in having]), torch.cat([stack.pair.up for _, stack in having])
         )
         owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in having])
-        stacks[name] = _Stack(pair, owners, tuple(ranks), pack)
-    return _Bundle(tuple(single.keys[0] for single in singles), stacks)
+        stacks[name] = StackedAdapters(pair, owners, tuple(ranks), pack)
+    return AdapterGroup(tuple(single.keys[0] for single in singles), stacks)

@@ -1,7 +1,6 @@
 """Attention by a kernel of our own on CPUs with AMX: the pool is read where it lies, one call a layer.
 
-Owns the calls and the memory of partial results. What rows attend to which keys is ``jobs``'s, the arithmetic
-``attention.c``'s.
+``jobs`` plans which rows attend to which keys; ``attention.c`` computes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import torch
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
 from serve_app.engine.attention.step_layout import lay_out, singles_first, upload_step
 from serve_app.engine.cpu.amx.jobs import Sizes, plan_jobs
-from serve_app.engine.cpu.amx.library import AmxAttention, Given, NoAmx, load_attention
+from serve_app.engine.cpu.amx.library import AmxAttention, HeadRows, NoAmx, load_attention
 from serve_app.engine.step import Segment
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What the kernel needs of a step: addresses of its plan, positions and partial results, and what keeps them."""
+    """A step's plan, positions and partial results: their addresses, and the objects that keep them alive."""
 
     addresses: tuple[int, int, int]
     kept: tuple[object, ...]
@@ -61,11 +60,11 @@ class AmxBackend:
             raise TypeError(f"the AMX kernel takes bfloat16, not {query.dtype}, {key.dtype}, {value.dtype}")
         planned: _Planned = step.plan
         keys, values = step.pool.keys[layer], step.pool.values[layer]
-        # What is made contiguous has to live until the call is over.
+        # Contiguous copies have to live until the call is over.
         heads = [rows if rows.stride(2) == 1 else rows.contiguous() for rows in (query, key, value)]
         out = torch.empty(query.shape, dtype=query.dtype)
         self._library.attend(
-            *(Given(rows.data_ptr(), rows.stride(0), rows.stride(1)) for rows in heads),
+            *(HeadRows(rows.data_ptr(), rows.stride(0), rows.stride(1)) for rows in heads),
             step.slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),

@@ -1,7 +1,7 @@
 """A step as jobs for the AMX kernel: which rows attend to which keys, laid out as the words that the kernel reads.
 
-Owns what sequences share (a common beginning is read once for all), how work is split among threads, and where rows
-with several jobs are merged. Knows nothing of tensors. Segments flow in, a JobPlan flows out.
+A common beginning is read once for all sequences that share it. Work is split among threads; rows with several jobs
+get a place for each partial result, and are merged.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SHARED_TOKENS = 64
 """From this many tokens on a common beginning is a job of its own: merging costs a little, too."""
 
 LEAST_LANES = 256
-"""A chunk's rows are split into jobs of no fewer queries for work to do side by side: each turns the values again."""
+"""A chunk is split into jobs of at least this many queries, one beside the other: each turns the values again."""
 
 SPLIT_TOKENS = 512
-"""Then keys are split, but not into parts of fewer."""
+"""Keys are split next, into parts of at least this many."""
 
 TASKS_A_THREAD = 4
 
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """``words``: the plan as the kernel reads it. ``places``: partial results that it needs room for."""
+    """``words``: the plan as the kernel reads it. ``places``: how many partial results need room."""
 
     words: Words
     places: int
@@ -52,9 +52,9 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What jobs depend on: the pool's block size, the kernel's lanes, heads, and the threads at work.
+    """What jobs depend on: the pool's block size, the kernel's lanes, heads, and the number of threads.
 
-    A job of up to ``few`` queries is one task for all heads; of another one every head is a task.
+    A job of up to ``few`` queries is one task for all heads; in a larger one every head is a task.
     """
 
     block: int
@@ -93,8 +93,8 @@ def _share(
     sizes: Sizes,
     jobs: list[Job],
 ) -> None:
-    """Add the jobs of single-token rows ``members``, which have their blocks before number ``start`` in common."""
-    # The block that a row writes to is its own, whatever else is shared.
+    """Add the jobs of single-token rows ``members``, whose first ``start`` blocks are the same and have their jobs."""
+    # The block that a row writes to is its own.
     whole = {i: (segments[i].end - 1) // sizes.block for i in members}
     groups: dict[int, list[int]] = {}
     for i in members:

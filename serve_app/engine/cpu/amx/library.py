@@ -1,7 +1,4 @@
-"""The AMX kernels, built from their C sources by the compiler that is here, kept for later starts, and loaded.
-
-Owns the build, the private directory it is kept in, and the calls' C types. Knows nothing of steps and weights.
-"""
+"""The AMX kernels: built from their C sources by this machine's compiler, kept in a private directory, and loaded."""
 
 from __future__ import annotations
 
@@ -33,21 +30,21 @@ _SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 """Linux on x86-64 gives a process its tile registers when it asks for them."""
 
 LINEAR_DIM = 32
-"""A product takes so many bfloat16 inputs at once, and its weights are packed for so many outputs."""
+"""bfloat16 inputs that a product takes at once, and outputs that its weights are packed for."""
 
 _TILE_DIM = 32
-"""A product takes so many bfloat16 numbers of a head at once."""
+"""bfloat16 numbers of a head that a product takes at once."""
 
 _TILE_KEYS = 16
-"""A product takes so many keys at once; they have to lie in one block."""
+"""Keys that a product takes at once; they have to lie in one block."""
 
 
 class NoAmx(RuntimeError):
     """The kernels cannot run here; the message says why."""
 
 
-class Given(ctypes.Structure):
-    """Rows of heads: an address, and the strides of both in elements."""
+class HeadRows(ctypes.Structure):
+    """Rows of heads: an address, and the strides from row to row and head to head, in elements."""
 
     _fields_ = (("at", ctypes.c_void_p), ("row", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -57,11 +54,11 @@ class AmxAttention:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.lanes: int = library.warmpath_lanes()
-        """Queries of a job at most."""
+        """Queries of one job at most."""
         self.few: int = library.warmpath_few()
-        """Up to so many queries of a job are few: one task does them for all heads."""
+        """A job of up to this many queries is one task for all heads."""
         self.attend = library.warmpath_attend
-        self.attend.argtypes = (*(Given,) * 3, *(ctypes.c_void_p,) * 7, *(ctypes.c_int,) * 3, ctypes.c_float)
+        self.attend.argtypes = (*(HeadRows,) * 3, *(ctypes.c_void_p,) * 7, *(ctypes.c_int,) * 3, ctypes.c_float)
         self.attend.restype = None
 
 
