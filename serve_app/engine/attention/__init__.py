@@ -1,1 +1,1 @@
-"""Ways to attend to the paged pool. Knows no models."""
+"""Ways to attend to the paged pool. Knows nothing of models, scheduling or requests."""

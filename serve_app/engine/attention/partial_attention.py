@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, with the log-sum-exp that merges it with the rest. Knows no pools and no steps."""
+"""Attention to a part of the keys, with the log-sum-exp that merges it with the rest."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the runs backend reads of the pool: prefill parts, and decode jobs of long runs and of the scattered rest.
 
-A long run that several rows begin with is read in place once for all of them; what is short or scattered is copied.
+A long run is read in place, once for all rows that begin with it; what is short or scattered is copied.
 For instance two rows after 512 tokens in common, with blocks of 16 and ``SHAPE_TOKENS`` 128::
 
     slots    0 ............... 511 | 512 ... 559 | 560 ... 639 | 3200 ... 3239

@@ -1,1 +1,1 @@
-"""LoRA adapters: files, weights, slots, layers."""
+"""LoRA adapters: files, weights, slots, layers. Knows nothing of scheduling or runners."""

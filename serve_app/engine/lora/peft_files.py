@@ -1,7 +1,7 @@
 """A LoRA adapter on disk, in PEFT's format: which files, what its config means, and its digest.
 
-Owns what of PEFT's config is supported and the sentences for what is not. Reads bytes; knows no tensors, no model
-and no tenants, so that an ingress can name an adapter without loading torch.
+What of PEFT's config is not supported is refused with a sentence. Imports no torch, so that an ingress can name an
+adapter without loading it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which LoRA adapters are in memory, which may be in a batch, and who still needs them.
 
-Owns two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests are kept) and slots in the batch
-(``max_loras``; those of running sequences are kept). Knows no tensors: ``load`` makes whatever the runner needs.
-Any thread may call; only ``load`` takes long, and it holds no lock while it does.
+Two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests are kept) and slots in the batch
+(``max_loras``; those of running sequences are kept). Any thread may call; only ``load`` takes long, and it holds no
+lock while it does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""An adapter's tensors, checked against the model that is to wear them.
+"""An adapter's tensors, checked against the model that is to use them.
 
-Owns the reading of PEFT's tensor names and every shape check. Knows nothing of steps or slots. An adapter file and
-the model's linear layers flow in; per layer a pair of matrices, the scale folded in, flows out.
+For each of the model's linear layers that the file names: a pair of matrices, the scale multiplied in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which attention backend serves on this device: the first that runs here and agrees with the formula.
 
-Owns the order of preference, the probe's step (a ragged one over scattered blocks) and the comparison in float32.
-Knows nothing of models. A backend that is missing, raises, or returns wrong numbers is refused with the reason.
+The probe is a ragged step over scattered blocks, compared with the formula in float32. A backend that is missing,
+raises, or returns wrong numbers is refused with the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decode steps recorded as CUDA graphs: one launch a step in place of hundreds.
 
-Owns static buffers that a planned step is copied into, one recording for each of a few padded batch sizes, and the
-check that a replay with other data equals an eager step. Knows nothing of prefill, adapters or sampling: what does
-not fit runs eagerly. A failure while recording or in the check leaves the smaller sizes, or none.
+A planned step is copied into static buffers; there is one recording for each of a few padded batch sizes. A replay
+with other data is checked against an eager step. Prefill, adapters and larger batches run eagerly. A failure while
+recording or in the check leaves the smaller sizes, or none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many bytes KV takes: the sizing rules of the pool.
 
-Owns the formula 2 * layers * block_size * kv_heads * head_dim * bytes per element. Knows nothing of tensors, so
-that a planner can use it without torch. A transformers config flows in, bytes and counts flow out.
+A block takes 2 * layers * block_size * kv_heads * head_dim * bytes per element. Imports no torch, so that a planner can
+use it without.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How many bytes of a GPU the KV pool may take: what the utilization leaves after weights and one step's work.
 
-Owns that estimate; a model is counted on torch's meta device, nothing is allocated. Knows nothing of blocks. Configs
-and settings flow in, bytes flow out.
+A model is counted on torch's meta device: nothing is allocated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs steps on an unmodified transformers causal language model over the paged KV pool.
 
-Owns the model's weights, its dtype and device, and the pool. Knows nothing of scheduling, prefixes or requests.
-Segments flow in; sampled tokens, or the reason a segment failed, flow out.
+Owns the model's weights, its dtype and device, and the pool. Segments come in; sampled tokens, or the reason why a
+segment failed, go out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cost model in place of a model: the same steps, simulated durations, pseudo-random tokens.
 
-Owns the arithmetic of how long a step takes and which tokens it "generates" (a hash of seed and position). Knows
-nothing of scheduling or caching, which are the real ones. Whatever ran on it has to say "simulated".
+Its tokens are a hash of seed and position. Scheduling and caching around it are the real ones. Whatever ran on it has
+to say "simulated".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A smaller model of the same vocabulary as drafter: it decodes ahead of the base, over the same block ids.
 
-Owns which positions the draft model has read. Sampled drafts use the request's own sampling values and the random
-number of their position, as the base will: the closer the two models, the likelier both choose the same token.
-Knows nothing of acceptance. A draft model that fails on a sequence only stops drafting for it.
+Sampled drafts use the request's own sampling values and the random number of their position, as the base will: the
+closer the two models, the likelier both choose the same token. A draft model that fails on a sequence only stops
+drafting for it.
 """
 
 from __future__ import annotations

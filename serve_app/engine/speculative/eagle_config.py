@@ -1,7 +1,6 @@
 """What an EAGLE-3 head's config.json says: its shape, which base layers it reads, and whether it fits a base model.
 
-Owns the names under which published heads say so. Knows nothing of tensors, so that the front door can refuse a
-misfit before anything is loaded.
+Imports no torch, so that an ingress can refuse a misfit before anything is loaded.
 """
 
 from __future__ import annotations

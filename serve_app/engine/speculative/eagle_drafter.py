@@ -1,9 +1,8 @@
 """An EAGLE-3 head as drafter: it guesses from the base model's hidden states, over the same block ids.
 
-Owns the head's KV and, for each block, the fused state of its last computed token: all that is needed to go on after
-it, so that a cached block can be continued by anybody who hits it. A slot holds the pair of its own token and the
-state before it: a block's content then depends on nothing behind the block. Guesses leave no trace in the pool.
-Knows nothing of acceptance.
+Owns the head's KV and, for each block, the fused state of its last computed token: every request that hits a cached
+block can go on after it. A slot holds the pair of its own token and the state before it: a block's content depends on
+nothing after the block. Guesses leave no trace in the pool.
 """
 
 from __future__ import annotations

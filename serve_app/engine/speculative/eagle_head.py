@@ -1,8 +1,7 @@
 """An EAGLE-3 head: one decoder layer that guesses the next tokens from hidden states of a base model.
 
-Owns the arithmetic and the tensor names of published heads. A head reads pairs: a token's embedding beside the state
-of the position before it, fused from three layers of the base. Its keys and values depend on the pair alone, so they
-are computed without attention. Knows nothing of pools, sequences or sampling. Source: the EAGLE-3 paper
+A head reads pairs: a token's embedding beside the state of the position before it, fused from three layers of the
+base. Its keys and values depend on the pair alone, so they are computed without attention. Source: the EAGLE-3 paper
 (arXiv 2503.01840) and the files of published heads.
 """
 

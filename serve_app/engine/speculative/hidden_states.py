@@ -1,7 +1,6 @@
 """Hidden states of a few layers, taken out of an unmodified transformers model while it computes a step.
 
-Owns forward hooks on those layers, and which row of the step is which KV slot. Knows nothing of what the states are
-for. Without a tap a model has no hooks.
+Forward hooks on those layers keep the states by KV slot. Without a tap a model has no hooks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What speculation is worth: drafts, accepted tokens, and base steps per token.
 
-Owns the counters and their names (vLLM's suffixes under ``warmpath_``). Knows nothing of models. Written by the
-engine's thread alone; without a drafter nothing is counted and nothing is reported.
+Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; without a drafter nothing is
+counted and nothing is reported.
 """
 
 from __future__ import annotations

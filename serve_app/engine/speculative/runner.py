@@ -1,8 +1,8 @@
 """Speculative decoding: a drafter proposes tokens, one step of the base model verifies all of them.
 
-Owns acceptance: a draft counts only if it equals the token that the base samples at its position, whose random
-number depends on (seed, position) alone. The output is therefore that of plain decoding at every temperature; the
-drafter decides only how many base steps it takes. Knows nothing of how drafts come about, or of scheduling.
+A draft counts only if it equals the token that the base samples at its position, whose random number depends on
+(seed, position) alone. The output is therefore that of plain decoding at every temperature; the drafter decides only
+how many base steps it takes.
 """
 
 from __future__ import annotations
