@@ -1,4 +1,4 @@
-"""Everything an engine's outputs say, by request, for whoever waits for it in another thread."""
+"""What an engine's outputs say, by request, for whoever waits for it in another thread."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest
 
 
-class Gathered:
+class OutputCollector:
     """An output sink. ``first_s``: when a request's first output came, by ``time.perf_counter``."""
 
     def __init__(self) -> None:
         self.first_s: dict[str, float] = {}
         self.cached_tokens: dict[str, int] = {}
-        self.generated_tokens: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
         self._ended: set[str] = set()
         self._failed: list[str] = []
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class Gathered:
             for output in outputs:
                 name = output.request_id
                 self.first_s.setdefault(name, now_s)
-                self.generated_tokens[name] = self.generated_tokens.get(name, 0) + len(output.token_ids)
+                self.tokens.setdefault(name, []).extend(output.token_ids)
                 if output.cached_tokens is not None:
                     self.cached_tokens[name] = output.cached_tokens
                 if output.error:
@@ -36,10 +36,18 @@ class Gathered:
                     self._ended.add(name)
             self._changed.notify_all()
 
-    def wait(self, names: Iterable[str]) -> None:
-        """Wait until all of them have ended. Raises RuntimeError when any request failed."""
-        wanted = set(names)
+    def answer_all(self, engine: Engine, requests: Iterable[EngineRequest]) -> float:
+        """Submit all requests at once and wait until they have ended; return how many seconds that took.
+
+        Raises RuntimeError when one failed.
+        """
+        requests = list(requests)
+        started_s = time.perf_counter()
+        for request in requests:
+            engine.submit(request, self)
+        wanted = {request.request_id for request in requests}
         with self._changed:
             self._changed.wait_for(lambda: wanted <= self._ended)
             if self._failed:
                 raise RuntimeError(f"a request failed: {self._failed[0]}")
+        return time.perf_counter() - started_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import tempfile
 import time
@@ -26,7 +27,7 @@ import yaml
 from rich.progress import track
 
 from benchmarks.common.client import Answer, stream_chat
-from benchmarks.common.output_collector import Gathered
+from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import alternate, ratios
 from benchmarks.common.prompts import text_of, tokenizer_of
 from benchmarks.common.report import write
@@ -96,11 +97,8 @@ async def no_sharing(model: Path, arguments: argparse.Namespace) -> dict[str, An
 
     Both sides run over the same loaded model and the same KV memory, one after the other.
     """
-    blocks_each = -(-(arguments.prompt_tokens + arguments.new_tokens) // BLOCK)
     settings = EngineSettings(
-        num_blocks=blocks_each * max(2, arguments.requests * 2 // 3),
-        dtype=arguments.dtype,
-        num_threads=arguments.threads,
+        num_blocks=too_few_blocks(arguments), dtype=arguments.dtype, num_threads=arguments.threads
     )
     with ThreadPoolExecutor(max_workers=1) as loader:
         runner = loader.submit(ModelRunner, model, settings).result()
@@ -116,6 +114,12 @@ async def no_sharing(model: Path, arguments: argparse.Namespace) -> dict[str, An
     return {"unit": "tokens/s", **ratios(on, off)}
 
 
+def too_few_blocks(arguments: argparse.Namespace) -> int:
+    """Return room for two thirds of a run's requests."""
+    requests, tokens_each = int(arguments.requests), int(arguments.prompt_tokens + arguments.new_tokens)
+    return math.ceil(tokens_each / BLOCK) * max(2, requests * 2 // 3)
+
+
 async def host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare what the same requests cost the engine's own Python, with a model that takes no time at all.
 
@@ -123,8 +127,7 @@ async def host_cost(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     cost = CostModel(prefill_tokens_per_s=1e12, decode_base_s=0.0, decode_per_sequence_s=0.0)
     runner = SimulatedRunner(cost, sleep=lambda _: None)
-    blocks_each = -(-(arguments.prompt_tokens + arguments.new_tokens) // BLOCK)
-    settings = EngineSettings(num_blocks=blocks_each * max(2, arguments.requests * 2 // 3))
+    settings = EngineSettings(num_blocks=too_few_blocks(arguments))
     tokens = arguments.requests * (arguments.prompt_tokens + arguments.new_tokens)
 
     async def seconds(pair: int, caching: bool) -> float:
@@ -151,21 +154,14 @@ def throughput(runner: Runner, settings: EngineSettings, arguments: argparse.Nam
     with publishing() as feed:
         engine = TorchEngine(runner, settings, feed.put)
         engine.start()
-        gathered = Gathered()
+        collector = OutputCollector()
         try:
-            engine.submit(request("first", 64, 2), gathered)
-            gathered.wait(["first"])
-            requests = [
-                request(f"r{i}", arguments.prompt_tokens, arguments.new_tokens) for i in range(arguments.requests)
-            ]
-            started_s = time.perf_counter()
-            for one in requests:
-                engine.submit(one, gathered)
-            gathered.wait(one.request_id for one in requests)
-            seconds = time.perf_counter() - started_s
+            collector.answer_all(engine, [request("first", 64, 2)])
+            sizes = arguments.prompt_tokens, arguments.new_tokens
+            seconds = collector.answer_all(engine, [request(f"r{i}", *sizes) for i in range(arguments.requests)])
         finally:
             engine.stop()
-    assert max(gathered.cached_tokens.values(), default=0) == 0, "requests were to share nothing"
+    assert max(collector.cached_tokens.values(), default=0) == 0, "requests were to share nothing"
     return float(arguments.requests * (arguments.prompt_tokens + arguments.new_tokens) / seconds)
 
 
@@ -219,40 +215,29 @@ class Asked:
 
     async def measure(self) -> dict[str, Any]:
         """Return the paired ratios by name."""
-        arguments = self._arguments
-        cold = await self._pairs(
-            "cold", arguments.cold, lambda p: self._http_s(p, p, 0), lambda p: self._alone_s(p, p, 0)
+        count, pairs = self._arguments.cold, self._arguments.warm
+        prefix, most = self._arguments.prefix_tokens // BLOCK * BLOCK, 1000
+        http_s, alone_s = self._http_s, self._alone_s
+        cold = await self._pairs("cold", count, lambda p: http_s(p, p, 0), lambda p: alone_s(p, p, 0))
+        warm = await self._pairs(
+            "warm", pairs, lambda p: http_s(p % count, most + p, prefix), lambda p: alone_s(p % count, most + p, prefix)
         )
-        prefix = arguments.prefix_tokens // BLOCK * BLOCK
-        count, most = arguments.cold, 1000
-
-        async def http_warm(pair: int) -> float:
-            return await self._http_s(pair % count, most + pair, prefix)
-
-        async def alone_warm(pair: int) -> float:
-            return await self._alone_s(pair % count, most + pair, prefix)
-
-        warm = await self._pairs("warm", arguments.warm, http_warm, alone_warm)
         for prompt in range(count):
             await self.over_http(prompt, 0, "private")
-
-        async def salted(pair: int) -> float:
-            return await self._http_s(pair % count, 2 * most + pair, prefix, "private")
-
-        async def unsalted(pair: int) -> float:
-            return await self._http_s(pair % count, 3 * most + pair, prefix)
-
-        salt = await self._pairs("private salt", arguments.warm, salted, unsalted)
+        salt = await self._pairs(
+            "private salt",
+            pairs,
+            lambda p: http_s(p % count, 2 * most + p, prefix, "private"),
+            lambda p: http_s(p % count, 3 * most + p, prefix),
+        )
         for prompt in range(count):
             await self.over_http(PUBLIC + prompt, 0)
-
-        async def behind_public(pair: int) -> float:
-            return await self._http_s(PUBLIC + pair % count, 4 * most + pair, prefix)
-
-        async def behind_private(pair: int) -> float:
-            return await self._http_s(pair % count, 5 * most + pair, prefix)
-
-        public = await self._pairs("public prompt", arguments.warm, behind_public, behind_private)
+        public = await self._pairs(
+            "public prompt",
+            pairs,
+            lambda p: http_s(PUBLIC + p % count, 4 * most + p, prefix),
+            lambda p: http_s(p % count, 5 * most + p, prefix),
+        )
         return {"front_door_cold": cold, "front_door_warm": warm, "private_salt": salt, "public_prompt": public}
 
     async def over_http(self, prompt: int, question: int, salt: str | None = None) -> Answer:
@@ -267,12 +252,12 @@ class Asked:
         """Ask the engine itself, with the ids ready; return seconds to the first token and cached tokens."""
         tokenizer = tokenizer_of(self._model)
         ids = tokenizer.encode(tokenizer.render_chat(self._messages(prompt, question)).text, ROOT).token_ids
-        gathered = Gathered()
+        collector = OutputCollector()
         name = str(next(self._numbers))
         started_s = time.perf_counter()
-        self._engine.submit(EngineRequest(name, ids, SCOPE, ROOT, SamplingParams(1, temperature=0.0)), gathered)
-        gathered.wait([name])
-        return gathered.first_s[name] - started_s, gathered.cached_tokens[name]
+        request = EngineRequest(name, ids, SCOPE, ROOT, SamplingParams(1, temperature=0.0))
+        collector.answer_all(self._engine, [request])
+        return collector.first_s[name] - started_s, collector.cached_tokens[name]
 
     async def _http_s(self, prompt: int, question: int, cached: int, salt: str | None = None) -> float:
         answer = await self.over_http(prompt, question, salt)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from benchmarks.common.output_collector import Gathered
+from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import ratios
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.report import write
@@ -123,18 +122,13 @@ def _seconds(
 ) -> float:
     """Return how long a batch takes whose sequences have the adapters ``keys`` in turn ("": the base model)."""
     generator = np.random.default_rng(prompt_tokens)
-    gathered = Gathered()
     requests = []
     for number in range(sequences):
         scope = PrefixScope("lora benchmark", lora=keys[number % len(keys)])
         ids = generator.integers(300, vocab_size, prompt_tokens, dtype=np.int32)
         sampling = SamplingParams(new_tokens, temperature=0.0)
         requests.append(EngineRequest(str(number), ids, scope, scope.root(SECRET), sampling))
-    started_s = time.perf_counter()
-    for request in requests:
-        engine.submit(request, gathered)
-    gathered.wait(request.request_id for request in requests)
-    return time.perf_counter() - started_s
+    return OutputCollector().answer_all(engine, requests)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,14 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
+from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.report import write
 from benchmarks.engine.draft_pairs import build_pairs
 from benchmarks.engine.eagle_training import eagle_pairs
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.core.build import build_engine
-from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.settings import EngineSettings
 
 _SCOPE = PrefixScope("benchmark")
@@ -115,24 +113,18 @@ def run(
     engine.start()
     vocabulary = load_checkpoint_info(model).vocab_size
     generator = np.random.default_rng(7)
-    gathered = _Gathered()
 
-    def request(name: str, max_tokens: int) -> EngineRequest:
+    def request(number: int, max_tokens: int) -> EngineRequest:
         ids = generator.integers(0, vocabulary, workload.prompt_tokens, dtype=np.int32)
-        sampling = SamplingParams(max_tokens, temperature=workload.temperature, seed=len(gathered.wanted))
-        return EngineRequest(name, ids, _SCOPE, _SCOPE.root(b"benchmark"), sampling)
+        sampling = SamplingParams(max_tokens, temperature=workload.temperature, seed=number)
+        return EngineRequest(f"r{number}", ids, _SCOPE, _SCOPE.root(b"benchmark"), sampling)
 
+    collector = OutputCollector()
     try:
-        gathered.expect("warm-up")
-        engine.submit(request("warm-up", 8), gathered)
-        gathered.wait()
+        OutputCollector().answer_all(engine, [request(1, 8)])  # a warm-up
         before = {name: value for name, _, value in engine.stats().samples}
-        started_s = time.perf_counter()
-        for i in range(workload.sequences):
-            gathered.expect(f"r{i}")
-            engine.submit(request(f"r{i}", workload.max_tokens), gathered)
-        gathered.wait()
-        seconds = time.perf_counter() - started_s
+        requests = [request(2 + i, workload.max_tokens) for i in range(workload.sequences)]
+        seconds = collector.answer_all(engine, requests)
         after = {name: value for name, _, value in engine.stats().samples}
     finally:
         engine.stop()
@@ -143,42 +135,11 @@ def run(
     generated = grown("warmpath_generation_tokens_total")
     drafted = grown("warmpath_spec_decode_num_draft_tokens_total")
     return Run(
-        tokens={name: tokens for name, tokens in gathered.tokens.items() if name != "warm-up"},
+        tokens=collector.tokens,
         tokens_per_s=generated / seconds,
         acceptance_rate=grown("warmpath_spec_decode_num_accepted_tokens_total") / drafted if drafted else 0.0,
         base_steps_per_token=grown("warmpath_spec_decode_base_steps_total") / generated if drafter else 1.0,
     )
-
-
-class _Gathered:
-    """A sink that keeps every token and can be waited for."""
-
-    def __init__(self) -> None:
-        self.wanted: set[str] = set()
-        self.tokens: dict[str, list[int]] = {}
-        self._finished: set[str] = set()
-        self._failed: list[str] = []
-        self._changed = threading.Condition()
-
-    def expect(self, name: str) -> None:
-        self.wanted.add(name)
-
-    def __call__(self, outputs: Sequence[EngineOutput]) -> None:
-        with self._changed:
-            for output in outputs:
-                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                if output.finish_reason is not None:
-                    self._finished.add(output.request_id)
-                if output.error:
-                    self._failed.append(output.error)
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until everything expected has ended. Raises RuntimeError when a request failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.wanted <= self._finished)
-        if self._failed:
-            raise RuntimeError(f"a request failed: {self._failed[0]}")
 
 
 if __name__ == "__main__":

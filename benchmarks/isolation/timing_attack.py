@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
+from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.prompts import WORDS, text_of
 from benchmarks.common.report import spread, write
 from serve_app.api.request import ChatRequest
@@ -29,7 +29,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineOutput, EngineRequest
+from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PublicPrompts
@@ -120,16 +120,7 @@ class Stage:
             messages.insert(0, {"role": "system", "content": self._system})
         wanted = ChatRequest(model="demo", messages=tuple(messages), max_tokens=1, temperature=0.0)
         self._number += 1
-        cached: list[int] = []
-        ended = threading.Event()
-
-        def sink(outputs: Sequence[EngineOutput]) -> None:
-            for output in outputs:
-                if output.cached_tokens is not None:
-                    cached.append(output.cached_tokens)
-                if output.finish_reason is not None:
-                    ended.set()
-
+        collector = OutputCollector()
         started_s = time.perf_counter()
         work = self._preparer.prepare(wanted, self._tenants[tenant], f"r{self._number}")
         (generation,) = self._loop.run_until_complete(work)
@@ -137,10 +128,9 @@ class Stage:
             generation.request_id, generation.token_ids, generation.scope, generation.root, generation.sampling,
             generation.block_hashes, tenant,
         )  # fmt: skip
-        self._engine.submit(request, sink)
-        if not ended.wait(60) or not cached:
-            raise RuntimeError("the engine did not answer")
-        return Probe(time.perf_counter() - started_s, len(generation.token_ids), cached[0])
+        collector.answer_all(self._engine, [request])
+        ttft_s = time.perf_counter() - started_s
+        return Probe(ttft_s, len(generation.token_ids), collector.cached_tokens[request.request_id])
 
 
 def attack(stage: Stage, trials: int, seed: int, *, quiet: bool = True) -> Outcome:

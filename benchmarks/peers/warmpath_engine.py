@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common.output_collector import OutputCollector
 from benchmarks.peers.bandwidth import copy_bytes_per_s, decode_limit_tok_s, weight_bytes_read
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_PROMPT_TOKENS, DECODE_ROWS, Prompt, serve
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.build import load_runner
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineOutput, EngineRequest, SamplingParams
+from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
 
@@ -45,28 +44,14 @@ class WarmpathEngine:
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
         """Submit all prompts and wait for their last tokens. Raises RuntimeError when one fails."""
-        done = threading.Semaphore(0)
-        errors: list[str] = []
-
-        def sink(outputs: Sequence[EngineOutput]) -> None:
-            for output in outputs:
-                if output.finish_reason is not None:
-                    errors.extend([output.error] if output.finish_reason == "error" else [])
-                    done.release()
-
-        for prompt in prompts:
-            request = EngineRequest(
-                request_id=str(next(self._numbers)),
-                token_ids=np.asarray(prompt, dtype=np.int32),
-                scope=_SCOPE,
-                root=_ROOT,
-                sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
-            )
-            self._engine.submit(request, sink)
-        for _ in prompts:
-            done.acquire()
-        if errors:
-            raise RuntimeError(errors[0])
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        OutputCollector().answer_all(
+            self._engine,
+            [
+                EngineRequest(str(next(self._numbers)), np.asarray(prompt, dtype=np.int32), _SCOPE, _ROOT, sampling)
+                for prompt in prompts
+            ],
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return how the model was run and, on a GPU, the memory-bandwidth limit of the decode figure."""
