@@ -39,6 +39,10 @@ _TILE_KEYS = 16
 """Keys that a product takes at once; they have to lie in one block."""
 
 
+SWITCH = "WARMPATH_AMX"
+"""The environment variable that, at 0, has a process work as if its CPU had no AMX."""
+
+
 class NoAmx(RuntimeError):
     """The kernels cannot run here; the message says why."""
 
@@ -88,6 +92,8 @@ def load_linear() -> AmxLinear:
 
 
 def _load(source: str, *flags: str) -> ctypes.CDLL:
+    if os.environ.get(SWITCH) == "0":
+        raise NoAmx(f"{SWITCH}=0 switches the kernels off")
     missing = _NEEDED - _cpu_flags()
     if missing:
         raise NoAmx(f"this CPU lacks {', '.join(sorted(missing))}")

@@ -233,6 +233,7 @@ def test_a_common_beginning_is_read_once() -> None:
 
 
 def test_sizes_and_machines_that_do_not_suit_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(amx_library.SWITCH, raising=False)
     with pytest.raises(NoAmx, match="bfloat16, not float32"):
         amx_backend(replace(HEADS, dtype=torch.float32))
     with pytest.raises(NoAmx, match="head_dim 16 must be a multiple of 32 and block_size 16 one of 16"):
@@ -245,6 +246,10 @@ def test_sizes_and_machines_that_do_not_suit_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(amx_library.shutil, "which", lambda name: None)
     with pytest.raises(NoAmx, match="no C compiler"):
         load_attention(64, 16)
+    monkeypatch.setenv(amx_library.SWITCH, "0")
+    with pytest.raises(NoAmx, match="WARMPATH_AMX=0 switches the kernels off"):
+        load_attention(64, 16)
+    monkeypatch.delenv(amx_library.SWITCH)
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'fatal error: immintrin.h: No such file' >&2; exit 1\n")
     broken.chmod(0o755)
