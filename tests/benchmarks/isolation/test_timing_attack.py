@@ -18,9 +18,9 @@ TRIALS = 220
 
 
 @pytest.mark.parametrize("mode", ["private", "public_prompt", "trust_group_public_prompt"])
-def test_guessing_does_no_better_than_chance(mode: str, demo_model_path: Path) -> None:
+def test_guessing_does_no_better_than_chance(mode: str, tiny_model_path: Path) -> None:
     """With the public prompt in front or not; in a trust group the same attack succeeds, so that it is one."""
-    stage = Stage(demo_model_path, mode, public_tokens=40, guess_tokens=24)
+    stage = Stage(tiny_model_path, mode, public_tokens=40, guess_tokens=24)
     try:
         outcome = attack(stage, TRIALS, seed=5)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,12 @@ LEFT_BYTES_AN_OPERATION = 500
 
 @pytest.fixture
 def soak(demo_model_path: Path, tmp_path: Path) -> Iterator[Soak]:
+    gc.collect()
+    gc.freeze()  # a check looks through all objects: those of torch and of other tests are not what it is about
     made = Soak(demo_model_path, tmp_path, SoakSettings(num_blocks=128, host_blocks=32, disk_blocks=64))
     yield made
     made.close()
+    gc.unfreeze()
 
 
 def our_bytes() -> int:
