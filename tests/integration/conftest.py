@@ -1,48 +1,65 @@
-"""Real instances for the tests of a module: `warmpath serve` in processes of its own, on loopback."""
+"""What tests of real instances (`warmpath serve` in processes of its own, on loopback) share.
+
+Whatever travels beside an answer (feeds, counters) is waited for: a loaded machine takes its time, and no test relies
+on how fast anything is.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
-from benchmarks.common.server import instance
+PATIENCE_S = 120.0
+"""Longer than anything takes on a machine that does much else; nothing waits so long unless it is going to fail."""
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """Two replicas of the demo model in float32, no tenants."""
-    with instance("--set", "dtype=float32", "--set", "kv_cache_bytes=67108864") as base:
-        yield base
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Instances start in half a minute on an idle machine, and in minutes on a busy one."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[OpenAI]:
     """The real OpenAI client, without retries of its own."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
         yield made
 
 
-def let_the_feed_arrive() -> None:
-    """What a replica stored travels beside its answer, not in it: a repeat within milliseconds may find nothing."""
-    time.sleep(1.0)
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
-    """Wait until something holds: replicas publish counters twice a second, and a loaded machine takes longer."""
+def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+    """Wait until something holds. What cannot be asked just now does not hold."""
     deadline_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.05)
 
 
+def wait_until_cached(
+    url: str, body: Mapping[str, Any], tokens: int = 100, headers: Mapping[str, str] | None = None
+) -> None:
+    """Wait until the router has heard that a replica holds so many tokens of a request's prompt.
+
+    What a replica stored travels beside its answer, not in it. ``headers``: the operator's key where there are tenants.
+    """
+
+    def held() -> bool:
+        answer = httpx.post(f"{url}/v1/cache/explain", json=body, headers=headers, timeout=PATIENCE_S)
+        answer.raise_for_status()
+        return int(answer.json()["prompts"][0]["best_cached_tokens"]) >= tokens
+
+    eventually(held)
+
+
 def cache_state(url: str) -> dict[str, Any]:
     """What the operator's state endpoint says."""
-    response = httpx.get(f"{url}/v1/cache/state", timeout=30)
+    response = httpx.get(f"{url}/v1/cache/state", timeout=PATIENCE_S)
     response.raise_for_status()
     state: dict[str, Any] = response.json()
     return state
@@ -51,3 +68,10 @@ def cache_state(url: str) -> dict[str, Any]:
 def replicas_of(url: str) -> dict[str, dict[str, Any]]:
     """The state endpoint's replicas, by id."""
     return {replica["replica_id"]: replica for replica in cache_state(url)["replicas"]}
+
+
+def wait_for_replicas(url: str, count: int) -> None:
+    """Wait until the router knows so many replicas and has heard of each."""
+    eventually(
+        lambda: len(replicas_of(url)) == count and all("pid" in replica for replica in replicas_of(url).values())
+    )

@@ -121,7 +121,7 @@ class Ingress:
     async def without_replicas(self, core: Any) -> dict[str, Any]:
         """Kill every replica, ask while none can start, and ask again once they can."""
         self.gate.touch()
-        for pid in await self.holders.broadcast("pid").results_async(timeout_s=30):
+        for pid in await self.holders.broadcast("pid").results_async(timeout_s=120):
             os.kill(pid, signal.SIGKILL)
         await until(lambda: not core.replica_ids)
         asked = [self.ask(core, f"e{number}", number) for number in range(20)]
@@ -154,7 +154,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 async def ask_once(handle: DeploymentHandle) -> Any:
     """Call the ingress from a loop, which the throughput-optimized mode needs."""
-    return await asyncio.wait_for(handle.run.remote(), 120)
+    return await asyncio.wait_for(handle.run.remote(), 400)
 
 
 def main() -> None:

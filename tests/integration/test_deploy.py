@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from serve_app.cli.local_ray import held_port
+from tests.integration.conftest import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -37,18 +35,13 @@ def cluster() -> Iterator[dict[str, str]]:
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
         subprocess.run(
-            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=60, stdout=subprocess.DEVNULL
+            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=300, stdout=subprocess.DEVNULL
         )
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
         process = subprocess.Popen(start, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
         try:
-            for _ in range(120):
-                try:
-                    httpx.get(f"http://127.0.0.1:{dashboard}/api/version", timeout=2)
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.5)
+            eventually(lambda: listens(f"http://127.0.0.1:{dashboard}/api/version"))
             yield {
                 **env,
                 "RAY_ADDRESS": address,
@@ -69,32 +62,33 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals, seconds: float
         process.wait()
 
 
-def wait_for(url: str, cluster: dict[str, str], seconds: float = 180) -> None:
-    """Wait for /health; on failure say what Serve says."""
-    deadline_s = time.monotonic() + seconds
-    while time.monotonic() < deadline_s:
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.3)
-    status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    raise AssertionError(f"{url} did not become healthy: {status.stdout[-3000:]}")
+def listens(url: str) -> bool:
+    """Whether anything at all answers."""
+    try:
+        httpx.get(url, timeout=PATIENCE_S)
+    except httpx.HTTPError:
+        return False
+    return True
 
 
-def wait_for_replicas(url: str, count: int) -> None:
-    """Wait until the ingress' router knows ``count`` replicas; while the app changes it may not answer at all."""
+def wait_for_replicas(url: str, count: int, cluster: dict[str, str]) -> None:
+    """Wait until the ingress' router knows so many; while the app changes it may not answer. Or say what Serve says."""
     seen: object = None
-    for _ in range(400):
+
+    def all_are_known() -> bool:
+        nonlocal seen
         try:
-            seen = httpx.get(f"{url}/health", timeout=5).json()["replicas"]
+            response = httpx.get(f"{url}/health", timeout=PATIENCE_S)
+            seen = response.json()["replicas"] if response.status_code == 200 else response.status_code
         except (httpx.HTTPError, KeyError, ValueError) as error:
             seen = error
-        if seen == count:
-            return
-        time.sleep(0.3)
-    raise AssertionError(f"never {count} replicas, last {seen!r}")
+        return seen == count
+
+    try:
+        eventually(all_are_known, within_s=300)
+    except AssertionError:
+        status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        raise AssertionError(f"{url}: never {count} replicas but {seen!r}: {status.stdout[-3000:]}") from None
 
 
 @pytest.fixture
@@ -108,12 +102,12 @@ def port() -> Iterator[int]:
 def shut_down(cluster: dict[str, str]) -> Iterator[None]:
     """Leave the cluster without Serve, whatever the test did: the next one brings its own HTTP options."""
     yield
-    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=300)
 
 
 def answer(url: str, model: str = "demo") -> str:
     body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
-    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
     assert response.status_code == 200, response.text
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -125,45 +119,24 @@ def test_serve_deploy_of_the_config_file(cluster: dict[str, str], port: int, tmp
     config["http_options"]["port"] = port
     file = tmp_path / "serve_config.yaml"
     file.write_text(yaml.safe_dump(config))
-    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
+    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
     url = f"http://127.0.0.1:{port}"
-    wait_for(url, cluster)
     replicas = config["applications"][0]["args"]["replicas"]
-    wait_for_replicas(url, replicas)
+    wait_for_replicas(url, replicas, cluster)
     before = answer(url)
 
     config["applications"][0]["args"]["replicas"] = replicas + 1
     file.write_text(yaml.safe_dump(config))
-    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=120)
-    wait_for_replicas(url, replicas + 1)
+    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
+    wait_for_replicas(url, replicas + 1, cluster)
     assert answer(url) == before
 
 
-@pytest.fixture
-def llama_path(demo_model_path: Path, tmp_path: Path) -> Path:
-    """A Llama-style checkpoint of random weights, as transformers saves one, with the demo model's tokenizer."""
-    path = tmp_path / "tiny-llama"
-    config = LlamaConfig(
-        vocab_size=AutoConfig.from_pretrained(demo_model_path).vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    for file in demo_model_path.iterdir():
-        if "token" in file.name or file.name == "chat_template.jinja":
-            shutil.copy(file, path)
-    return path
-
-
 @pytest.mark.usefixtures("shut_down")
-def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], llama_path: Path) -> None:
+def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], tiny_model_path: Path) -> None:
     """`serve run serve_app.app:build_app model=PATH` serves a Llama-style checkpoint on a running cluster."""
     process = subprocess.Popen(
-        ["serve", "run", "serve_app.app:build_app", f"model={llama_path}", "replicas=1"],
+        ["serve", "run", "serve_app.app:build_app", f"model={tiny_model_path}", "replicas=1"],
         env=cluster,
         cwd=ROOT,
         start_new_session=True,
@@ -171,7 +144,7 @@ def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], llama_path
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for("http://127.0.0.1:8000", cluster)
-        assert answer("http://127.0.0.1:8000", llama_path.name)
+        wait_for_replicas("http://127.0.0.1:8000", 1, cluster)
+        assert answer("http://127.0.0.1:8000", tiny_model_path.name)
     finally:
         end(process, signal.SIGINT, 60)

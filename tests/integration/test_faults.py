@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
-from tests.integration.conftest import cache_state, eventually, replicas_of
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration
 
@@ -65,26 +64,13 @@ def body(content: str, **extra: object) -> dict[str, object]:
     }
 
 
-def busy_replica(url: str) -> str:
-    """The id of a replica with work, waited for."""
-    for _ in range(200):
-        for replica_id, replica in replicas_of(url).items():
-            if replica["running_sequences"] + replica["waiting_sequences"] > 0:
-                return str(replica_id)
-        time.sleep(0.02)
-    raise AssertionError("no replica became busy")
-
-
-def wait_for_replicas(url: str, count: int) -> None:
-    for _ in range(900):
-        if len(replicas_of(url)) == count and all("pid" in replica for replica in replicas_of(url).values()):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"never {count} replicas: {cache_state(url)}")
-
-
-def idle(url: str) -> bool:
-    return all(r["running_sequences"] + r["waiting_sequences"] == 0 for r in replicas_of(url).values())
+def working(url: str) -> list[str]:
+    """The ids of the replicas that run, or have queued, anything."""
+    return [
+        replica_id
+        for replica_id, replica in replicas_of(url).items()
+        if replica["running_sequences"] + replica["waiting_sequences"] + replica["queued_prefill_tokens"] > 0
+    ]
 
 
 def pid_of(url: str, replica_id: str) -> int:
@@ -95,13 +81,14 @@ def test_killed_before_the_first_token(url: str) -> None:
     """The request is sent again elsewhere; the client sees one whole answer, equal to an undisturbed one."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             request = body("word " * 4000)
             undisturbed = (await client.post(CHAT, json={**request, "cache_salt": "other"})).json()
+            await asyncio.to_thread(eventually, lambda: not working(url))
             pending = asyncio.create_task(client.post(CHAT, json=request))
-            await asyncio.sleep(0.5)
-            victim = await asyncio.to_thread(busy_replica, url)
-            os.kill(pid_of(url, victim), signal.SIGKILL)
+            # The router counts a request from the moment it is sent, so that no answer can come first.
+            await asyncio.to_thread(eventually, lambda: bool(working(url)))
+            os.kill(pid_of(url, working(url)[0]), signal.SIGKILL)
             answer = await pending
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"] == undisturbed["choices"]
@@ -113,8 +100,9 @@ def test_killed_before_the_first_token(url: str) -> None:
 def test_killed_in_the_middle_of_a_stream(url: str) -> None:
     """The stream goes on from another replica with the very tokens it would have had."""
 
-    async def collect(client: httpx.AsyncClient, kill: bool, salt: str) -> tuple[str, int]:
-        text, chunks = "", 0
+    async def collect(client: httpx.AsyncClient, kill: bool, salt: str) -> tuple[str, int, int]:
+        """Return the text, in how many chunks it came, and how many of them came after the kill, if there was one."""
+        text, chunks, killed_at = "", 0, 0
         request = body("tell me", stream=True, max_tokens=100, cache_salt=salt)
         async with client.stream("POST", CHAT, json=request) as response:
             async for line in response.aiter_lines():
@@ -124,18 +112,24 @@ def test_killed_in_the_middle_of_a_stream(url: str) -> None:
                 assert "error" not in event, event
                 text += event["choices"][0]["delta"].get("content") or ""
                 chunks += 1
-                if kill and chunks == 10:
-                    victim = await asyncio.to_thread(busy_replica, url)
-                    os.kill(pid_of(url, victim), signal.SIGKILL)
-                    kill = False
-        return text, chunks
+                if kill and chunks >= 10 and not killed_at:
+                    busy = await asyncio.to_thread(working, url)
+                    if busy:  # else the replica has not said yet that it runs something, or does no more
+                        os.kill(pid_of(url, busy[0]), signal.SIGKILL)
+                        killed_at = chunks
+        return text, chunks, chunks - killed_at if killed_at else 0
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            whole, _ = await collect(client, False, "a")
-            broken, chunks = await collect(client, True, "b")
-            assert chunks > 10
-            assert broken == whole
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            whole, _, _ = await collect(client, False, "a")
+            for salt in "bcdef":  # on a busy machine a stream may be over before anybody knows who sends it
+                broken, chunks, after_kill = await collect(client, True, salt)
+                assert chunks > 10
+                assert broken == whole
+                if after_kill:
+                    return
+                await asyncio.to_thread(wait_for_replicas, url, 2)
+            raise AssertionError("no replica was killed in the middle of a stream")
 
     asyncio.run(run())
     wait_for_replicas(url, 2)
@@ -146,22 +140,18 @@ def test_a_client_that_leaves_frees_its_blocks(url: str, stream: bool) -> None:
     """After a disconnect no sequence runs on and no block stays in use."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             request = body("leave me", stream=stream, max_tokens=4000)
             pending = asyncio.create_task(client.post(CHAT, json=request))
-            await asyncio.to_thread(busy_replica, url)
+            await asyncio.to_thread(eventually, lambda: blocks_in_use(url) > 0)
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
-        started_s = time.monotonic()
-        while not await asyncio.to_thread(idle, url):
-            assert time.monotonic() - started_s < 20, cache_state(url)
-            await asyncio.sleep(0.05)
 
-        while any(replica["blocks_in_use"] for replica in (await asyncio.to_thread(replicas_of, url)).values()):
-            assert time.monotonic() - started_s < 20, cache_state(url)
-            await asyncio.sleep(0.05)
+    def blocks_in_use(url: str) -> int:
+        return sum(replica["blocks_in_use"] for replica in replicas_of(url).values())
 
     asyncio.run(run())
+    eventually(lambda: not working(url) and not blocks_in_use(url))
 
 
 def test_a_full_queue_answers_429(url: str) -> None:
@@ -169,8 +159,8 @@ def test_a_full_queue_answers_429(url: str) -> None:
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=url, timeout=180, limits=limits) as client:
-            requests = [client.post(CHAT, json=body(f"{i} " + "word " * 500, max_tokens=2)) for i in range(120)]
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+            requests = [client.post(CHAT, json=body(f"{i} " + "word " * 500, max_tokens=2)) for i in range(200)]
             answers = await asyncio.gather(*requests)
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) == {200, 429}, statuses
@@ -189,7 +179,7 @@ def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path
     requests = [(CHAT, body("anyone?")), (CHAT, body("anyone?", stream=True)), (COMPLETIONS, completion)]
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             answers = await asyncio.gather(*(client.post(path, json=content) for path, content in requests))
         for answer in answers:
             assert answer.status_code == 503, answer.text
@@ -203,8 +193,8 @@ def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path
     away = model.rename(model.with_name("away"))
     for replica in replicas_of(url).values():
         os.kill(replica["pid"], signal.SIGKILL)
-    eventually(lambda: not replicas_of(url), within_s=60)
+    eventually(lambda: not replicas_of(url))
     asyncio.run(run())
     away.rename(model)
     wait_for_replicas(url, 2)
-    assert httpx.post(url + COMPLETIONS, json=completion, timeout=60).status_code == 200
+    assert httpx.post(url + COMPLETIONS, json=completion, timeout=PATIENCE_S).status_code == 200

@@ -22,7 +22,7 @@ def outcome(request: pytest.FixtureRequest) -> dict[str, object]:
     root = PROGRAM.parents[2]
     environment["PYTHONPATH"] = str(root)
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=240
+        [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     parsed: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])

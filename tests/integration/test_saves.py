@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import cache_state, eventually
+from tests.integration.conftest import PATIENCE_S, cache_state, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +57,7 @@ def saves(url: str) -> dict[str, float]:
     """Outcomes counted so far, once the replica has reported."""
     return {
         line.split('outcome="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1])
-        for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+        for line in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
         if line.startswith("warmpath_prompt_saves_total{")
     }
 
@@ -114,5 +114,5 @@ def test_a_save_over_the_budget_warns_and_is_answered(client: OpenAI, url: str) 
     assert 0 < replica["blocks_pinned"] <= 60
     assert replica["bytes_pinned"] % replica["blocks_pinned"] == 0
     assert replica["bytes_by_tenant"]["default"] >= replica["bytes_pinned"]
-    assert httpx.post(f"{url}/reset_prefix_cache", timeout=30).json() == {"complete": True}
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE_S).json() == {"complete": True}
     assert ask(client, "First. " + RULES, "Who?")[0] == 0

@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks.common.server import instance
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import eventually, let_the_feed_arrive
+from tests.integration.conftest import PATIENCE_S, eventually, wait_until_cached
 
 pytestmark = pytest.mark.integration
 
@@ -48,25 +48,30 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(url: str, tenant: str, **extra: object) -> tuple[int, str]:
-    answer = httpx.post(url + CHAT, json={**BODY, **extra}, headers=auth(tenant), timeout=60).json()
+    answer = httpx.post(url + CHAT, json={**BODY, **extra}, headers=auth(tenant), timeout=PATIENCE_S).json()
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
+
+
+def wait_until_held(url: str, tenant: str, tokens: int, **extra: object) -> None:
+    """Wait until the router has heard that a replica holds so much of a tenant's prompt."""
+    wait_until_cached(url, {**BODY, **extra, "tenant": tenant}, tokens, auth("operator"))
 
 
 def test_a_key_is_needed(url: str) -> None:
     """No key, or an unknown one, is 401 in OpenAI's shape; health needs none."""
     for headers in ({}, {"authorization": "Bearer wp-guess"}, {"authorization": "Basic x"}):
-        response = httpx.post(url + CHAT, json=BODY, headers=headers, timeout=30)
+        response = httpx.post(url + CHAT, json=BODY, headers=headers, timeout=PATIENCE_S)
         assert response.status_code == 401
         assert response.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(url + "/v1/models", timeout=30).status_code == 401
-    assert httpx.get(url + "/health", timeout=30).status_code == 200
+    assert httpx.get(url + "/v1/models", timeout=PATIENCE_S).status_code == 401
+    assert httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200
 
 
 def test_the_api_is_not_described_to_everyone(url: str) -> None:
     """With tenants the docs are as unknown as any other path, even to a tenant."""
-    unknown = httpx.get(url + "/nothing", headers=auth("acme"), timeout=30).json()["error"]
+    unknown = httpx.get(url + "/nothing", headers=auth("acme"), timeout=PATIENCE_S).json()["error"]
     for path in ("/docs", "/openapi.json", "/redoc"):
-        response = httpx.get(url + path, headers=auth("acme"), timeout=30)
+        response = httpx.get(url + path, headers=auth("acme"), timeout=PATIENCE_S)
         assert response.status_code == 404
         assert response.json()["error"] == {**unknown, "message": unknown["message"].replace("/nothing", path)}
 
@@ -74,11 +79,11 @@ def test_the_api_is_not_described_to_everyone(url: str) -> None:
 def test_tenants_share_nothing(url: str) -> None:
     """The same prompt is cold for every tenant and for every cache_salt of one tenant; answers are equal."""
     cold, text = ask(url, "acme")
-    let_the_feed_arrive()
+    wait_until_held(url, "acme", 100)
     warm, _ = ask(url, "acme")
     other, other_text = ask(url, "globex")
     salted, salted_text = ask(url, "acme", cache_salt="project-1")
-    let_the_feed_arrive()
+    wait_until_held(url, "acme", 100, cache_salt="project-1")
     salted_again, _ = ask(url, "acme", cache_salt="project-1")
     other_salted, _ = ask(url, "globex", cache_salt="project-1")
     assert cold == other == salted == other_salted == 0
@@ -87,10 +92,14 @@ def test_tenants_share_nothing(url: str) -> None:
     assert text == other_text == salted_text
 
 
+def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
 def chat(url: str, tenant: str, *messages: tuple[str, str], **extra: object) -> tuple[int, int, str]:
     """Prompt tokens, cached ones among them, and the answer."""
-    body = {"messages": [{"role": role, "content": content} for role, content in messages], **extra}
-    answer = httpx.post(url + CHAT, json={**BODY, **body}, headers=auth(tenant), timeout=60).json()
+    body = {"messages": said(*messages), **extra}
+    answer = httpx.post(url + CHAT, json={**BODY, **body}, headers=auth(tenant), timeout=PATIENCE_S).json()
     usage = answer["usage"]
     return (
         usage["prompt_tokens"],
@@ -103,16 +112,15 @@ def test_a_public_prompt_is_shared_and_nothing_after_it(url: str) -> None:
     """Sent as text or by reference; the question behind it, though the same, is cold for every other tenant."""
     question = ("user", "And when does the tide turn? " * 12)
     tokens, cold, text = chat(url, "acme", ("system", RULES), question)
-    let_the_feed_arrive()
+    wait_until_held(url, "acme", (tokens - 1) // 16 * 16, messages=said(("system", RULES), question))
     _, warm, _ = chat(url, "acme", ("system", RULES), question)
     _, other, other_text = chat(url, "globex", ("system", RULES), question)
-    let_the_feed_arrive()
     _, referred, referred_text = chat(url, "initech", question, prompt_ref="rules@2")
     assert cold == 0
     assert warm >= (tokens - 1) // 16 * 16
     assert 64 <= other == referred < warm - 64
     assert text == other_text == referred_text
-    unknown = httpx.post(url + CHAT, json={**BODY, "prompt_ref": "rules@1"}, headers=auth("acme"), timeout=60)
+    unknown = httpx.post(url + CHAT, json={**BODY, "prompt_ref": "rules@1"}, headers=auth("acme"), timeout=PATIENCE_S)
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "prompt_not_found")
     assert "rules@2" in unknown.json()["error"]["message"]
 
@@ -120,7 +128,7 @@ def test_a_public_prompt_is_shared_and_nothing_after_it(url: str) -> None:
 def test_a_trust_group_shares_all_and_a_salt_divides_it(url: str) -> None:
     private = ("system", "The merger is called off. " * 30)
     tokens, cold, _ = chat(url, "initech", private)
-    let_the_feed_arrive()
+    wait_until_held(url, "initech", (tokens - 1) // 16 * 16, messages=said(private))
     assert cold == 0
     assert chat(url, "initrode", private)[1] >= (tokens - 1) // 16 * 16
     assert chat(url, "initrode", private, cache_salt="mine")[1] == 0
@@ -139,41 +147,44 @@ def test_a_conversation_returns_to_its_history(url: str) -> None:
             tokens, cached, answer = chat(url, name, *messages, prompt_cache_key="the same for both")
             assert cached >= before[name] // 16 * 16 - 16
             assert turn or not cached
+            wait_until_held(url, name, (tokens - 1) // 16 * 16, messages=said(*messages))
             messages.append(("assistant", answer))
             before[name] = tokens
-        let_the_feed_arrive()
     # Another key, or none: the history is found all the same.
     for extra in ({"prompt_cache_key": "another"}, {}):
         assert chat(url, "acme", *history["acme"], ("user", "Done?"), **extra)[1] >= before["acme"] // 16 * 16 - 16
 
 
+def metrics(url: str) -> str:
+    return httpx.get(url + "/metrics", headers=auth("operator"), timeout=PATIENCE_S).text
+
+
 def test_operator_endpoints_need_the_operator_key(url: str) -> None:
     """State and metrics name tenants, so that a tenant's key does not open them."""
     for path in ("/v1/cache/state", "/metrics"):
-        assert httpx.get(url + path, timeout=30).status_code == 401
-        assert httpx.get(url + path, headers=auth("acme"), timeout=30).status_code == 403
-        assert httpx.get(url + path, headers=auth("operator"), timeout=30).status_code == 200
-    metrics = httpx.get(url + "/metrics", headers=auth("operator"), timeout=30).text
-    assert 'tenant="acme"' in metrics
+        assert httpx.get(url + path, timeout=PATIENCE_S).status_code == 401
+        assert httpx.get(url + path, headers=auth("acme"), timeout=PATIENCE_S).status_code == 403
+        assert httpx.get(url + path, headers=auth("operator"), timeout=PATIENCE_S).status_code == 200
+    eventually(lambda: 'tenant="acme"' in metrics(url))
 
 
 def test_explain_is_the_operators_and_says_where_a_tenants_request_would_go(url: str) -> None:
     """For the tenant named the holder wins, with a sentence; tenants' keys do not open it, and nothing is counted."""
     explain = url + "/v1/cache/explain"
-    assert httpx.post(explain, json=BODY, timeout=30).status_code == 401
-    assert httpx.post(explain, json=BODY, headers=auth("acme"), timeout=30).status_code == 403
+    assert httpx.post(explain, json=BODY, timeout=PATIENCE_S).status_code == 401
+    assert httpx.post(explain, json=BODY, headers=auth("acme"), timeout=PATIENCE_S).status_code == 403
     ask(url, "acme")
 
     def held(tenant: str) -> dict[str, object]:
         body = {**BODY, "tenant": tenant, "cache_salt": None}
-        said = httpx.post(explain, json=body, headers=auth("operator"), timeout=30).raise_for_status().json()
+        said = httpx.post(explain, json=body, headers=auth("operator"), timeout=PATIENCE_S).raise_for_status().json()
         prompt: dict[str, object] = said["prompts"][0]
         return prompt
 
     eventually(lambda: int(str(held("acme")["best_cached_tokens"])) > 100)
 
     def decisions() -> int:
-        state = httpx.get(url + "/v1/cache/state", headers=auth("operator"), timeout=30).json()
+        state = httpx.get(url + "/v1/cache/state", headers=auth("operator"), timeout=PATIENCE_S).json()
         return sum(policy["decisions"] for policy in state["regret"].values())
 
     before = decisions()
@@ -184,9 +195,8 @@ def test_explain_is_the_operators_and_says_where_a_tenants_request_would_go(url:
     assert said["replicas"][0]["replica_id"] == winner["replica_id"]  # type: ignore[index]
     assert said["replicas"][0]["cached_tokens_by_tier"]["pool"] > 100  # type: ignore[index]
     assert decisions() == before
-    bad = httpx.post(explain, json=BODY, headers=auth("operator"), timeout=30)
+    bad = httpx.post(explain, json=BODY, headers=auth("operator"), timeout=PATIENCE_S)
     assert bad.status_code == 400
     assert bad.json()["error"]["param"] == "tenant"
-    metrics = httpx.get(url + "/metrics", headers=auth("operator"), timeout=30).text
-    assert "warmpath_router_ttft_actual_to_estimated_ratio_count{ingress=" in metrics
-    assert "warmpath_shadow_decisions_total{" in metrics
+    for name in ("warmpath_router_ttft_actual_to_estimated_ratio_count{ingress=", "warmpath_shadow_decisions_total{"):
+        eventually(lambda name=name: name in metrics(url))  # type: ignore[misc]

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import eventually
+from tests.integration.conftest import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -22,12 +22,12 @@ def ask(url: str, words: str) -> tuple[int, str]:
         "max_tokens": 4,
         "temperature": 0,
     }
-    answer = httpx.post(url + CHAT, json=body, timeout=60).json()
+    answer = httpx.post(url + CHAT, json=body, timeout=PATIENCE_S).json()
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["message"]["content"]
 
 
 def metric(url: str, name: str) -> float:
-    lines = httpx.get(url + "/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(url + "/metrics", timeout=PATIENCE_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.integration.conftest import PATIENCE_S
+
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
@@ -40,7 +42,7 @@ BAD_BODIES = {
 def test_bad_bodies_are_refused_with_a_sentence(url: str, name: str) -> None:
     """Status 4xx, OpenAI's error shape, a request id, no trace of the inside."""
     response = httpx.post(
-        url + CHAT, content=BAD_BODIES[name], headers={"content-type": "application/json"}, timeout=60
+        url + CHAT, content=BAD_BODIES[name], headers={"content-type": "application/json"}, timeout=PATIENCE_S
     )
     assert 400 <= response.status_code < 500, response.text
     error = response.json()["error"]
@@ -48,16 +50,15 @@ def test_bad_bodies_are_refused_with_a_sentence(url: str, name: str) -> None:
     assert len(error["message"]) > 10
     assert "Traceback" not in response.text
     assert response.headers["x-request-id"]
-    assert httpx.post(url + CHAT, json=GOOD, timeout=60).status_code == 200
+    assert httpx.post(url + CHAT, json=GOOD, timeout=PATIENCE_S).status_code == 200
 
 
 def test_wrong_paths_and_methods(url: str) -> None:
     """Unknown paths are 404 and wrong methods 405, in OpenAI's shape."""
-    assert httpx.get(url + "/v1/nothing").status_code == 404
-    assert httpx.get(url + "/v1/nothing").json()["error"]["message"]
-    assert httpx.get(url + CHAT).status_code == 405
-    assert httpx.get(url + CHAT).json()["error"]["message"]
-    assert httpx.get(url + "/v1/models/none").status_code == 404
+    for path, status in (("/v1/nothing", 404), (CHAT, 405), ("/v1/models/none", 404)):
+        response = httpx.get(url + path, timeout=PATIENCE_S)
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
 
 
 def test_a_chunked_flood_is_cut_off(url: str) -> None:
@@ -68,26 +69,26 @@ def test_a_chunked_flood_is_cut_off(url: str) -> None:
             yield b"x" * 65536
 
     try:
-        response = httpx.post(url + CHAT, content=flood(), timeout=60)  # type: ignore[arg-type]
+        response = httpx.post(url + CHAT, content=flood(), timeout=PATIENCE_S)  # type: ignore[arg-type]
         assert response.status_code == 413
     except (httpx.WriteError, httpx.RemoteProtocolError):
         pass  # the server may close on us while we still send
-    assert httpx.post(url + CHAT, json=GOOD, timeout=60).status_code == 200
+    assert httpx.post(url + CHAT, json=GOOD, timeout=PATIENCE_S).status_code == 200
 
 
 def test_a_half_sent_request_harms_nobody(url: str) -> None:
     """A client that stops in the middle of its body does not hold up others."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=10) as half:
+    with socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S) as half:
         half.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
-        assert httpx.post(url + CHAT, json=GOOD, timeout=60).status_code == 200
+        assert httpx.post(url + CHAT, json=GOOD, timeout=PATIENCE_S).status_code == 200
 
 
 def test_good_requests_are_unharmed_by_bad_ones(url: str) -> None:
     """Good answers are the same whether or not bad requests arrive at the same time."""
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
             alone = (await client.post(CHAT, json=GOOD)).json()["choices"][0]["message"]["content"]
             bad = [client.post(CHAT, content=body) for name, body in BAD_BODIES.items() if name != "ten megabytes"]
             good = [client.post(CHAT, json=GOOD) for _ in range(12)]

@@ -1,0 +1,50 @@
+"""Two instances for all modules of this folder: Ray is started twice, not once a module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.common.server import instance
+
+ROOT = Path(__file__).parents[3]
+
+_BENCHMARK = """
+import time
+from benchmarks.common.server import instance
+with instance("--set", "dtype=float32", "--set", "policy=round_robin", "--set", "served_model_name=second") as url:
+    print(url, flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture(scope="package")
+def url() -> Iterator[str]:
+    """Two replicas of the demo model in float32, no tenants."""
+    with instance("--set", "dtype=float32", "--set", "kv_cache_bytes=268435456") as base:
+        yield base
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """An instance that a benchmark of its own process started, and that process."""
+
+    url: str
+    benchmark: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="package")
+def second() -> Iterator[Second]:
+    """Two replicas beside the other instance's, to which requests go in turn, whatever they hold."""
+    benchmark = subprocess.Popen([sys.executable, "-c", _BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert benchmark.stdout is not None
+        yield Second(benchmark.stdout.readline().strip(), benchmark)
+    finally:
+        benchmark.terminate()
+        benchmark.wait(240)
