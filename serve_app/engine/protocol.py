@@ -15,6 +15,9 @@ from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
 
+Clock = Callable[[], float]
+"""Returns the seconds since some moment; never fewer than before."""
+
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]

@@ -19,7 +19,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, common_blocks
 from serve_app.cache.kv_chain import KvChain, TransferError
-from serve_app.engine.protocol import Engine, EngineError, EngineRequest, RemoteKv
+from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ _OUTCOMES: dict[str, Outcome] = {"gone": "gone", "busy": "holder_busy", "lost": 
 
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)

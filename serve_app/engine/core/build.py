@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.core.loop import Clock
-from serve_app.engine.protocol import EventSink
+from serve_app.engine.protocol import Clock, EventSink
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
 

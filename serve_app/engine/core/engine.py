@@ -18,13 +18,13 @@ from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
-from serve_app.engine.core.loop import STALL_AFTER_S, Clock, EngineLoop
+from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
 from serve_app.engine.core.output_processor import OutputProcessor
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, Clock, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import EngineSettings

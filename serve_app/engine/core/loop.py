@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from serve_app.engine.core.inbox import Inbox, deferred
-from serve_app.engine.protocol import EngineError
+from serve_app.engine.protocol import Clock, EngineError
 
 _log = logging.getLogger(__name__)
 
 STALL_AFTER_S = 120.0
 """A step that runs longer than this makes the engine unhealthy."""
 
-Clock = Callable[[], float]
 T = TypeVar("T")
 
 
