@@ -7,9 +7,7 @@ calls go by reference (actor calls): what they return lies in the object store, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 from ray import serve
@@ -17,13 +15,14 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from router.protocol.request import Decision
-from router.protocol.samples import Sample
 from serve_app.cache.kv_chain import KvChain
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import Engine, EngineRequest
+from serve_app.engine.protocol import Engine
 from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters
+
+EXPORT_METHOD = "export_kv"
+"""The replica's method that other replicas call."""
 
 EXPORTS_AT_ONCE = 2
 EXPORTS_WAITING = 32
@@ -94,46 +93,15 @@ class Exports:
         )
 
 
-EXPORT_METHOD = "export_kv"
-"""The replica's method that other replicas call."""
-
-
-class ReplicaPulls:
-    """Pulls and exports of the replica whose process this is."""
-
-    def __init__(self, config: AppConfig, engine: Engine) -> None:
-        context = serve.get_replica_context()
-        settings = PullSettings(
-            enabled=config.kv_pull and config.enable_prefix_caching,
-            max_pulls=config.max_pulls,
-            max_bytes=config.max_pull_bytes,
-            min_tokens=config.min_pull_tokens,
-        )
-        peers = Peers(context.app_name, context.deployment, EXPORT_METHOD)
-        self._replica_id = context.replica_id.unique_id
-        self._puller = Puller(engine, peers.fetch, config.block_size, settings)
-        self._exports = Exports(engine, config.block_size, self._puller.meters)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """How fast this replica pulls; 0.0 when it does not."""
-        return self._puller.tokens_per_s
-
-    def expecting(self, request: EngineRequest, decision: Decision | None) -> EngineRequest:
-        """Return the request as it goes to the engine: with what it has to wait for, if it is worth waiting for."""
-        holder = decision.pull_from if decision is not None else ""
-        remote_kv = self._puller.begin(request, holder, decision.pull_tokens if decision is not None else 0)
-        return request if remote_kv is None else replace(request, remote_kv=remote_kv)
-
-    async def export(self, wanted: WantedPart, target: str) -> PulledPart:
-        """Hand out KV; "lost" where another replica was meant, for Serve sends a dead one's calls elsewhere."""
-        return await self._exports.part(wanted) if target == self._replica_id else "lost"
-
-    def samples(self) -> Iterable[Sample]:
-        """Return the counters of both sides."""
-        return self._puller.meters.samples((), self.tokens_per_s)
-
-    async def stop(self) -> None:
-        """End what is under way."""
-        self._exports.close()
-        await self._puller.stop()
+def open_pulls(config: AppConfig, engine: Engine) -> tuple[Puller, Exports]:
+    """Return both sides of the pulls of the replica whose process this is."""
+    context = serve.get_replica_context()
+    settings = PullSettings(
+        enabled=config.kv_pull and config.enable_prefix_caching,
+        max_pulls=config.max_pulls,
+        max_bytes=config.max_pull_bytes,
+        min_tokens=config.min_pull_tokens,
+    )
+    peers = Peers(context.app_name, context.deployment, EXPORT_METHOD)
+    puller = Puller(engine, peers.fetch, config.block_size, settings)
+    return puller, Exports(engine, config.block_size, puller.meters)

@@ -9,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
-from msgspec import structs
 from ray import serve
 
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
-from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
 from router.protocol.request import Decision, RoutedRequest
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
@@ -41,13 +39,12 @@ from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.pull import PulledPart, WantedPart
-from serve_app.replica.pull_peers import ReplicaPulls
+from serve_app.replica.pull_peers import open_pulls
+from serve_app.replica.reporter import Reporter
 from serve_app.replica.token_streams import TokenStream
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.5
-HEARTBEAT_S = 1.0
 WARM_UP_TOKENS = 1024
 """Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
 
@@ -68,14 +65,15 @@ class Replica:
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._adapters = ReplicaAdapters(self._config, self._engine)
-        self._pulls = ReplicaPulls(self._config, self._engine)
+        self._puller, self._exports = open_pulls(self._config, self._engine)
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
-        self._reporter = asyncio.create_task(self._report())
+        reporter = Reporter(self._engine, self._adapters, self._puller, self._feed.put)
+        self._reporting = asyncio.create_task(reporter.run(self._config.load_report_interval_s))
 
     # -- the Serve side -------------------------------------------------------------------------------------------
 
@@ -97,8 +95,11 @@ class Replica:
         return await asyncio.to_thread(self._engine.reset_prefix_cache)
 
     async def export_kv(self, wanted: WantedPart, *, target: str) -> PulledPart:
-        """Hand a prefix's KV to another replica; ``target``: the id of the replica that is meant."""
-        return await self._pulls.export(wanted, target)
+        """Hand a prefix's KV to another replica.
+
+        ``target``: the id of the replica that is meant. Another one answers "lost": Serve sends a dead one's calls on.
+        """
+        return await self._exports.part(wanted) if target == self._replica_id else "lost"
 
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
@@ -126,7 +127,10 @@ class Replica:
             decision.router_id if decision is not None else "",
             decision.reservation if decision is not None else 0,
         )
-        request = self._pulls.expecting(request, decision)
+        holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
+        remote_kv = self._puller.begin(request, holder, tokens)
+        if remote_kv is not None:
+            request = replace(request, remote_kv=remote_kv)
         stream = TokenStream()
         self._streams[call.request_id] = stream
         ended = False
@@ -149,12 +153,13 @@ class Replica:
     async def __del__(self) -> None:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
         self._stopping = True
-        reporter = getattr(self, "_reporter", None)
-        if reporter is not None:
-            reporter.cancel()
-        pulls = getattr(self, "_pulls", None)
-        if pulls is not None:
-            await pulls.stop()
+        reporting = getattr(self, "_reporting", None)
+        if reporting is not None:
+            reporting.cancel()
+        puller = getattr(self, "_puller", None)
+        if puller is not None:
+            self._exports.close()
+            await puller.stop()
         engine = getattr(self, "_engine", None)
         if engine is not None:
             await asyncio.to_thread(engine.stop)
@@ -204,7 +209,7 @@ class Replica:
         kind: wire.ChunkError = "too_long" if isinstance(error, RequestTooLong) else "invalid"
         return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
 
-    # -- start-up and reporting -----------------------------------------------------------------------------------
+    # -- start-up -----------------------------------------------------------------------------------------------
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:
         """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
@@ -227,30 +232,3 @@ class Replica:
         del self._streams["warm-up"]
         # What an earlier life left on disk stays.
         await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))
-
-    def _stats(self) -> StatsReport:
-        info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
-        return StatsReport((*self._engine.stats().samples, *self._pulls.samples(), info))
-
-    async def _report(self) -> None:
-        """Publish load when it changes (at most every load_report_interval_s) and counters twice a second."""
-        last_load: LoadReport | None = None
-        last_load_s = last_stats_s = float("-inf")
-        while True:
-            now_s = time.monotonic()
-            events: list[Event] = []
-            load = structs.replace(
-                self._engine.load(),
-                pull_tokens_per_s=self._pulls.tokens_per_s,
-                adapters=pack_adapters(self._engine.adapters()),
-                adapter_load_s=self._adapters.load_s,
-            )
-            if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
-                events.append(load)
-                last_load, last_load_s = load, now_s
-            if now_s - last_stats_s >= STATS_INTERVAL_S:
-                events.append(self._stats())
-                last_stats_s = now_s
-            if events:
-                self._feed.put(events)
-            await asyncio.sleep(self._config.load_report_interval_s)
