@@ -240,6 +240,9 @@ class Soak:
 
     def _look(self) -> bool:
         """Audit on the engine's loop; False while something is still on its way."""
+        scheduler = self.engine._scheduler
+        for sequence in [*scheduler.running, *scheduler.waiting]:
+            sequence.assert_laws(self._engine_settings.block_size)
         if not settled(self.engine):
             return False
         sizes = tables(self.engine)

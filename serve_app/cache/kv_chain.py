@@ -1,9 +1,8 @@
 """KV of a chain of blocks as it travels: to another replica, or to a file.
 
-Owns the header, its byte layout, and every reason to refuse what arrives. Knows nothing of pools, runners or files.
-Layout: magic, version, header length, xxh3 of the header, header (msgpack), payload. The payload is block after
-block, so that a part of a chain is a slice and a file holds one block; numbers travel as raw bytes, since numpy
-has no bfloat16.
+Owns the header, its byte layout, and every reason to refuse what arrives. Layout: magic, version, header length, xxh3
+of the header, header (msgpack), payload. The payload is block after block, so that a part of a chain is a slice and a
+file holds one block; numbers travel as raw bytes, since numpy has no bfloat16.
 """
 
 from __future__ import annotations

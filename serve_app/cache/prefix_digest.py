@@ -1,8 +1,7 @@
 """What a block outside the pool is verified by: one digest of its scope and of all tokens up to its end.
 
 Owns the digest's bytes. The chained xxHash that names a block can be made to collide and proves nothing of the blocks
-before it; in the pool a parent's identity proves those, and a tier or another replica has only this. Knows nothing
-of pools or files.
+before it; in the pool a parent's identity proves those, and a tier or another replica has only this.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Built-in demo checkpoints: a recipe -> a directory that looks like any Hugging Face checkpoint.
 
-Owns the recipes (Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on
-text that Python ships, a ChatML template) and their place on disk. Needs no torch and no network, so that building
-takes seconds. Knows nothing of serving: whoever loads the directory cannot tell it from a downloaded one.
+Owns the recipes (Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on text
+that Python ships, a ChatML template) and their place on disk. Needs no torch and no network, so that building takes
+seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long a request may be: the deployment's setting against the model's own bound.
 
-Needs no torch, so that an ingress can ask. Knows nothing of pools.
+Needs no torch, so that an ingress can ask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an engine counts and measures: counters, histograms, smoothed rates.
 
-Owns metric names (vLLM's suffixes under ``warmpath_``) and Prometheus' cumulative buckets. Knows nothing of
-schedulers or caches. Written by the engine's thread alone; samples may be read from any thread.
+Owns metric names (vLLM's suffixes under ``warmpath_``) and Prometheus' cumulative buckets. Written by the engine's
+thread alone; samples may be read from any thread.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
     yield "warmpath_pinned_bytes", labels, float(pins.blocks * block_bytes)
     yield "warmpath_pin_budget_bytes", labels, float(pins.budget_blocks * block_bytes)
     yield "warmpath_pins_recalled_total", labels, float(cache.recalled_pins)
-    for tenant, blocks in bounded(pins.holdings()).items():
+    for tenant, blocks in _largest_tenants(pins.holdings()).items():
         yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
-    for tenant, blocks in bounded(cache.quota.holdings()).items():
+    for tenant, blocks in _largest_tenants(cache.quota.holdings()).items():
         by_tenant = (*labels, ("tenant", tenant))
         yield "warmpath_tenant_kv_cache_blocks", by_tenant, float(blocks)
         yield "warmpath_tenant_kv_cache_bytes", by_tenant, float(blocks * block_bytes)
@@ -142,7 +142,7 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
         yield "warmpath_kv_cache_bytes", by_state, float(blocks * block_bytes)
 
 
-def bounded(by_tenant: Mapping[str, int]) -> dict[str, int]:
+def _largest_tenants(by_tenant: Mapping[str, int]) -> dict[str, int]:
     """Return the largest ``TENANT_LABELS`` figures by tenant, and the sum of the rest as "other"."""
     if len(by_tenant) <= TENANT_LABELS:
         return dict(by_tenant)

@@ -1,6 +1,6 @@
 """From a deployment's settings and a checkpoint's facts to an engine of the right size.
 
-Owns the arithmetic of pool size, context length and threads, and the choice of engine. Knows nothing of Ray.
+Owns the arithmetic of pool size, context length and threads, and the choice of engine.
 """
 
 from __future__ import annotations

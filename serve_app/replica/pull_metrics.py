@@ -1,6 +1,6 @@
 """What a replica counts of pulls: planned, refused, begun, how they ended, and what was handed to others.
 
-Owns the names of the counters. Knows nothing of why. Belongs to the replica's event loop.
+Owns the names of the counters. Belongs to the replica's event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How KV crosses from one replica to another: Serve handle calls that name their replica, payloads in the object store.
 
-Owns both ends of that call and the bound on what is handed out at once. Knows nothing of when to pull. The handle's
-calls go by reference (actor calls): what they return lies in the object store, and its pages are mapped, not copied.
+Owns both ends of that call and the bound on what is handed out at once. The handle's calls go by reference (actor
+calls): what they return lies in the object store, and its pages are mapped, not copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Serve deployment around one engine: calls in, token chunks out, cache events and load to the routers.
 
-Owns the engine's life inside a Ray actor and its feed publisher. Knows nothing of HTTP, tenants' keys, or where
-requests should have gone. The engine runs in a thread of its own; everything here runs in the replica's loop.
+Owns the engine's life inside a Ray actor and its feed publisher. The engine runs in a thread of its own; everything
+here runs in the replica's loop.
 """
 
 from __future__ import annotations

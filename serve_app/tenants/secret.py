@@ -1,6 +1,6 @@
 """The deployment secret: from the environment, a private file, or made once.
 
-Owns the file, its mode and its path; knows nothing of what is derived from the secret.
+Owns the file, its mode and its path.
 """
 
 from __future__ import annotations

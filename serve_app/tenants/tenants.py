@@ -1,7 +1,7 @@
 """Who is asking, and what keeps their cache apart: API keys -> tenant, deployment secret + tenant -> salt.
 
-Owns keys (only as SHA-256), salts and the secret's file. Knows nothing of tokens, caches or HTTP beyond the
-Authorization header. In: header text; out: a Tenant, and 32-byte salts that nobody without the secret can guess.
+Owns keys (only as SHA-256), salts and the secret's file. In: header text; out: a Tenant, and 32-byte salts that nobody
+without the secret can guess.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A fixed pool of KV block ids with reference counts.
 
-Owns which id is free, idle (no user, but the prefix cache still holds its KV) or in use. Knows nothing of
-tokens, hashes or tensors. Law: free + idle + used = total, after every call.
+Owns which id is free, idle (no user, but the prefix cache still holds its KV) or in use. Law: free + idle + used =
+total, after every call.
 """
 
 from __future__ import annotations

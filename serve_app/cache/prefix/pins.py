@@ -1,9 +1,8 @@
 """Which cached prefixes must stay, and until when.
 
-Owns pins by key inside a budget of blocks, each tenant's share of it, and TTLs, which every read renews. Knows nothing
-of hashes, tokens or pools: whoever keeps it holds a pool reference for each pin, so that a pinned block counts as in
-use. A block under several pins counts once, for each tenant once. Not thread-safe, except the counts. Laws: what is
-within a tenant's share is never refused nor recalled; what is beyond it is lent until somebody needs their share.
+Owns pins by key inside a budget of blocks, each tenant's share of it, and TTLs, which every read renews. A block under
+several pins counts once, for each tenant once. Not thread-safe, except the counts. Laws: what is within a tenant's
+share is never refused nor recalled; what is beyond it is lent until somebody needs their share.
 """
 
 from __future__ import annotations

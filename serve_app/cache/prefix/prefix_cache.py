@@ -1,8 +1,8 @@
 """Which computed KV blocks can be used again, and for whom.
 
 Owns eviction (leaf first, LRU, from whoever is most over their share), pins, and the events that tell routers of it.
-Knows nothing of tensors or of scheduling. Tokens and chains flow in; block ids and events flow out. Not thread-safe,
-except ``held`` and ``count_held``, which any thread may ask for a hint.
+Tokens and chains flow in; block ids and events flow out. Not thread-safe, except ``held`` and ``count_held``, which any
+thread may ask for a hint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whose blocks a pool holds, what share of it is whose, and who gives a block up next.
+"""Tenants' shares of a block pool: who holds which blocks, and whose block is evicted next.
 
-Owns the tenants' accounts and their leaves in LRU order. Knows nothing of hashes, tokens or requests. Laws: the
-accounts add up to the pool's taken blocks; nobody at or under their share gives up a block while somebody over
-theirs has one to give; room that nobody needs can be borrowed. A tenant without a request for ``ACTIVE_S`` has no
-share until the next one. Blocks of public prompts are nobody's: they are the account ``PUBLIC``, which has a share
-of its own, so that no tenant's flood takes from the others what they all use. Not thread-safe, except ``holdings``.
+Owns the tenants' accounts and their leaves in LRU order. Laws: the accounts add up to the pool's taken blocks; nobody
+at or under their share gives up a block while somebody over theirs has one to give; room that nobody needs can be
+borrowed. A tenant without a request for ``ACTIVE_S`` has no share until the next one. Blocks of public prompts are
+nobody's: they are the account ``PUBLIC``, which has a share of its own, so that no tenant's flood takes from the others
+what they all use. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations

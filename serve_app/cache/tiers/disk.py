@@ -1,8 +1,8 @@
 """Blocks in files: the index, its order, its bound, and what it announces.
 
-Owns which block has a file. Knows nothing of the pool, of host memory or of queues. One thread (the queue's) stores,
-loads and marks; any thread may look up. Events are gathered under the lock that guards the index, in its order.
-Saved blocks go after all others, and never for one that is not saved.
+Owns which block has a file. One thread (the queue's) stores, loads and marks; any thread may look up. Events are
+gathered under the lock that guards the index, in its order. Saved blocks go after all others, and never for one that is
+not saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One KV block a file: written whole or not at all, checked before it is believed.
+"""The disk tier's directory: one KV block a file, in a slot that one engine holds.
 
-Owns names, modes and the atomic write. Knows nothing of order, bounds or the index. A saved block's name ends in
-``.saved``, so that a rename is all it takes to mark one. Paths of blocks are plain strings: pathlib's own work
-would be a third of a small file's time and more, and it interns every name.
+Owns names, modes, the atomic write and the slot's lock. A file is written whole or not at all, and checked before it
+is believed. A saved block's name ends in ``.saved``: a rename is all it takes to mark one. Paths of blocks are plain
+strings: pathlib's own work would be a third of a small file's time and more, and it interns every name.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ from serve_app.cache.prefix_digest import TierBlock
 
 _NAME = re.compile(r"([0-9a-f]{32})\.(kv|saved)")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
+
+MAX_SLOTS = 1024
+
+
+class DiskTierError(OSError):
+    """The directory cannot hold a disk tier; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class BlockFiles:
     def decode(self, data: bytes, block_hash: bytes) -> tuple[TierBlock, Row]:
         """Return a block from the content of its file: the inverse of ``encode``. Raises a TransferError."""
         header, start = decode_header(data)
-        block = self._block(header, block_hash)
+        block = self._check_block(header, block_hash)
         payload = np.frombuffer(data, dtype=np.uint8)[start:]
         if payload.size != self.format.block_bytes:
             raise Truncated(f"{payload.size} payload bytes, not {self.format.block_bytes}")
@@ -109,7 +115,7 @@ class BlockFiles:
         header, start = decode_header(data)
         if start + header.payload_bytes != found.size:
             raise Truncated(f"{found.size} bytes where the header names {start + header.payload_bytes}")
-        return self._block(header, found.block_hash)
+        return self._check_block(header, found.block_hash)
 
     def mark_saved(self, block_hash: bytes) -> None:
         """Rename a block's file from unsaved to saved. Raises OSError."""
@@ -139,18 +145,11 @@ class BlockFiles:
     def _path(self, block_hash: bytes, saved: bool) -> str:
         return f"{self._prefix}{block_hash.hex()}.{'saved' if saved else 'kv'}"
 
-    def _block(self, header: ChainHeader, block_hash: bytes) -> TierBlock:
+    def _check_block(self, header: ChainHeader, block_hash: bytes) -> TierBlock:
         check_format(header, self.format)
         if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
             raise WrongChain("the file holds another block than its name says")
         return TierBlock(block_hash, header.prefix_digest, header.scope, header.lora, header.token_ids)
-
-
-MAX_SLOTS = 1024
-
-
-class DiskTierError(OSError):
-    """The directory cannot hold a disk tier; the message says what to do."""
 
 
 class DiskSlot:

@@ -1,7 +1,7 @@
 """The thread between an engine's loop and its disk tier.
 
-Owns the bounded queue of writes and the loads in progress. Knows nothing of the pool. Loads go before writes; a block
-that still waits to be written is loaded from memory; a write that finds the queue full is dropped, never waited for.
+Owns the bounded queue of writes and the loads in progress. Loads go before writes; a block that still waits to be
+written is loaded from memory; a write that finds the queue full is dropped, never waited for.
 """
 
 from __future__ import annotations

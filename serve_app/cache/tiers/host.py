@@ -1,7 +1,7 @@
 """Blocks that left the pool, in host memory: one slab, least recently used first out.
 
-Owns the slab, its index and its order. Knows nothing of the pool, of files or of threads (the engine's loop owns it).
-Callers touch and put children before their parents, so a parent always outlives its children here.
+Owns the slab, its index and its order. The engine's loop owns it. Callers touch and put children before their parents,
+so a parent always outlives its children here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether loading blocks from a lower tier beats computing them.
 
-Owns the measured bandwidth of each tier and the rule: load when bytes / bandwidth <= ratio * tokens / prefill rate.
-Knows nothing of blocks. Not thread-safe: the engine's loop owns it.
+Owns the measured bandwidth of each tier and the rule: load when bytes / bandwidth <= ratio * tokens / prefill rate. Not
+thread-safe: the engine's loop owns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LoadRule:
         self._seconds = dict.fromkeys(_EXPECTED_BYTES_PER_S, _EXPECTED_WEIGHT_S)
 
     def bytes_per_s(self, tier: str) -> float:
-        """Return the bandwidth as it is believed to be."""
+        """Return the current estimate of a tier's bandwidth."""
         return self._bytes[tier] / self._seconds[tier]
 
     def observe(self, tier: str, loaded_bytes: int, duration_s: float) -> None:

@@ -1,8 +1,7 @@
 """The tiers below the pool as one: pool -> host memory -> disk.
 
-Owns what moves down and in which order, the events of the host tier, and the counters. Knows nothing of the pool's
-tensors (a callback reads them) or of requests. The engine's loop owns it; only the disk queue has a thread.
-A batch comes children before parents, so the heads of prefixes are always the last to go.
+Owns what moves down and in which order, the events of the host tier, and the counters. The engine's loop owns it; only
+the disk queue has a thread. A batch comes children before parents, so the heads of prefixes are always the last to go.
 """
 
 from __future__ import annotations

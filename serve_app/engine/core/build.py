@@ -1,6 +1,6 @@
 """How an engine comes about: a checkpoint is loaded into the runner that its settings ask for.
 
-Owns which runner fits the settings, and the thread that loads it. Knows nothing of requests.
+Owns which runner fits the settings, and the thread that loads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The built-in engine: one loop thread around a scheduler, a prefix cache and a runner.
 
-Owns the engine's parts and what happens in a step, in which order. Knows nothing of Ray, HTTP, text or routing
-policy. Requests flow in from any thread; outputs, cache events and load flow out.
+Owns the engine's parts and what happens in a step, in which order. Requests flow in from any thread; outputs, cache
+events and load flow out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
-from serve_app.engine.core.output_processor import OutputProcessor
+from serve_app.engine.core.output_processor import OutputProcessor, RequestHolders
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
@@ -62,20 +62,19 @@ class TorchEngine:
             shares=settings.tenant_shares,
             clock=clock,
         )
-        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters)
         self._meters = EngineMeters()
-        self._saves = PromptSaves(self._cache, self._meters)
         self._inbox = Inbox(self.settings)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
         self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
-        host_rows = None
+        fetch = save = host_rows = None
         if self._tier_loader is not None:
-            self._scheduler.fetch, self._saves.file = self._tier_loader.fetch, self._tier_loader.save
-            host_rows = self._tier_loader.host_rows
+            fetch, save, host_rows = self._tier_loader.fetch, self._tier_loader.save, self._tier_loader.host_rows
+            self._cache.on_evict = self._tier_loader.spill
+        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
+        self._saves = PromptSaves(self._cache, self._meters, save)
         self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        self._outputs = OutputProcessor(
-            self._cache, runner, self._scheduler, self._saves, self._tier_loader, self._inbox, self._meters
-        )
+        holders = RequestHolders(self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox)
+        self._outputs = OutputProcessor(holders, self._meters, caching=self._cache.enabled)
         self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
 

@@ -1,7 +1,7 @@
 """What other threads ask of the engine's loop: requests, cancellations, calls; and who is live or waits.
 
-Owns the condition that guards all of it, and the bound of the waiting line. Knows nothing of scheduling. Any thread
-puts in; the loop takes out between two steps.
+Owns the condition that guards all of it, and the bound of the waiting line. Any thread puts in; the loop takes out
+between two steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The load of one engine as routers see it: work queued, by router, and measured rates.
 
-Owns the figures between two steps, so that a request counts from the moment it was submitted. Knows nothing of
-policies. Not thread-safe: the engine's lock guards it.
+Owns the figures between two steps, so that a request counts from the moment it was submitted. Not thread-safe: the
+engine's lock guards it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class LoadReporter:
         return max(0.1, self._queued_tokens() / self._prefill_tokens_per_s / 2)
 
     def _committed(self, now_s: float) -> tuple[int, int]:
-        """Return the tokens that run before a request of one token that comes now, and how many waiting ones have them.
+        """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.
 
         The rest of the step, and what is too old to be overtaken within its tenant. Among several tenants the next
         request may be anyone's: what is before it then is the least of what any of them would find.
@@ -137,7 +137,8 @@ class LoadReporter:
             if work.rank < inf:
                 queued[work.tenant] += rest
                 old[work.tenant] += rest if is_old else 0
-            sequences += work.waits and (is_old or not rest)
+            if work.waits and (is_old or not rest):
+                sequences += 1
         if len(self._settings.tenant_shares) <= 1:
             return under_way + old.total(), sequences
         turns = sum(min(tokens, self._quantum_tokens) for tokens in queued.values())

@@ -1,7 +1,6 @@
 """The engine's thread: it takes in what was asked for, steps, and ends everything when it ends.
 
-Owns the thread and how it is doing. Knows nothing of what a step is. Work that any thread hands it is run between
-two steps.
+Owns the thread and how it is doing. Work that any thread hands it is run between two steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What a step has to tell: outputs grouped by submitter, and their latencies.
+"""Outputs of a step, grouped by submitter, and their latencies.
 
-Owns the outputs between the step that made them and their delivery. Knows nothing of scheduling. A sink that
-fails harms nobody else.
+Owns the outputs between the step that made them and their delivery. A sink that fails harms nobody else.
 """
 
 from __future__ import annotations

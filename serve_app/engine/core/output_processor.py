@@ -1,12 +1,13 @@
-"""What becomes of requests: a step's results are taken, and whatever ends is ended everywhere.
+"""The results of a step become outputs; a request that ends is removed everywhere.
 
-Owns the order in which a request's parts let go of it. Knows nothing of threads or of how a step is chosen. In: a
-scheduled part and its result; out: tokens and ends in the outbox, blocks published or free.
+Owns the order in which everything lets go of a request that ends. In: a scheduled part and its result; out: tokens and
+ends in the outbox, blocks published or free.
 """
 
 from __future__ import annotations
 
-from serve_app.cache.prefix.prefix_cache import PrefixCache
+from dataclasses import dataclass
+
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.kv.prompt_saves import PromptSaves
@@ -16,31 +17,33 @@ from serve_app.engine.protocol import FinishReason
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.speculative.meters import SpeculationMeters
-from serve_app.engine.step import Runner, SegmentResult
+from serve_app.engine.step import AdapterSlots, SegmentResult
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHolders:
+    """Everything that holds something of a request while it is live, and has to let go of it when it ends."""
+
+    scheduler: Scheduler
+    saves: PromptSaves
+    tier_loader: TierLoader | None
+    adapters: AdapterSlots
+    inbox: Inbox
 
 
 class OutputProcessor:
     """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        runner: Runner,
-        scheduler: Scheduler,
-        saves: PromptSaves,
-        tier_loader: TierLoader | None,
-        inbox: Inbox,
-        meters: EngineMeters,
-    ) -> None:
+    def __init__(self, holders: RequestHolders, meters: EngineMeters, *, caching: bool) -> None:
         self.outbox = Outbox(meters)
         self.speculation = SpeculationMeters()
-        self._adapters = runner.adapters
-        self._cache = cache
-        self._scheduler = scheduler
-        self._saves = saves
-        self._tier_loader = tier_loader
-        self._inbox = inbox
+        self._scheduler = holders.scheduler
+        self._saves = holders.saves
+        self._tier_loader = holders.tier_loader
+        self._adapters = holders.adapters
+        self._inbox = holders.inbox
         self._meters = meters
+        self._caching = caching
 
     def admitted(self, sequence: SequenceState, now: float) -> None:
         """Note that a sequence is in a step for the first time. Takes the condition itself."""
@@ -49,7 +52,7 @@ class OutputProcessor:
             self._inbox.stop_waiting(sequence)
         self._meters.queue_time.observe(now - sequence.arrival_s)
         self._meters.admitted(
-            sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._cache.enabled
+            sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._caching
         )
 
     def preempted(self, sequence: SequenceState) -> None:

@@ -1,12 +1,13 @@
 """KV from elsewhere into the pool, published exactly as if it had been computed.
 
-Owns the order of steps in which no reservation is broken and no half-written block can be hit.
-Runs in the engine's loop, between steps.
+Owns the order of steps in which no reservation is broken and no half-written block can be hit. Runs in the engine's
+loop, between steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.kv_chain import Row
@@ -17,30 +18,33 @@ Rows = Callable[[], Sequence[Row]]
 """Asked once blocks are allocated (an eviction may have moved what was to be read): the rows still there, in order."""
 
 
+@dataclass(frozen=True, slots=True)
+class HashedTokens:
+    """Tokens under a scope, and ``chain``: the packed hashes of their full blocks. ``tenant``: pays for new blocks."""
+
+    scope: PrefixScope
+    token_ids: TokenArray
+    chain: bytes
+    tenant: str = "default"
+
+
 def install_blocks(
-    cache: PrefixCache,
-    runner: Runner,
-    scope: PrefixScope,
-    token_ids: TokenArray,
-    chain: bytes,
-    matched: Sequence[int],
-    count: int,
-    rows: Rows,
-    tenant: str = "default",
+    cache: PrefixCache, runner: Runner, tokens: HashedTokens, matched: Sequence[int], count: int, rows: Rows
 ) -> int:
     """Load up to ``count`` blocks after the ``matched`` ones of a chain; return how many a match finds more.
 
     The caller has made sure that ``count`` blocks are available besides those matched and reserved. What is loaded
-    is idle afterwards, on the account of ``tenant``, and the last of its line to be evicted.
+    is idle afterwards, and the last of its line to be evicted.
     """
     cache.acquire(matched)
     fresh: list[int] = []
     try:
-        fresh = cache.allocate(count, tenant)
+        fresh = cache.allocate(count, tokens.tenant)
         found = rows()
         runner.write_blocks(fresh[: len(found)], found)
         blocks = [*matched, *fresh]
-        done = cache.publish(scope, token_ids, chain, blocks, len(matched), len(matched) + len(found))
+        first, last = len(matched), len(matched) + len(found)
+        done = cache.publish(tokens.scope, tokens.token_ids, tokens.chain, blocks, first, last)
         fresh = blocks[len(matched) :]
         return done - len(matched)
     finally:

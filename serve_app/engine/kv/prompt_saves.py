@@ -1,8 +1,8 @@
 """Explicit saves: a prefix is computed before the request that asks for it, and pinned.
 
-Owns the saves on their way: for each a sequence of its own, whose client is nobody. Knows nothing of text or of
-who runs it. In: sequences that arrive or end; out: the sequence to run first, pins in the cache, and each
-request's outcome. A save that cannot be had is a warning, never the request's failure.
+Owns the saves under way: each is a sequence of its own, without a client. In: sequences that arrive or end; out: the
+sequence to run first, pins in the cache, and each request's outcome. A save that fails is a warning, never the
+request's failure.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ class _UnderWay:
 
 
 class PromptSaves:
-    """Starts and ends saves; belongs to the engine's loop."""
+    """Starts and ends saves; belongs to the engine's loop.
 
-    def __init__(self, cache: PrefixCache, meters: EngineMeters) -> None:
+    ``write``: writes what is saved for good (children first) to disk (``TierLoader.save``); None without tiers.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, meters: EngineMeters, write: Callable[[list[CachedBlock]], bool] | None = None
+    ) -> None:
         self._cache = cache
         self._meters = meters
         self._under_way: dict[str, _UnderWay] = {}
         self._by_key: dict[bytes, str] = {}
         self._numbers = count()
-        self.file: Callable[[list[CachedBlock]], bool] | None = None
-        """Asked to write what is saved for good (children first) to disk; see ``TierLoader.save``."""
+        self._write = write
 
     def arrived(self, sequence: SequenceState) -> SequenceState | None:
         """Return the sequence that has to run before ``sequence``, if its save needs a new one."""
@@ -121,10 +125,10 @@ class PromptSaves:
 
     def _write_to_disk(self, blocks: list[int]) -> None:
         """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
-        if self.file is None:
+        if self._write is None:
             return
         entries = [self._cache.entry(block) for block in reversed(blocks)]
-        if not self.file([entry for entry in entries if entry is not None]):
+        if not self._write([entry for entry in entries if entry is not None]):
             _log.info(
                 "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
             )

@@ -1,7 +1,7 @@
-"""The engine's side of the tiers: blocks go down when they are evicted and come up before a prefill.
+"""The engine's side of the tiers: evicted blocks are spilled, and loaded again before a prefill.
 
-Owns who waits for a load. Knows nothing of files or slabs. Called by the loop alone, except ``samples``. A block comes
-up only if its prefix digest is the request's.
+Owns which request waits for which load. Called by the loop alone, except ``samples``. A block comes up only if its
+prefix digest is the request's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 
-from router.protocol.block_hash import PrefixScope, TokenArray, hash_at
+from router.protocol.block_hash import hash_at
 from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix.block_index import CachedBlock
@@ -19,7 +19,7 @@ from serve_app.cache.prefix_digest import TierBlock, extend_digests, next_digest
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tiers import ReadRows, TierEvent, Tiers
-from serve_app.engine.kv.install import install_blocks
+from serve_app.engine.kv.install import HashedTokens, install_blocks
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import FetchOutcome
 from serve_app.engine.scheduling.sequence import SequenceState
@@ -45,7 +45,7 @@ _LOAD_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 @dataclass(slots=True)
 class _Fetch:
-    """One request's dealings with the tiers."""
+    """What one request has asked of the tiers."""
 
     load: DiskLoad | None = None
     worthwhile: bool | None = None
@@ -68,11 +68,10 @@ class TierLoader:
         self._step_blocks = max(1, STEP_BYTES // tiers.size_bytes)
         self._room_blocks = self._step_blocks
         self._times = {tier: Histogram(_LOAD_BUCKETS_S) for tier in ("host", "disk")}
-        cache.on_evict = self.spill
 
     @property
     def loading(self) -> int:
-        """Waiting requests that can do nothing until a load is done."""
+        """Waiting requests that cannot start until a load is done."""
         under_way = any(self._under_way())
         return sum(
             1
@@ -124,9 +123,7 @@ class TierLoader:
         """Write blocks of the pool, children first, to disk as saved; False where they cannot all be."""
         return self.tiers.save(self.describe(entries), self._reader(entries))
 
-    def host_rows(
-        self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, matched: Sequence[int], first: int, last: int
-    ) -> list[Row]:
+    def host_rows(self, tokens: HashedTokens, matched: Sequence[int], first: int, last: int) -> list[Row]:
         """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
 
         ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's digest.
@@ -136,9 +133,10 @@ class TierLoader:
         rows: list[Row] = []
         hashes: list[bytes] = []
         for i in range(len(matched), last):
-            block_hash = hash_at(chain, i)
+            block_hash = hash_at(tokens.chain, i)
             known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
-            (parent,) = extend_digests(parent, scope.at(i), token_ids[size * i : size * (i + 1)], size)
+            ids = tokens.token_ids[size * i : size * (i + 1)]
+            (parent,) = extend_digests(parent, tokens.scope.at(i), ids, size)
             if known is None or row is None or known[0].prefix_digest != parent:
                 break
             hashes.append(block_hash)
@@ -277,13 +275,10 @@ class TierLoader:
         loaded = install_blocks(
             self._cache,
             self._runner,
-            request.scope,
-            sequence.tokens,
-            sequence.chain,
+            HashedTokens(request.scope, sequence.tokens, sequence.chain, request.tenant),
             matched,
             len(run),
             rows,
-            request.tenant,
         )
         duration_s = perf_counter() - started_s
         self._room_blocks -= loaded

@@ -1,7 +1,7 @@
 """Export and import of cached prefixes between engines.
 
-Owns the order of pinning, copying and publishing. Knows nothing of how a chain travels. Called from any thread; what
-touches cache and pool runs on the engine's loop, a bounded number of bytes between two steps.
+Owns the order of pinning, copying and publishing. Called from any thread; what touches cache and pool runs on the
+engine's loop, a bounded number of bytes between two steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.kv.install import install_blocks
+from serve_app.engine.kv.install import HashedTokens, install_blocks
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
 
@@ -24,7 +24,7 @@ STEP_BYTES = 32 * 1024 * 1024
 T = TypeVar("T", covariant=True)
 
 
-RowsBelow = Callable[[PrefixScope, TokenArray, bytes, Sequence[int], int, int], Sequence[Row]]
+RowsBelow = Callable[[HashedTokens, Sequence[int], int, int], Sequence[Row]]
 """See ``TierLoader.host_rows``."""
 
 
@@ -73,6 +73,7 @@ class PrefixTransfer:
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
         chain = self._cache.prompt_chain(scope, root, ids)
+        tokens = HashedTokens(scope, ids, chain)
         payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
         blocks: list[int] | None = None
         copied = 0
@@ -84,7 +85,7 @@ class PrefixTransfer:
             """
             nonlocal blocks, copied
             if blocks is None:
-                blocks = self._match(scope, ids, chain)
+                blocks = self._match(tokens)
                 self._cache.acquire(blocks)
             rows = list(payload[copied : copied + self._step_blocks])
             at, end = first + copied, first + copied + len(rows)
@@ -93,7 +94,7 @@ class PrefixTransfer:
                 self._runner.read_blocks(held, rows[: len(held)])
             below: Sequence[Row] = ()
             if len(held) < len(rows) and self._below is not None:
-                below = self._below(scope, ids, chain, blocks, at + len(held), end)
+                below = self._below(tokens, blocks, at + len(held), end)
                 for row, source in zip(rows[len(held) :], below, strict=False):
                     row[...] = source
             copied += len(held) + len(below)
@@ -129,22 +130,21 @@ class PrefixTransfer:
             return 0
         verify_part(part, self._runner.kv_format, scope, token_ids, hashes, first)
         end = first + part.header.blocks
-        ids, chain = token_ids[: end * self._cache.block_size], hashes[: end * HASH_BYTES]
+        ids = token_ids[: end * self._cache.block_size]
+        wanted = HashedTokens(scope, ids, hashes[: end * HASH_BYTES], tenant)
         while True:
-            held, new = self._on_loop(lambda: self._take(part, scope, ids, chain, first, tenant))
+            held, new = self._on_loop(lambda: self._take(part, wanted, first))
             if not new or held >= end:
                 return held
 
-    def _match(self, scope: PrefixScope, ids: TokenArray, chain: bytes) -> list[int]:
+    def _match(self, tokens: HashedTokens) -> list[int]:
         """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""
-        return self._cache.match(scope, np.append(ids, np.int32(0)), chain)
+        return self._cache.match(tokens.scope, np.append(tokens.token_ids, np.int32(0)), tokens.chain)
 
-    def _take(
-        self, part: KvChain, scope: PrefixScope, ids: TokenArray, chain: bytes, first: int, tenant: str
-    ) -> tuple[int, int]:
+    def _take(self, part: KvChain, wanted: HashedTokens, first: int) -> tuple[int, int]:
         """Load one step's worth of blocks; return (blocks held from the chain's start, new ones)."""
         cache = self._cache
-        matched = self._match(scope, ids, chain)
+        matched = self._match(wanted)
         held = len(matched)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         room = cache.available_blocks - idle_hits - self._scheduler.reserved_blocks
@@ -152,5 +152,5 @@ class PrefixTransfer:
         if count <= 0 or held < first:
             return held, 0
         rows = list(part.payload[held - first : held - first + count])
-        new = install_blocks(cache, self._runner, scope, ids, chain, matched, count, lambda: rows, tenant)
+        new = install_blocks(cache, self._runner, wanted, matched, count, lambda: rows)
         return held + new, new

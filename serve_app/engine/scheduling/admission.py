@@ -16,7 +16,7 @@ from serve_app.engine.settings import EngineSettings
 Verdict = Literal["admitted", "parked", "no_room", "over_share"]
 
 UNBORROWED_PART = 8
-"""One part in this many of slots and blocks is never borrowed."""
+"""One part in this many (an eighth) of slots and blocks is never borrowed."""
 
 
 class Admission:

@@ -18,6 +18,9 @@ from serve_app.engine.step import AdapterSlots, ceil_div
 GROWTH_BLOCKS = 4
 """Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
 
+RESERVED_TOKENS = 64
+"""Generated tokens that every start has room for, where no more were generated before it."""
+
 
 class RunningSet:
     """Admitted sequences by request id, in the order of their starts."""
@@ -113,10 +116,6 @@ class RunningSet:
         if self._adapters is not None:
             self._adapters.release(sequence.request.scope.lora)
         self.resolve(sequence, sequence.prefill_tokens)
-
-
-RESERVED_TOKENS = 64
-"""Generated tokens that every start has room for, where no more were generated before it."""
 
 
 def blocks_to_reserve(sequence: SequenceState, block_size: int, *, worst_case: bool) -> int:

@@ -29,6 +29,18 @@ AGING_TOKENS_PER_S = 2000.0
 seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
 
 
+class FetchOutcome(Enum):
+    """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
+
+    NOTHING = 0
+    LOADED = 1
+    WAIT = 2
+
+
+Fetch = Callable[[SequenceState, list[int]], FetchOutcome]
+"""Brings up the blocks that continue the matched ones of a sequence, where a tier has them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """A sequence's share of a step. ``admitted``: this is its first. ``drafts``: tokens that may be drafted."""
@@ -40,12 +52,22 @@ class Scheduled:
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill over one prefix cache."""
+    """Continuous batching with chunked prefill over one prefix cache.
 
-    def __init__(self, settings: EngineSettings, cache: PrefixCache, adapters: AdapterSlots | None = None) -> None:
+    ``fetch``: asked before a prefill for the blocks that continue what the pool holds (``TierLoader.fetch``).
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        cache: PrefixCache,
+        adapters: AdapterSlots | None = None,
+        fetch: Fetch | None = None,
+    ) -> None:
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
+        self._fetch = fetch
         self._waiting: dict[str, SequenceState] = {}
         self._pending = PendingBlocks()
         self._running = RunningSet(settings, cache, self._pending, adapters)
@@ -55,8 +77,6 @@ class Scheduler:
         self._stopped: set[str] = set()
         self._numbers = count()
         self._preempted: list[SequenceState] = []
-        self.fetch: Callable[[SequenceState, list[int]], FetchOutcome] | None = None
-        """Asked before a prefill for the blocks that continue what the pool holds; see ``TierLoader.fetch``."""
 
     @property
     def waiting(self) -> Iterable[SequenceState]:
@@ -275,8 +295,8 @@ class Scheduler:
         verdict = self._running.admission.verdict(tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
-        if hits < limit and self.fetch is not None:
-            fetched = self.fetch(sequence, matched)
+        if hits < limit and self._fetch is not None:
+            fetched = self._fetch(sequence, matched)
             if fetched is FetchOutcome.WAIT:
                 return "parked"
             if fetched is FetchOutcome.LOADED:
@@ -284,11 +304,3 @@ class Scheduler:
         del self._waiting[sequence.request.request_id]
         self._running.start(sequence, matched, needed)
         return verdict
-
-
-class FetchOutcome(Enum):
-    """What a fetch did: found nothing, brought blocks into the pool, or has to be asked again later."""
-
-    NOTHING = 0
-    LOADED = 1
-    WAIT = 2

@@ -1,6 +1,6 @@
 """One request inside the engine: its tokens, how many of them have KV, and the blocks that hold it.
 
-Owns a request's mutable state and its chain of block hashes. Knows nothing of queues, clocks or other requests.
+Owns a request's mutable state and its chain of block hashes. Positions and tokens count from the prompt's start.
 """
 
 from __future__ import annotations
@@ -16,14 +16,31 @@ from serve_app.engine.step import BlockRun, Segment, block_runs, ceil_div
 
 
 class SequenceState:
-    """A request on its way. Positions 0 to ``computed`` - 1 have KV; ``published`` leading blocks are indexed.
+    """A request on its way.
 
-    ``resolved``: leading prompt blocks that nobody waits for any more (the scheduler's single flight). ``drafted``:
-    positions with draft KV; every block whose base KV is complete has its draft KV too. None without a drafter.
-    ``after``: the request that has to end before this one may start; ``save_outcome``: of the save it asked for.
-    ``prefill_tokens``: those to compute before the next one can be sampled: the prompt, and after a preemption also
-    what was generated until then. ``number``: its place in the order of arrival. ``beyond_reservation``: it
-    holds more blocks than were reserved for it. ``farthest``: the most positions that ever had KV at once.
+    =================== ========= ================ ==========================================================
+    name                unit      written by       meaning
+    =================== ========= ================ ==========================================================
+    length              tokens    append_token     prompt and generated tokens
+    prefill_tokens      tokens    preempt          to compute before the next token can be sampled: the prompt,
+                                                   and after a preemption what was generated until then
+    computed            tokens    Scheduler        leading positions that have KV
+    drafted             tokens    OutputProcessor  leading positions that have draft KV; None: no drafter
+    farthest            tokens    preempt          most positions that had KV at once before a preemption
+    cached_tokens       tokens    RunningSet       prompt tokens found in the cache at the first start
+    blocks              blocks    RunningSet       block ids, one a block_size positions; empty while waiting
+    published           blocks    publish          leading blocks that are indexed, so that others can hit them
+    resolved            blocks    PendingBlocks    leading prompt blocks that nobody waits for any more
+    reserved_blocks     blocks    RunningSet       reserved at the start and not taken yet
+    held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
+    number              -         Scheduler        place in the order of arrival
+    beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
+    after               -         PromptSaves      id of the request that has to end before this one starts
+    save_outcome        -         PromptSaves      what became of the save it asked for
+    =================== ========= ================ ==========================================================
+
+    While it runs: published, resolved <= computed / block_size <= blocks, drafted <= computed <= length, and
+    prompt <= prefill_tokens <= length. While it waits it has neither KV nor blocks nor a reservation.
     """
 
     __slots__ = (
@@ -195,6 +212,21 @@ class SequenceState:
         cache.release(self.blocks)
         self.blocks = []
         self._runs_cover = 0
+
+    def assert_laws(self, block_size: int) -> None:
+        """Raise AssertionError unless the counters fit together, between two steps; for tests."""
+        prompt, most = self.prompt_tokens, self.prompt_tokens + self.request.sampling.max_tokens
+        assert prompt <= self.prefill_tokens <= self.length <= most, "prompt <= prefill <= length <= most"
+        assert 0 <= self.computed <= self.length, "computed <= length"
+        assert self.farthest <= self.length, "farthest <= length"
+        assert self.drafted is None or self.drafted <= self.computed, "drafted <= computed"
+        assert 0 <= self.published <= self.computed // block_size <= len(self.blocks), "published <= computed <= blocks"
+        assert 0 <= self.resolved <= self.computed // block_size, "resolved <= computed"
+        assert self.held_blocks_hint <= len(self.chain) // HASH_BYTES, "a hint beyond the chain"
+        assert self.reserved_blocks >= 0, "fewer than no blocks are reserved"
+        if not self.blocks:
+            assert self.computed == self.reserved_blocks == 0, "KV or a reservation without blocks"
+            assert not self.beyond_reservation, "beyond a reservation without blocks"
 
     def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
         if len(self.chain) // HASH_BYTES < blocks:

@@ -86,6 +86,8 @@ class Stepped:
         assert 0 <= scheduler.reserved_blocks <= cache.available_blocks
         assert scheduler.running_count <= self.settings.max_num_seqs
         assert not any(sequence.blocks for sequence in scheduler.waiting)
+        for sequence in [*scheduler.running, *scheduler.waiting]:
+            sequence.assert_laws(cache.block_size)
 
     def run(self, workload: list[Wish]) -> dict[str, list[int]]:
         """Run a workload to its end; return what each request would generate alone."""

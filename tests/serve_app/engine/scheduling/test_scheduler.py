@@ -36,6 +36,8 @@ class Bench:
             self.scheduler.computed(item)
             if segment.sampling is not None and item.sequence.append_token(1):
                 self.scheduler.remove(item.sequence.request.request_id)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            sequence.assert_laws(self.cache.block_size)
         pool = self.cache.pool
         assert self.scheduler.reserved_blocks <= self.cache.available_blocks
         assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
