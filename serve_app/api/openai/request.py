@@ -109,7 +109,7 @@ class Message(TypedDict):
 class StreamOptions(JsonBody):
     """How to stream."""
 
-    include_usage: Flag = Field(False, description="end with a chunk that holds usage and no choice")
+    include_usage: Flag | None = Field(None, description="end with a chunk that holds usage and no choice")
 
 
 class GenerationBody(JsonBody):
@@ -162,7 +162,7 @@ class GenerationBody(JsonBody):
             "stop": self.stop,
             "ignore_eos": self.ignore_eos,
             "stream": self.stream,
-            "include_usage": options is not None and options.include_usage,
+            "include_usage": options is not None and options.include_usage is True,
             "cache_salt": self.cache_salt,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_ref": self.prompt_ref,

@@ -66,6 +66,8 @@ def test_null_is_absent_and_unknown_fields_are_ignored() -> None:
          "tools", "logprobs", "response_format", "lora_name", "chat_template_kwargs", "user"]
     )  # fmt: skip
     assert chat(**nulls) == chat()
+    assert chat(stream=True, stream_options={"include_usage": None}) == chat(stream=True)
+    assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
     assert chat(user="u", metadata={"a": 1}, store=True, whatever=[1]) == chat()
 
 
