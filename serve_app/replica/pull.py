@@ -32,6 +32,12 @@ _OUTCOMES: dict[str, Outcome] = {"gone": "gone", "busy": "holder_busy", "lost": 
 LEAST_DEADLINE_S = 0.25
 UNKNOWN_DEADLINE_S = 5.0
 
+EXPECTED_BYTES_PER_S = 150e6
+"""Of a pull between two processes of one machine, until one was measured (``benchmarks/log/end_to_end.md``)."""
+
+_EXPECTED_WEIGHT_S = 0.1
+_MEMORY_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class PullSettings:
@@ -77,6 +83,33 @@ class _Pull:
     deadline_s: float
     remote_kv: RemoteKv
     held: int = 0
+
+
+class PullRate:
+    """Tokens and seconds of past pulls, halved every 40 seconds or so."""
+
+    def __init__(self, block_size: int, block_bytes: int) -> None:
+        self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._at_s = 0.0
+
+    def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
+        """Take a pull into account; one that failed for being late brought 0 tokens, or few."""
+        kept = self._kept(now_s)
+        self._tokens = self._tokens * kept + tokens
+        self._seconds = self._seconds * kept + duration_s
+        self._at_s = now_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """Return the rate as it is believed to be, in two significant digits, so that reports of it rarely change."""
+        kept = self._kept(now_s)
+        tokens = self._tokens * kept + self._expected * _EXPECTED_WEIGHT_S
+        seconds = self._seconds * kept + _EXPECTED_WEIGHT_S
+        return float(f"{tokens / seconds:.2g}")
+
+    def _kept(self, now_s: float) -> float:
+        return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)
 
 
 class Puller:
@@ -207,38 +240,3 @@ class Puller:
             if pull.held < arrived:
                 return "no_room"
         return "whole"
-
-
-EXPECTED_BYTES_PER_S = 150e6
-"""Of a pull between two processes of one machine, until one was measured (``benchmarks/log/end_to_end.md``)."""
-
-
-_EXPECTED_WEIGHT_S = 0.1
-_MEMORY_S = 60.0
-
-
-class PullRate:
-    """Tokens and seconds of past pulls, halved every 40 seconds or so."""
-
-    def __init__(self, block_size: int, block_bytes: int) -> None:
-        self._expected = EXPECTED_BYTES_PER_S / max(block_bytes, 1) * block_size
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._at_s = 0.0
-
-    def observe(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """Take a pull into account; one that failed for being late brought 0 tokens, or few."""
-        kept = self._kept(now_s)
-        self._tokens = self._tokens * kept + tokens
-        self._seconds = self._seconds * kept + duration_s
-        self._at_s = now_s
-
-    def tokens_per_s(self, now_s: float) -> float:
-        """Return the rate as it is believed to be, in two significant digits, so that reports of it rarely change."""
-        kept = self._kept(now_s)
-        tokens = self._tokens * kept + self._expected * _EXPECTED_WEIGHT_S
-        seconds = self._seconds * kept + _EXPECTED_WEIGHT_S
-        return float(f"{tokens / seconds:.2g}")
-
-    def _kept(self, now_s: float) -> float:
-        return math.exp(-max(now_s - self._at_s, 0.0) / _MEMORY_S)
