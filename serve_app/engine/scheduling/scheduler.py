@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 
-from router.protocol.block_hash import hash_at
+from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.admission import Verdict
 from serve_app.engine.scheduling.fair_queue import FairQueue
@@ -275,9 +275,10 @@ class Scheduler:
         """Correct the guess of cached leading blocks, at two look-ups when nothing changed."""
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         hint, chain = sequence.held_blocks_hint, sequence.chain
-        if hint and not self._cache.held(hash_at(chain, hint - 1)):
+        # ``hash_at`` without its call: every waiting sequence is looked at in every step.
+        if hint and not self._cache.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
             hint = self._cache.count_held(chain, hint)
-        elif hint < limit and self._cache.held(hash_at(chain, hint)):
+        elif hint < limit and self._cache.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
             hint = self._cache.count_held(chain, limit)
         sequence.held_blocks_hint = hint
 
