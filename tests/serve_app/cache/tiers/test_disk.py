@@ -200,10 +200,11 @@ from serve_app.cache.tiers.disk_files import BlockFiles
 from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
 from tests.serve_app.cache.tiers.test_disk import tier
 disk = tier(Path(sys.argv[1]), blocks=50)
-print("ready", flush=True)
 i = 0
 while True:
     i += 1
+    if i == 3:  # six blocks are there: from now on it may be killed
+        print("ready", flush=True)
     for block in reversed(path(i, i, i)):
         disk.store(block, content(block))
 """
