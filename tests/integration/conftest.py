@@ -7,7 +7,7 @@ on how fast anything is.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,15 @@ def replicas_of(url: str) -> dict[str, dict[str, Any]]:
     return {replica["replica_id"]: replica for replica in cache_state(url)["replicas"]}
 
 
-def wait_for_replicas(url: str, count: int) -> None:
-    """Wait until the router knows so many replicas and has heard of each."""
-    eventually(
-        lambda: len(replicas_of(url)) == count and all("pid" in replica for replica in replicas_of(url).values())
-    )
+def wait_for_replicas(url: str, count: int, without: Collection[str] = ()) -> None:
+    """Wait until the router knows so many replicas, has heard of each, and of none ``without``.
+
+    Those that were just killed: until their death is noticed they are known too, and so there are enough.
+    """
+
+    def known() -> bool:
+        replicas = replicas_of(url)
+        told = all("pid" in replica for replica in replicas.values())
+        return told and len(replicas) == count and not replicas.keys() & set(without)
+
+    eventually(known)

@@ -79,6 +79,8 @@ def test_a_killed_holder_costs_time_only(url: str) -> None:
     """SIGKILL while the other replica waits for its blocks: every request is answered, as if nothing had been."""
     system = text(PREFIX_TOKENS, 2)
 
+    killed: list[str] = []
+
     async def run() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
 
@@ -103,6 +105,7 @@ def test_a_killed_holder_costs_time_only(url: str) -> None:
             await asyncio.to_thread(wait_until_cached, url, first, PREFIX_TOKENS - 16)
             after = blocks()
             holder = max(before, key=lambda name: after[name] - before[name])
+            killed.append(holder)
             pid, count = int(replicas_of(url)[holder]["pid"]), begun(url)
             pending: list[tuple[dict[str, Any], asyncio.Task[dict[str, Any]]]] = []
             os.kill(pid, signal.SIGSTOP)  # so that it cannot hand over anything before it is killed
@@ -116,4 +119,4 @@ def test_a_killed_holder_costs_time_only(url: str) -> None:
             assert computed["choices"] == answers[-1]["choices"]
 
     asyncio.run(run())
-    wait_for_replicas(url, 2)
+    wait_for_replicas(url, 2, killed)
