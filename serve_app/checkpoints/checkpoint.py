@@ -7,7 +7,7 @@ hundred kilobytes at most, never whole weights, and makes no hub download.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +34,6 @@ class CheckpointInfo:
 
     path: Path
     fingerprint: str
-    architecture: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -53,13 +52,13 @@ class _TensorHeader(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def resolve_model(name_or_path: str, *, progress: Callable[[str], None] | None = None) -> Path:
+def resolve_model(name_or_path: str) -> Path:
     """Return the directory of a built-in model (built when missing) or of a local checkpoint.
 
     Raises CheckpointError for anything else: a hub name is never downloaded.
     """
     if name_or_path in RECIPES:
-        return ensure_demo_model(name_or_path, progress=progress)
+        return ensure_demo_model(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -96,7 +95,6 @@ def load_checkpoint_info(path: Path) -> CheckpointInfo:
     return CheckpointInfo(
         path=path,
         fingerprint=weights_fingerprint(path),
-        architecture=str(architectures[0]),
         vocab_size=vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(path, config, text_config),

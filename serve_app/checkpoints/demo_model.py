@@ -12,7 +12,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -79,7 +79,7 @@ RECIPES = {
 """The built-in models: ``demo`` about 4 M parameters, ``small`` about 27 M; both with 32k positions."""
 
 
-def ensure_demo_model(name: str, cache_dir: Path | None = None, progress: Callable[[str], None] | None = None) -> Path:
+def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
     """Return the directory of the built-in model ``name``, building it first if it is not there.
 
     ``cache_dir`` defaults to ``$XDG_CACHE_HOME/warmpath/models`` (``~/.cache`` without the variable). A build goes
@@ -97,8 +97,6 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None, progress: Callab
     target = parent / f"{name}-{digest.hexdigest()[:16]}"
     if target.is_dir():
         return target
-    if progress is not None:
-        progress(f"building the {name} model in {target} (once, a few seconds)")
     parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     try:

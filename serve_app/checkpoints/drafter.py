@@ -34,6 +34,11 @@ def drafter_path(config: AppConfig) -> Path | None:
     return None if config.speculative_model is None else resolve_model(config.speculative_model)
 
 
+def load_served_model(config: AppConfig) -> CheckpointInfo:
+    """Return the facts of the settings' model and its drafter, built when missing. Raises CheckpointError."""
+    return with_drafter(load_checkpoint_info(resolve_model(config.model)), config)
+
+
 def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
     """Return the facts of the model with the fingerprint of the pair; unchanged without a drafter.
 

@@ -23,8 +23,8 @@ import yaml
 from rich.console import Console
 
 from serve_app.checkpoints.adapter_registry import configured_adapters
-from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
-from serve_app.checkpoints.drafter import with_drafter
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.drafter import load_served_model
 from serve_app.cli.local_ray import local_environment, port_in_use
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError
@@ -66,8 +66,7 @@ def serve(
         fail(f"port {port} is taken: stop what listens there, or choose another with --port")
     try:
         with console.status(f"[1/4] model {settings.model}: building or finding it"):
-            path = resolve_model(settings.model)
-            with_drafter(load_checkpoint_info(path), settings)
+            path = load_served_model(settings).path
             configured_adapters(settings.lora_adapters)
     except (CheckpointError, AdapterError) as error:
         fail(str(error))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -84,7 +83,7 @@ class Preparer:
         generations: list[Generation] = []
         for encoded, system_text in await self._encode(self._with_reference(request), keys):
             save = await self._save(request, keys.root, encoded, system_text)
-            sampling = self._sampling(request, len(encoded.token_ids))
+            sampling = self._sampling(request, len(encoded.token_ids), seed)
             placement_key = self._placement_key(request, keys, encoded, system_text)
             public_blocks = encoded.public_blocks
             for choice in range(request.n):
@@ -99,7 +98,7 @@ class Preparer:
                         placement_key=placement_key,
                         tenant=tenant.name,
                         # Choices of one request must differ; the first is what a single one would have been.
-                        sampling=sampling(seed + choice),
+                        sampling=replace(sampling, seed=seed + choice),
                         save=save,
                         lora_path=adapter.path if adapter is not None else "",
                     )
@@ -180,8 +179,8 @@ class Preparer:
         tokens = int(differs[0]) if len(differs) else length
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
 
-    def _sampling(self, request: GenerateRequest, prompt_tokens: int) -> Callable[[int], SamplingParams]:
-        """Return the request's sampling values as a function of a choice's seed. Raises ContextLengthExceeded."""
+    def _sampling(self, request: GenerateRequest, prompt_tokens: int, seed: int) -> SamplingParams:
+        """Return the sampling values of a request's first choice. Raises ContextLengthExceeded."""
         field = request.prompt_field
         max_model_len = self._limits.max_model_len
         room = max_model_len - prompt_tokens
@@ -200,19 +199,15 @@ class Preparer:
                 f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
                 param="max_tokens",
             )
-
-        def sampling(seed: int) -> SamplingParams:
-            return SamplingParams(
-                max_tokens=max_tokens,
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                seed=seed,
-                stop_token_ids=() if request.ignore_eos else self._info.eos_token_ids,
-                disable_spec_decode=request.disable_spec_decode,
-            )
-
-        return sampling
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=seed,
+            stop_token_ids=() if request.ignore_eos else self._info.eos_token_ids,
+            disable_spec_decode=request.disable_spec_decode,
+        )
 
     def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:
         root = keys.root

@@ -24,8 +24,7 @@ from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.response import adapter_body, model_body
 from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
-from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info, resolve_model
-from serve_app.checkpoints.drafter import with_drafter
+from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.generation.dispatch import Dispatcher
@@ -93,7 +92,9 @@ class Services:
 
     def samples(self) -> list[Sample]:
         """Return what this ingress and its router have counted."""
-        self.metrics.tokenizer_cache_bytes.set(self.tokenizer.stats().bytes)
+        tokenizer_cache = self.tokenizer.stats()
+        self.metrics.tokenizer_cache_bytes.set(tokenizer_cache.bytes)
+        self.metrics.tokenizer_cache_max_bytes.set(tokenizer_cache.max_bytes)
         return [*self.metrics.samples(), *router_samples(self.core)]
 
     async def all_samples(self) -> list[Sample]:
@@ -114,13 +115,12 @@ class Services:
 async def make_services(config: AppConfig, replica: DeploymentHandle) -> Services:
     """Load the tokenizer and put the parts of an ingress together; its router connects in the background."""
     context = serve.get_replica_context()
-    path = await asyncio.to_thread(resolve_model, config.model)
-    info = await asyncio.to_thread(_load_info, path, config)
+    info = await asyncio.to_thread(load_served_model, config)
     secret = load_secret(secret_file=config.secret_file)
     tenants = _make_tenants(config, secret)
-    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, path, config)
+    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config)
     adapters = await asyncio.to_thread(_load_adapters, config)
-    metrics, traffic = _make_metrics(config), UsageTable()
+    metrics, traffic = IngressMetrics(), UsageTable()
     limits = Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s)
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
@@ -148,10 +148,6 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     )
 
 
-def _load_info(path: Path, config: AppConfig) -> CheckpointInfo:
-    return with_drafter(load_checkpoint_info(path), config)
-
-
 def _make_tenants(config: AppConfig, secret: bytes) -> Tenants:
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
     if tenants.open:
@@ -170,9 +166,3 @@ def _load_adapters(config: AppConfig) -> AdapterRegistry:
     adapters = AdapterRegistry(config.model_name)
     adapters.merge(configured_adapters(config.lora_adapters))
     return adapters
-
-
-def _make_metrics(config: AppConfig) -> IngressMetrics:
-    metrics = IngressMetrics()
-    metrics.tokenizer_cache_max_bytes.set(config.tokenizer_cache_bytes)
-    return metrics

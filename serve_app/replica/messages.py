@@ -66,21 +66,6 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     save: SaveOutcome | None = None
 
 
-_call_encoder = msgspec.msgpack.Encoder()
-_call_decoder = msgspec.msgpack.Decoder(GenerateCall)
-_chunk_decoder = msgspec.msgpack.Decoder(GenerateChunk)
-
-
-def encode(message: GenerateCall | GenerateChunk) -> bytes:
-    """Serialize a call or a chunk."""
-    return _call_encoder.encode(message)
-
-
-def decode_call(data: bytes) -> GenerateCall:
-    """Parse a call."""
-    return _call_decoder.decode(data)
-
-
-def decode_chunk(data: bytes) -> GenerateChunk:
-    """Parse a chunk."""
-    return _chunk_decoder.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_call = msgspec.msgpack.Decoder(GenerateCall).decode
+decode_chunk = msgspec.msgpack.Decoder(GenerateChunk).decode

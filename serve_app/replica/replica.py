@@ -22,8 +22,7 @@ from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
 from router.protocol.request import Decision, RoutedRequest
 from serve_app.checkpoints.adapter_registry import AdapterEntry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
-from serve_app.checkpoints.drafter import with_drafter
+from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import (
@@ -58,9 +57,7 @@ class Replica:
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._streams: dict[str, TokenStream] = {}
         self._stopping = False
-        path = await asyncio.to_thread(resolve_model, self._config.model)
-        info = await asyncio.to_thread(load_checkpoint_info, path)
-        info = await asyncio.to_thread(with_drafter, info, self._config)
+        info = await asyncio.to_thread(load_served_model, self._config)
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)

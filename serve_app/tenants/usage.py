@@ -6,7 +6,7 @@ Owns the bounded table. Prefixes are named by their keyed hash, so the table hol
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 REMEMBERED_PREFIXES = 1024
@@ -25,12 +25,8 @@ class _Usage:
         self.cached_tokens += cached_tokens
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "requests": self.requests,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else 0.0,
-        }
+        hit_rate = round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else 0.0
+        return {**asdict(self), "hit_rate": hit_rate}
 
 
 class UsageTable:

@@ -29,10 +29,10 @@ class ChainLink:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCacheStats:
-    """``bytes``: charged now, at most ``capacity_bytes``. ``hits`` and ``misses`` count looked-up segments."""
+    """``bytes``: charged now, at most ``max_bytes``. ``hits`` and ``misses`` count looked-up segments."""
 
     bytes: int
-    capacity_bytes: int
+    max_bytes: int
     entries: int
     hits: int
     misses: int

@@ -147,28 +147,14 @@ class GenerationBody(JsonBody):
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
 
     def common(self) -> dict[str, Any]:
-        """Return what every request has. Raises InvalidRequest."""
-        options = self.stream_options
+        """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest."""
+        fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
-        return {
-            "model": self.model,
-            "lora_name": self.lora_name,
-            "n": self.n,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": max(0, self.top_k),
-            "seed": self.seed,
-            "stop": self.stop,
-            "ignore_eos": self.ignore_eos,
-            "stream": self.stream,
-            "include_usage": options is not None and options.include_usage is True,
-            "cache_salt": self.cache_salt,
-            "prompt_cache_key": self.prompt_cache_key,
-            "prompt_ref": self.prompt_ref,
-            "disable_spec_decode": self.disable_spec_decode,
-            "save_system_prompt_kv_cache": self.save_system_prompt_kv_cache,
-        }
+        fields["top_k"] = max(0, self.top_k)
+        fields["include_usage"] = options is not None and options.include_usage is True
+        return fields
 
 
 class ChatBody(GenerationBody):

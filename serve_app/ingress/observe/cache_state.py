@@ -6,6 +6,7 @@ keyed hash, so the document holds no prompt's text.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from router.core import RoutingCore
@@ -47,12 +48,6 @@ def cache_state(
         "model": model,
         "engine": engine,
         **state,
-        "tokenizer_cache": {
-            "bytes": tokenizer.bytes,
-            "max_bytes": tokenizer.capacity_bytes,
-            "entries": tokenizer.entries,
-            "hits": tokenizer.hits,
-            "misses": tokenizer.misses,
-        },
+        "tokenizer_cache": asdict(tokenizer),
         **traffic.to_json(),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -23,48 +24,36 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        registry = self.registry
-        self.requests = Counter(
-            "warmpath_requests",
-            "HTTP requests by endpoint, status and tenant",
-            ["endpoint", "status", "tenant"],
-            registry=registry,
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
+            "warmpath_requests", "HTTP requests by endpoint, status and tenant", ["endpoint", "status", "tenant"]
         )
-        self.in_flight = Gauge("warmpath_requests_in_flight", "HTTP requests being answered", registry=registry)
-        self.ttft_s = Histogram(
+        self.in_flight = gauge("warmpath_requests_in_flight", "HTTP requests being answered")
+        self.ttft_s = histogram(
             "warmpath_http_time_to_first_token_seconds",
             "From the request's arrival at the ingress to its first token",
             ["tenant"],
             buckets=TTFT_BUCKETS_S,
-            registry=registry,
         )
-        self.inter_token_s = Histogram(
+        self.inter_token_s = histogram(
             "warmpath_http_inter_token_latency_seconds",
             "Seconds a token, between chunks of one answer",
             ["tenant"],
             buckets=ITL_BUCKETS_S,
-            registry=registry,
         )
-        self.prompt_tokens = Counter("warmpath_tenant_prompt_tokens", "Prompt tokens", ["tenant"], registry=registry)
-        self.cached_tokens = Counter(
-            "warmpath_tenant_cached_prompt_tokens", "Prompt tokens served from cache", ["tenant"], registry=registry
+        self.prompt_tokens = counter("warmpath_tenant_prompt_tokens", "Prompt tokens", ["tenant"])
+        self.cached_tokens = counter(
+            "warmpath_tenant_cached_prompt_tokens", "Prompt tokens served from cache", ["tenant"]
         )
-        self.completion_tokens = Counter(
-            "warmpath_tenant_completion_tokens", "Generated tokens", ["tenant"], registry=registry
+        self.completion_tokens = counter("warmpath_tenant_completion_tokens", "Generated tokens", ["tenant"])
+        self.retries = counter(
+            "warmpath_request_retries", "Generations sent again after a replica was lost", ["after_first_token"]
         )
-        self.retries = Counter(
-            "warmpath_request_retries",
-            "Generations sent again after a replica was lost",
-            ["after_first_token"],
-            registry=registry,
-        )
-        self.disconnects = Counter(
-            "warmpath_client_disconnects", "Clients that left before the answer's end", registry=registry
-        )
-        self.tokenizer_cache_bytes = Gauge(
-            "warmpath_tokenizer_cache_bytes", "Bytes of cached ids and hashes", registry=registry
-        )
-        self.tokenizer_cache_max_bytes = Gauge("warmpath_tokenizer_cache_max_bytes", "Their bound", registry=registry)
+        self.disconnects = counter("warmpath_client_disconnects", "Clients that left before the answer's end")
+        self.tokenizer_cache_bytes = gauge("warmpath_tokenizer_cache_bytes", "Bytes of cached ids and hashes")
+        self.tokenizer_cache_max_bytes = gauge("warmpath_tokenizer_cache_max_bytes", "Their bound")
 
     def retried(self, after_first_token: bool) -> None:
         """Count a generation that was sent again."""
@@ -88,11 +77,8 @@ class _Samples:
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, list[Sample]] = defaultdict(list)
-        histograms: set[str] = set()
         ready = list(self._samples)
-        for name, _, _ in ready:
-            if name.endswith("_bucket"):
-                histograms.add(name.removesuffix("_bucket"))
+        histograms = {name.removesuffix("_bucket") for name, _, _ in ready if name.endswith("_bucket")}
         for sample in ready:
             families[_family(sample[0], histograms)].append(sample)
         for family in sorted(families):

@@ -24,7 +24,6 @@ def test_the_demo_model_says_what_it_is(demo_model_path: Path) -> None:
     info = load_checkpoint_info(demo_model_path)
     added = json.loads((demo_model_path / "tokenizer.json").read_text())["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
-    assert info.architecture == "Qwen3ForCausalLM"
     assert (info.vocab_size, info.max_model_len) == (4096, 32768)
     assert info.eos_token_ids == (ids["<|im_end|>"], ids["<|endoftext|>"])
     assert len(info.fingerprint) == 32
