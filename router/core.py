@@ -33,7 +33,10 @@ from router.settings import DEFAULT_POLICY, RouterSettings
 
 
 class RoutingCore:
-    """Decides where requests go. ``router_id`` names this router in the replicas' load reports."""
+    """Decides where requests go. ``router_id`` names this router in the replicas' load reports.
+
+    ``directory``, ``loads``: read them only where no other thread uses this core.
+    """
 
     def __init__(
         self,
@@ -56,21 +59,11 @@ class RoutingCore:
         self._counted = self.counters.of_policy(self.settings.policy)
         self._shadow = self._new_shadow()
         self._shadow_s = 0.0
-        self._loads = LoadTable(router_id)
-        self._directory = Directory(self.settings.block_size, self.settings.max_blocks)
+        self.loads = LoadTable(router_id)
+        self.directory = Directory(self.settings.block_size, self.settings.max_blocks)
         self._pending = PendingPrefixes(self.settings.block_size)
         self._replication = Replication(self.settings.block_size)
         self._adapters = LoraResidency()
-
-    @property
-    def directory(self) -> Directory:
-        """The directory; read it only where no other thread uses this core."""
-        return self._directory
-
-    @property
-    def loads(self) -> LoadTable:
-        """The load table; read it only where no other thread uses this core."""
-        return self._loads
 
     @property
     def shadow(self) -> tuple[str, ShadowCounters] | None:
@@ -80,7 +73,7 @@ class RoutingCore:
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas known now."""
-        return tuple(self._loads.replica_ids)
+        return tuple(self.loads.replica_ids)
 
     @property
     def knows_every_cache(self) -> bool:
@@ -104,22 +97,22 @@ class RoutingCore:
             if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
-                self._directory = Directory(settings.block_size, settings.max_blocks)
+                self.directory = Directory(settings.block_size, settings.max_blocks)
                 self._pending = PendingPrefixes(settings.block_size)
                 self._replication = Replication(settings.block_size)
-                for replica_id in self._loads.replica_ids:
-                    self._directory.add_replica(replica_id)
+                for replica_id in self.loads.replica_ids:
+                    self.directory.add_replica(replica_id)
 
     def update_replicas(self, replica_ids: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Make the replica set equal to ``replica_ids`` and return who was added and who was removed."""
         wanted = dict.fromkeys(replica_ids)
         with self._lock:
-            known = set(self._loads.replica_ids)
+            known = set(self.loads.replica_ids)
             added = tuple(replica_id for replica_id in wanted if replica_id not in known)
             removed = tuple(replica_id for replica_id in known if replica_id not in wanted)
             for replica_id in added:
-                self._loads.add_replica(replica_id)
-                self._directory.add_replica(replica_id)
+                self.loads.add_replica(replica_id)
+                self.directory.add_replica(replica_id)
             for replica_id in removed:
                 self._drop(replica_id)
         return added, removed
@@ -135,16 +128,16 @@ class RoutingCore:
             cache_events = []
             for event in events:
                 if isinstance(event, LoadReport):
-                    self._loads.report(replica_id, event, self._clock())
-                    if self._loads.row_of(replica_id) is not None:
+                    self.loads.report(replica_id, event, self._clock())
+                    if self.loads.row_of(replica_id) is not None:
                         self._adapters.report(replica_id, event)
                 elif isinstance(event, StatsReport):
-                    if self._loads.row_of(replica_id) is not None:
+                    if self.loads.row_of(replica_id) is not None:
                         self._stats[replica_id] = event
                 else:
                     cache_events.append(event)
             if cache_events:
-                self._directory.apply(replica_id, epoch, cache_events)
+                self.directory.apply(replica_id, epoch, cache_events)
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
         """Choose a replica and reserve its work in one step; None while every replica is full.
@@ -167,14 +160,14 @@ class RoutingCore:
         """Return the least loaded replica for a call without a prompt, None while every replica is full."""
         with self._lock:
             request = RoutedRequest("", b"", 0, b"")
-            view = RoutingView(request, {}, self._loads, self._turn, self._rng, self.settings.scoring, blocked)
+            view = RoutingView(request, {}, self.loads, self._turn, self._rng, self.settings.scoring, blocked)
             ranked = least_loaded(view, 1)
         return ranked[0].replica_id if ranked else None
 
     def release(self, decision: Decision) -> None:
         """End a decision's reservation, at the first token or on error; again is harmless."""
         with self._lock:
-            self._loads.release(decision.reservation)
+            self.loads.release(decision.reservation)
             self._pending.discard(decision.reservation)
 
     def explain(
@@ -190,7 +183,7 @@ class RoutingCore:
             self._expire(now_s)
             view = self._view_of(request, self._blocked() if blocked is None else blocked)
             views = {policy: view._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
-            tiers = self._directory.tiers(self._reusable_chain(request), view.match)
+            tiers = self.directory.tiers(self._reusable_chain(request), view.match)
             return explain(views, tiers, now_s, self._replication)
 
     def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
@@ -201,16 +194,11 @@ class RoutingCore:
         with self._lock:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
-                held = self._directory.match(chain).get(decision.replica_id, 0)
+                held = self.directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
             self.counters.ttft_s.observe(ttft_s)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
-
-    def expire(self) -> int:
-        """End reservations past their TTL and return how many; every decision does this too."""
-        with self._lock:
-            return self._expire(self._clock())
 
     def stats(self) -> dict[str, StatsReport]:
         """Return the latest StatsReport of each replica that sent one, without nonsense."""
@@ -221,16 +209,13 @@ class RoutingCore:
     def state(self) -> dict[str, Any]:
         """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
         with self._lock:
-            shown = router_state(self._directory, self._loads, self._clock())
-            regret = regret_state(self.counters)
-            shadow = self.shadow and shadow_state(*self.shadow)
-        return {
-            "router_id": self.router_id,
-            "policy": self.settings.policy,
-            **shown,
-            "regret": regret,
-            "shadow": shadow,
-        }
+            return {
+                "router_id": self.router_id,
+                "policy": self.settings.policy,
+                **router_state(self.directory, self.loads, self._clock()),
+                "regret": regret_state(self.counters),
+                "shadow": self.shadow and shadow_state(*self.shadow),
+            }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
         self._expire(now_s)
@@ -248,7 +233,7 @@ class RoutingCore:
         if self._shadow is not None:
             self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
         selected, uncached, pull_from, pull_tokens, estimated_ttft_s = estimated
-        number = self._loads.reserve(replica_id, uncached, now_s)
+        number = self.loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes:
             self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
@@ -262,12 +247,12 @@ class RoutingCore:
     def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> RoutingView:
         """Return all that a policy needs to know of this request."""
         chain = self._reusable_chain(request)
-        match = self._directory.match(chain)
+        match = self.directory.match(chain)
         pending = self._pending.match(request.placement_key, chain)
-        adapter_s = self._adapters.wait_s(request.adapter, self._loads)
+        adapter_s = self._adapters.wait_s(request.adapter, self.loads)
         scoring = self.settings.scoring
         return RoutingView(
-            request, match, self._loads, self._turn, self._rng, scoring, blocked, pending, None, adapter_s
+            request, match, self.loads, self._turn, self._rng, scoring, blocked, pending, None, adapter_s
         )
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
@@ -276,11 +261,9 @@ class RoutingCore:
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain
 
-    def _expire(self, now_s: float) -> int:
-        ended = self._loads.expire(now_s)
-        for number in ended:
+    def _expire(self, now_s: float) -> None:
+        for number in self.loads.expire(now_s):
             self._pending.discard(number)
-        return len(ended)
 
     def _new_shadow(self) -> ShadowPolicy | None:
         policy, block_size = self.settings.shadow_policy, self.settings.block_size
@@ -288,9 +271,9 @@ class RoutingCore:
         return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None
 
     def _drop(self, replica_id: str) -> None:
-        for number in self._loads.remove_replica(replica_id):
+        for number in self.loads.remove_replica(replica_id):
             self._pending.discard(number)
-        self._directory.remove_replica(replica_id)
+        self.directory.remove_replica(replica_id)
         self._adapters.forget(replica_id)
         self._stats.pop(replica_id, None)
         self.counters.decisions_by_replica.pop(replica_id, None)

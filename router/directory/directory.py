@@ -7,7 +7,9 @@ a prediction wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import and_
 
 from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
 from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, KeyTable, block_keys
@@ -25,7 +27,6 @@ class Directory:
         if block_size < 1 or not 1 <= max_blocks <= MAX_ENTRIES:
             raise ValueError(f"block_size and max_blocks must be at least 1, max_blocks at most {MAX_ENTRIES}")
         self.block_size = block_size
-        self.ignored_events = 0
         self._table = KeyTable(max_blocks)
         self._sets = HolderSets()
         self._replicas: dict[str, ReplicaSlots] = {}
@@ -38,11 +39,6 @@ class Directory:
         self._sweep_dead = 0
         self._folded: dict[int, int] = {}
         self._members: dict[int, tuple[str, ...]] = {}
-
-    @property
-    def replica_ids(self) -> frozenset[str]:
-        """The replicas whose hints are taken."""
-        return frozenset(self._replicas)
 
     @property
     def num_blocks(self) -> int:
@@ -82,11 +78,10 @@ class Directory:
     def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
         """Take one replica's events in order. Another epoch than the last one forgets what was known before.
 
-        Events of a replica that was not added are counted and ignored; load and stats events are not for here.
+        Events of a replica that was not added are ignored; load and stats events are not for here.
         """
         replica = self._replicas.get(replica_id)
         if replica is None:
-            self.ignored_events += 1
             return
         if epoch != replica.epoch:
             self._retire_slots(replica)
@@ -111,18 +106,9 @@ class Directory:
                 if not self._dead:
                     return False
                 self._sweep_dead, self._sweep_at = self._dead, 0
-            keep = ~self._dead
             asked: list[int] = []
-
-            def clean(set_id: int, keep: int = keep, asked: list[int] = asked) -> int:
-                mask = self._sets.masks[set_id]
-                kept = mask & keep
-                if kept == mask:
-                    return set_id
-                asked.append(self._sets.id_of(kept))
-                return asked[-1]
-
-            self._sets.count(self._table.rebuild(self._sweep_at, clean), asked)
+            step = self._step(partial(and_, ~self._dead), asked)
+            self._sets.count(self._table.rebuild(self._sweep_at, step), asked)
             self._sweep_at += 1
             if self._sweep_at == self._table.num_shards:
                 self._free_slots.extend(bits(self._sweep_dead))
@@ -221,46 +207,42 @@ class Directory:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
             if len(replica.slot_of_tier) >= _MAX_TIERS:
-                self.ignored_events += 1
                 return
             slot = self._new_slot(replica_id, replica, event.tier)
         bit = 1 << slot
-        sets = self._sets
-        asked: list[int] = []
-
-        def add(set_id: int) -> int:
-            mask = sets.masks[set_id]
-            if mask & bit:
-                return set_id
-            asked.append(sets.id_of(mask | bit))
-            return asked[-1]
-
         # The last eighth is for replicas below an equal share: one that floods leaves the others room.
         limit = self.max_blocks
         if sum(replica.blocks_of_tier.values()) * len(self._replicas) >= limit:
             limit -= limit // 8
-        changes = self._table.update(block_keys(event.hashes), add, limit)
-        sets.count(changes, asked)
-        replica.blocks_of_tier[event.tier] += sum(count for _, _, count in changes)
+        replica.blocks_of_tier[event.tier] += self._update(event.hashes, lambda mask: mask | bit, limit)
 
     def _remove(self, replica: ReplicaSlots, event: BlocksRemoved) -> None:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
             return
         bit = 1 << slot
-        sets = self._sets
-        asked: list[int] = []
+        replica.blocks_of_tier[event.tier] -= self._update(event.hashes, lambda mask: mask & ~bit)
 
-        def discard(set_id: int) -> int:
+    def _update(self, hashes: bytes, change: Callable[[int], int], max_entries: int | None = None) -> int:
+        """Change the holders of blocks and return how many blocks' holders did change."""
+        asked: list[int] = []
+        changes = self._table.update(block_keys(hashes), self._step(change, asked), max_entries)
+        self._sets.count(changes, asked)
+        return sum(count for _, _, count in changes)
+
+    def _step(self, change: Callable[[int], int], asked: list[int]) -> Callable[[int], int]:
+        """Return a change of masks as one of their ids; those it makes are noted in ``asked``."""
+        sets = self._sets
+
+        def step(set_id: int) -> int:
             mask = sets.masks[set_id]
-            if not mask & bit:
+            changed = change(mask)
+            if changed == mask:
                 return set_id
-            asked.append(sets.id_of(mask & ~bit))
+            asked.append(sets.id_of(changed))
             return asked[-1]
 
-        changes = self._table.update(block_keys(event.hashes), discard)
-        sets.count(changes, asked)
-        replica.blocks_of_tier[event.tier] -= sum(count for _, _, count in changes)
+        return step
 
     def _new_slot(self, replica_id: str, replica: ReplicaSlots, tier: str) -> int:
         if self._free_slots:

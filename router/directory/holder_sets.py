@@ -46,9 +46,6 @@ class HolderSets:
         self._ids: dict[int, int] = {0: 0}
         self._free: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
     @property
     def size_bytes(self) -> int:
         """Bytes of masks, ids and counts (masks taken at the size of the largest)."""

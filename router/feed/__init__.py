@@ -7,17 +7,6 @@ which lossy transports are tested. Knows nothing of what events mean: no directo
 
 from router.feed.messages import FeedEndpoint
 from router.feed.publisher import FeedPublisher, FeedPublisherThread
-from router.feed.resequencer import FeedResequencer, ResequencerSettings
-from router.feed.sequencer import BlockMirror, FeedSequencer
 from router.feed.subscriber import FeedSubscriber
 
-__all__ = [
-    "BlockMirror",
-    "FeedEndpoint",
-    "FeedPublisher",
-    "FeedPublisherThread",
-    "FeedResequencer",
-    "FeedSequencer",
-    "FeedSubscriber",
-    "ResequencerSettings",
-]
+__all__ = ["FeedEndpoint", "FeedPublisher", "FeedPublisherThread", "FeedSubscriber"]

@@ -74,21 +74,8 @@ class FeedCounters:
     malformed: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
-_message_decoder = msgspec.msgpack.Decoder(FeedMessage)
-_chunk_decoder = msgspec.msgpack.Decoder(SnapshotChunk)
+encode = msgspec.msgpack.Encoder().encode
 
-
-def encode(message: FeedMessage | SnapshotChunk) -> bytes:
-    """Serialize a message or a chunk."""
-    return _encoder.encode(message)
-
-
-def decode_message(data: bytes) -> FeedMessage:
-    """Parse a message. Raises ``msgspec.MsgspecError`` on anything malformed."""
-    return _message_decoder.decode(data)
-
-
-def decode_chunk(data: bytes) -> SnapshotChunk:
-    """Parse a chunk. Raises ``msgspec.MsgspecError`` on anything malformed."""
-    return _chunk_decoder.decode(data)
+decode_message = msgspec.msgpack.Decoder(FeedMessage).decode
+decode_chunk = msgspec.msgpack.Decoder(SnapshotChunk).decode
+"""Both raise ``msgspec.MsgspecError`` on anything malformed."""

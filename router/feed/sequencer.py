@@ -20,9 +20,6 @@ class BlockMirror:
     def __init__(self) -> None:
         self._tiers: dict[str, dict[bytes, None]] = {}
 
-    def __len__(self) -> int:
-        return sum(map(len, self._tiers.values()))
-
     def apply(self, event: Event) -> None:
         """Take one cache event; others change nothing."""
         if isinstance(event, BlocksStored):

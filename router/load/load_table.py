@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from router.load.peer_routers import PeerRouters
-from router.load.replica_load import ReplicaLoad, clamped, without_shares
+from router.load.replica_load import ReplicaLoad, clamped
 from router.protocol.events import LoadReport
 
 RESERVATION_TTL_S = 120.0
@@ -28,7 +29,7 @@ T = TypeVar("T", bound=np.generic)
 
 
 class LoadTable:
-    """Rows of numbers by replica. The arrays are views of the first ``len(replica_ids)`` rows; read, never write.
+    """Rows of numbers by replica, in the order of ``replica_ids``. Read the arrays, never write.
 
     ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those of them that
     nobody overtakes, ``overtakable_tokens``: the others; ``jobs``: the sequences that the others belong to, at least
@@ -41,8 +42,6 @@ class LoadTable:
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
-        self.clamped_reports = 0
-        self.expired_reservations = 0
         self.num_full = 0
         self.num_pulling = 0
         self._num_unreported = 0
@@ -54,19 +53,27 @@ class LoadTable:
         self._peers = PeerRouters(router_id)
         self._deadlines: deque[int] = deque()
         self._last_number = 0
-        self._grow(8)
+        self.queued_tokens: Floats = np.zeros(0)
+        self.committed_tokens: Floats = np.zeros(0)
+        self.overtakable_tokens: Floats = np.zeros(0)
+        self.waiting: Floats = np.zeros(0)
+        self.jobs: Floats = np.zeros(0)
+        self.falloff: Floats = np.zeros(0)
+        self.running: Floats = np.zeros(0)
+        self.seconds_per_token: Floats = np.zeros(0)
+        self.pull_pace: Floats = np.zeros(0)
+        self.full: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.seeds: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
 
     def add_replica(self, replica_id: str) -> None:
         """Start tracking a replica as idle; adding it again changes nothing."""
         if replica_id in self.replicas:
             return
         row = len(self.replica_ids)
-        if row == len(self._queued):
-            self._grow(2 * row)
         self.replica_ids.append(replica_id)
         replica = self.replicas[replica_id] = ReplicaLoad(row)
-        self._seeds[row] = xxhash.xxh3_64_intdigest(replica_id.encode())
-        self._cut_views()
+        self._resize()
+        self.seeds[row] = xxhash.xxh3_64_intdigest(replica_id.encode())
         self._write(replica)
 
     def remove_replica(self, replica_id: str) -> list[int]:
@@ -84,9 +91,9 @@ class LoadTable:
             moved = self.replicas[last_id]
             moved.row = replica.row
             self.replica_ids[moved.row] = last_id
-            self._seeds[moved.row] = xxhash.xxh3_64_intdigest(last_id.encode())
+            self.seeds[moved.row] = xxhash.xxh3_64_intdigest(last_id.encode())
             self._write(moved)
-        self._cut_views()
+        self._resize()
         ended = [number for number, (name, _) in self._reservations.items() if name == replica_id]
         for number in ended:
             del self._reservations[number]
@@ -98,17 +105,13 @@ class LoadTable:
         return None if replica is None else replica.row
 
     def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
-        """Take a replica's report; unknown ids are ignored.
-
-        Nonsense (negative, not finite, huge) is clamped and counted in ``clamped_reports``.
-        """
+        """Take a replica's report; unknown ids are ignored, nonsense (negative, not finite, huge) is clamped."""
         replica = self.replicas.get(replica_id)
         if replica is None:
             return
         clean = clamped(report)
-        if clean != report:
-            self.clamped_reports += 1
-        replica.report = without_shares(clean)
+        # To keep: shares name every router there ever was, and are read once.
+        replica.report = msgspec.structs.replace(clean, shares=())
         self._count_rate(replica, -1)
         replica.measured(clean)
         self._count_rate(replica, 1)
@@ -154,7 +157,7 @@ class LoadTable:
         return True
 
     def expire(self, now_s: float) -> list[int]:
-        """End reservations older than ``RESERVATION_TTL_S``, count them and return their numbers.
+        """End reservations older than ``RESERVATION_TTL_S`` and return their numbers.
 
         Looks at a bounded number of reservations a call, oldest first.
         """
@@ -168,7 +171,6 @@ class LoadTable:
                     break
                 self.release(number)
                 ended.append(number)
-                self.expired_reservations += 1
             deadlines.popleft()
             looked_at += 1
         return ended
@@ -216,9 +218,9 @@ class LoadTable:
         """Write a row after a report."""
         row, pulled = replica.row, replica.pulls
         replica.apply_report(self._rate_tokens / self._rate_s if self._rate_s > 0.0 else 0.0)
-        self._running[row] = replica.running
-        self._pace[row] = replica.seconds_per_token
-        self._pull_pace[row] = replica.pull_pace
+        self.running[row] = replica.running
+        self.seconds_per_token[row] = replica.seconds_per_token
+        self.pull_pace[row] = replica.pull_pace
         if self._priced is not None:
             price, shares = self._priced
             shares[row] = min(replica.pull_pace * price, 1.0)
@@ -229,49 +231,34 @@ class LoadTable:
         """Write what of a row changes with a reservation."""
         row, was_full = replica.row, replica.full
         replica.recompute_queue()
-        self._queued[row] = queued = replica.queued_tokens
-        self._committed[row] = committed = replica.committed_tokens
-        self._overtakable[row] = queued - committed
-        self._waiting[row] = replica.waiting
-        self._jobs[row] = replica.jobs
-        self._falloff[row] = replica.falloff
-        self._full[row] = replica.full
+        self.queued_tokens[row] = queued = replica.queued_tokens
+        self.committed_tokens[row] = committed = replica.committed_tokens
+        self.overtakable_tokens[row] = queued - committed
+        self.waiting[row] = replica.waiting
+        self.jobs[row] = replica.jobs
+        self.falloff[row] = replica.falloff
+        self.full[row] = replica.full
         self.num_full += replica.full - was_full
 
-    def _grow(self, rows: int) -> None:
-        old = len(self.replica_ids)
-        self._queued = _longer(self.queued_tokens if old else None, rows, np.float64)
-        self._committed = _longer(self.committed_tokens if old else None, rows, np.float64)
-        self._overtakable = _longer(self.overtakable_tokens if old else None, rows, np.float64)
-        self._waiting = _longer(self.waiting if old else None, rows, np.float64)
-        self._jobs = _longer(self.jobs if old else None, rows, np.float64)
-        self._falloff = _longer(self.falloff if old else None, rows, np.float64)
-        self._running = _longer(self.running if old else None, rows, np.float64)
-        self._pace = _longer(self.seconds_per_token if old else None, rows, np.float64)
-        self._pull_pace = _longer(self.pull_pace if old else None, rows, np.float64)
-        self._full = _longer(self.full if old else None, rows, np.bool_)
-        self._seeds = _longer(self.seeds if old else None, rows, np.uint64)
-        self._cut_views()
-
-    def _cut_views(self) -> None:
+    def _resize(self) -> None:
+        """Cut the columns to the replicas there are, or lengthen them with zeros."""
         self._priced = None
         rows = len(self.replica_ids)
-        self.queued_tokens: Floats = self._queued[:rows]
-        self.committed_tokens: Floats = self._committed[:rows]
-        self.overtakable_tokens: Floats = self._overtakable[:rows]
-        self.waiting: Floats = self._waiting[:rows]
-        self.jobs: Floats = self._jobs[:rows]
-        self.falloff: Floats = self._falloff[:rows]
-        self.running: Floats = self._running[:rows]
-        self.seconds_per_token: Floats = self._pace[:rows]
-        self.pull_pace: Floats = self._pull_pace[:rows]
-        self.full: npt.NDArray[np.bool_] = self._full[:rows]
-        self.seeds: npt.NDArray[np.uint64] = self._seeds[:rows]
+        self.queued_tokens = _resized(self.queued_tokens, rows)
+        self.committed_tokens = _resized(self.committed_tokens, rows)
+        self.overtakable_tokens = _resized(self.overtakable_tokens, rows)
+        self.waiting = _resized(self.waiting, rows)
+        self.jobs = _resized(self.jobs, rows)
+        self.falloff = _resized(self.falloff, rows)
+        self.running = _resized(self.running, rows)
+        self.seconds_per_token = _resized(self.seconds_per_token, rows)
+        self.pull_pace = _resized(self.pull_pace, rows)
+        self.full = _resized(self.full, rows)
+        self.seeds = _resized(self.seeds, rows)
 
 
-def _longer(column: npt.NDArray[T] | None, rows: int, dtype: type[T]) -> npt.NDArray[T]:
-    """Return a column of ``rows`` zeros that begins with ``column``."""
-    fresh = np.zeros(rows, dtype=dtype)
-    if column is not None:
-        fresh[: len(column)] = column
+def _resized(column: npt.NDArray[T], rows: int) -> npt.NDArray[T]:
+    fresh = np.zeros(rows, dtype=column.dtype)
+    kept = column[:rows]
+    fresh[: len(kept)] = kept
     return fresh

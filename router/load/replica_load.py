@@ -109,7 +109,8 @@ class ReplicaLoad:
 def clamped(report: LoadReport) -> LoadReport:
     """Return a report without nonsense (negative, not finite, huge)."""
     rate, step, pull_rate = report.prefill_tokens_per_s, report.decode_step_s, report.pull_tokens_per_s
-    return LoadReport(
+    return msgspec.structs.replace(
+        report,
         queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
         running_sequences=min(max(report.running_sequences, 0), MAX_SEQUENCES),
         waiting_sequences=min(max(report.waiting_sequences, 0), MAX_SEQUENCES),
@@ -117,16 +118,8 @@ def clamped(report: LoadReport) -> LoadReport:
         max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
         prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
         decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
-        shares=report.shares,
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
-        adapters=report.adapters,
-        adapter_load_s=report.adapter_load_s,
         prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
     )
-
-
-def without_shares(report: LoadReport) -> LoadReport:
-    """Return a report to keep: its shares name every router there ever was, and are read once."""
-    return msgspec.structs.replace(report, shares=())

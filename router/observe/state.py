@@ -6,6 +6,7 @@ Pure functions; the caller holds the lock that guards what it passes in.
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -85,18 +86,7 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
 
 
 def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
-    return {
-        "decisions": tokens.decisions,
-        "prompt_tokens": tokens.prompt_tokens,
-        "best_cached_tokens": tokens.best_cached_tokens,
-        "selected_cached_tokens": tokens.selected_cached_tokens,
-        "delivered_cached_tokens": tokens.delivered_cached_tokens,
-        "delivered_requests": tokens.delivered_requests,
-        "not_selected_tokens": tokens.not_selected_tokens,
-        "evicted_tokens": tokens.evicted_tokens,
-        "unused_tokens": tokens.unused_tokens,
-        "unpredicted_tokens": tokens.unpredicted_tokens,
-    }
+    return {**asdict(tokens), "not_selected_tokens": tokens.not_selected_tokens}
 
 
 def shadow_state(policy: str, counters: ShadowCounters) -> dict[str, Any]:

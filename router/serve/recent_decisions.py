@@ -7,23 +7,21 @@ from threading import Lock
 
 from router.protocol.request import Decision
 
+_MAX_REQUESTS = 8192
+
 
 class RecentDecisions:
-    """The last decision of each of the newest ``max_requests`` requests. Any thread may call it."""
+    """The last decision of each of the newest ``_MAX_REQUESTS`` requests. Any thread may call it."""
 
-    def __init__(self, max_requests: int = 8192) -> None:
-        self._max_requests = max_requests
+    def __init__(self) -> None:
         self._lock = Lock()
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._decisions)
 
     def add(self, request_id: str, decision: Decision) -> None:
         """Remember a request's decision, in the place of an earlier one."""
         with self._lock:
             self._decisions[request_id] = decision
-            if len(self._decisions) > self._max_requests:
+            if len(self._decisions) > _MAX_REQUESTS:
                 self._decisions.popitem(last=False)
 
     def take(self, request_id: str) -> Decision | None:

@@ -17,8 +17,7 @@ from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from router.feed.messages import FeedEndpoint
-from router.feed.subscriber import FeedSubscriber
+from router.feed import FeedEndpoint, FeedSubscriber
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.wait_queue import WaitQueue

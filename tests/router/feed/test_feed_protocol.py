@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.directory.directory import Directory
-from router.feed import FeedResequencer, FeedSequencer, ResequencerSettings
 from router.feed.messages import FeedCounters
+from router.feed.resequencer import FeedResequencer, ResequencerSettings
+from router.feed.sequencer import FeedSequencer
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport
 
 LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)

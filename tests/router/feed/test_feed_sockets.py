@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from router.core import RoutingCore
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber, ResequencerSettings
+from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber
+from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import BlocksRemoved, BlocksStored, Event, LoadReport
 
 BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
