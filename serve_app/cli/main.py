@@ -72,7 +72,7 @@ def serve(
         fail(str(error))
     console.print(f"[1/4] model {settings.model}: {path}")
     with local_environment(use_haproxy=haproxy):
-        _serve(settings, host, port, settings.model_name)
+        _serve(settings, host, port)
 
 
 def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> AppConfig:
@@ -99,7 +99,7 @@ def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> 
         raise ValueError(f"settings: {problems}") from None
 
 
-def _serve(settings: AppConfig, host: str, port: int, model_name: str) -> None:
+def _serve(settings: AppConfig, host: str, port: int) -> None:
     stop = threading.Event()
     _on_signals(stop)
     started_s = time.monotonic()
@@ -132,7 +132,7 @@ def _serve(settings: AppConfig, host: str, port: int, model_name: str) -> None:
             _wait_healthy(f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/health", stop)
         if not stop.is_set():
             console.print(f"[4/4] ready after {time.monotonic() - started_s:.0f} s")
-            _greet(settings, host, port, model_name)
+            _greet(settings, host, port)
             while not stop.wait(1.0):
                 pass
         with console.status("stopping"):
@@ -161,8 +161,8 @@ def _wait_healthy(url: str, stop: threading.Event) -> None:
         raise RuntimeError(f"{url} did not answer within {START_TIMEOUT_S:.0f} s; see Ray's logs in /tmp/ray")
 
 
-def _greet(settings: AppConfig, host: str, port: int, model_name: str) -> None:
-    url = f"http://{host}:{port}"
+def _greet(settings: AppConfig, host: str, port: int) -> None:
+    url, model_name = f"http://{host}:{port}", settings.model_name
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
     body = json.dumps(

@@ -1,4 +1,4 @@
-"""What one ingress is made of, one function a part, and what its routes ask of several parts at once."""
+"""What one ingress is made of, and what its routes ask of several parts at once."""
 
 from __future__ import annotations
 
@@ -117,9 +117,12 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     context = serve.get_replica_context()
     info = await asyncio.to_thread(load_served_model, config)
     secret = load_secret(secret_file=config.secret_file)
-    tenants = _make_tenants(config, secret)
+    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
+    if tenants.open:
+        logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config)
-    adapters = await asyncio.to_thread(_load_adapters, config)
+    adapters = AdapterRegistry(config.model_name)
+    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters))
     metrics, traffic = IngressMetrics(), UsageTable()
     limits = Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s)
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
@@ -148,21 +151,8 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     )
 
 
-def _make_tenants(config: AppConfig, secret: bytes) -> Tenants:
-    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
-    if tenants.open:
-        logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
-    return tenants
-
-
 def _load_tokenizer(path: Path, config: AppConfig) -> tuple[PromptTokenizer, PublicPrompts]:
     tokenizer = PromptTokenizer(path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size)
     prompts = PublicPrompts(config.public_prompts)
     prompts.install(tokenizer)
     return tokenizer, prompts
-
-
-def _load_adapters(config: AppConfig) -> AdapterRegistry:
-    adapters = AdapterRegistry(config.model_name)
-    adapters.merge(configured_adapters(config.lora_adapters))
-    return adapters

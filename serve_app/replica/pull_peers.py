@@ -21,9 +21,6 @@ from serve_app.engine.protocol import Engine
 from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters
 
-EXPORT_METHOD = "export_kv"
-"""The replica's method that other replicas call."""
-
 EXPORTS_AT_ONCE = 2
 EXPORTS_WAITING = 32
 
@@ -31,16 +28,15 @@ EXPORTS_WAITING = 32
 class Peers:
     """The other replicas of this one's deployment, reached by name; the handle comes to life with the first call."""
 
-    def __init__(self, app_name: str, deployment_name: str, method_name: str) -> None:
+    def __init__(self, app_name: str, deployment_name: str) -> None:
         self._names = deployment_name, app_name
-        self._method_name = method_name
         self._handle: DeploymentHandle | None = None
 
     async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         """Ask ``holder`` for a part. Raises HolderLost; cancelling it cancels the call."""
         if self._handle is None:
             handle = serve.get_deployment_handle(*self._names)
-            self._handle = handle.options(method_name=self._method_name, _by_reference=True)
+            self._handle = handle.options(method_name="export_kv", _by_reference=True)
         try:
             response = self._handle.remote(wanted, target=holder)
         except RayServeException as error:
@@ -102,6 +98,6 @@ def open_pulls(config: AppConfig, engine: Engine) -> tuple[Puller, Exports]:
         max_bytes=config.max_pull_bytes,
         min_tokens=config.min_pull_tokens,
     )
-    peers = Peers(context.app_name, context.deployment, EXPORT_METHOD)
+    peers = Peers(context.app_name, context.deployment)
     puller = Puller(engine, peers.fetch, config.block_size, settings)
     return puller, Exports(engine, config.block_size, puller.meters)

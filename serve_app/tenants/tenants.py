@@ -77,14 +77,9 @@ class Tenants:
         return found
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def by_name(self) -> dict[str, Tenant]:
         """The tenants there are, ``default`` alone where none is configured."""
-        return tuple(dict.fromkeys(tenant.name for _, tenant in self._keys)) or (DEFAULT_TENANT,)
-
-    def named(self, name: str) -> Tenant:
-        """Return the tenant of a name in ``names``, with its trust group. Raises KeyError for another name."""
-        tenants = {tenant.name: tenant for _, tenant in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
-        return tenants[name]
+        return {tenant.name: tenant for _, tenant in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
 
     def is_operator(self, authorization: str | None) -> bool:
         """Tell whether the header bears an operator key; False when none is configured."""

@@ -19,6 +19,11 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+def openai_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
+    """Return an error as OpenAI shows it; the request's id is in a header alone."""
+    return ErrorAnswer(error.status, _error_body(error))
+
+
 class ChatFormat:
     """Chat completions; an ``AnswerFormat``."""
 
@@ -39,9 +44,7 @@ class ChatFormat:
         """Begin a chat completion in chunks; the first chunk of a choice has its role."""
         return _Stream(head, _head("chatcmpl", "chat.completion.chunk", head), _CHAT_CHUNKS)
 
-    def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
-        """Return OpenAI's error."""
-        return openai_error(error, request_id)
+    error = staticmethod(openai_error)
 
 
 class CompletionFormat:
@@ -59,9 +62,7 @@ class CompletionFormat:
         """Begin a completion in chunks; a choice begins with its text."""
         return _Stream(head, _head("cmpl", "text_completion", head), _TEXT_CHUNKS)
 
-    def error(self, error: WarmpathError, request_id: str) -> ErrorAnswer:
-        """Return OpenAI's error."""
-        return openai_error(error, request_id)
+    error = staticmethod(openai_error)
 
 
 class _Chunks(NamedTuple):
@@ -121,11 +122,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def openai_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
-    """Return an error as OpenAI shows it; the request's id is in a header alone."""
-    return ErrorAnswer(error.status, _error_body(error))
 
 
 def _error_body(error: WarmpathError) -> dict[str, Any]:

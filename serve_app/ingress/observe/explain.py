@@ -72,10 +72,10 @@ class Explainer:
         return [chosen]
 
     def _tenant(self, name: str | None) -> Tenant:
-        names = self._tenants.names
-        if name is None and len(names) == 1:
-            name = names[0]
-        if name not in names:
-            demand = f"the tenant on whose behalf to ask, one of {', '.join(names)[:1000]}"
+        tenants = self._tenants.by_name
+        if name is None and len(tenants) == 1:
+            return next(iter(tenants.values()))
+        if name not in tenants:
+            demand = f"the tenant on whose behalf to ask, one of {', '.join(tenants)[:1000]}"
             raise InvalidRequest(f"tenant must be {demand}.", param="tenant")
-        return self._tenants.named(name)
+        return tenants[name]

@@ -158,8 +158,8 @@ def test_only_members_of_one_group_with_one_salt_share_a_salt(asked: list[tuple[
 def test_a_key_names_the_tenants_group() -> None:
     key, digest = make_api_key()
     tenants = Tenants([TenantConfig(name="acme", key_sha256=[digest], trust_group="friends")], SECRET)
-    assert tenants.authenticate(f"Bearer {key}") == Tenant("acme", "friends") == tenants.named("acme")
-    assert Tenants([], SECRET).named("default") == Tenant("default")
+    assert tenants.authenticate(f"Bearer {key}") == Tenant("acme", "friends") == tenants.by_name["acme"]
+    assert Tenants([], SECRET).by_name["default"] == Tenant("default")
 
 
 def test_salts_depend_on_the_secret_and_on_nothing_else() -> None:
