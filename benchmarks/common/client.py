@@ -38,6 +38,13 @@ class RequestFailed(Exception):
         self.status = status
 
 
+def chat_body(model: str, max_tokens: int, user: str, system: str | None = None) -> dict[str, Any]:
+    """Return a greedy chat request of one question, after a system prompt if there is one."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": user})
+    return {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
+
+
 async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
     """Send one streamed chat completion. Raises RequestFailed on any error, before or within the stream."""
     return await stream_answer(client, f"{url}/v1/chat/completions", body)

@@ -68,6 +68,15 @@ def write(path: Path | None, settings: Mapping[str, Any], results: Any) -> None:
     print(text)
 
 
+def parser_of(description: str | None, model: str = "") -> argparse.ArgumentParser:
+    """Return a benchmark's parser with the flags that most have: ``--json``, and ``--model`` where it has a default."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path)
+    if model:
+        parser.add_argument("--model", default=model)
+    return parser
+
+
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse ``type`` for names from ``known``, separated by commas; "" is none of them.
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.progress import track
 
-from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import names_of, spread, write
+from benchmarks.common.report import names_of, parser_of, spread, write
 from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.checkpoint import resolve_model
@@ -25,9 +24,7 @@ from serve_app.checkpoints.checkpoint import resolve_model
 
 def main() -> None:
     """Parse flags, run each policy on a fresh instance, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="demo")
+    parser = parser_of(__doc__, "demo")
     parser.add_argument("--engine", default="torch", choices=["torch", "simulated"])
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=50)
@@ -60,15 +57,8 @@ async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[
             for number, prompt in turns:
                 is_first = prompt not in seen
                 seen.add(prompt)
-                body = {
-                    "model": arguments.model,
-                    "max_tokens": 4,
-                    "temperature": 0,
-                    "messages": [
-                        {"role": "system", "content": text_of(arguments.prompt_tokens, model_path, prompt)},
-                        {"role": "user", "content": f"Question number {number}?"},
-                    ],
-                }
+                system = text_of(arguments.prompt_tokens, model_path, prompt)
+                body = chat_body(arguments.model, 4, f"Question number {number}?", system)
                 (first if is_first else repeats).append(await stream_chat(client, url, body))
 
         await asyncio.gather(*(work() for _ in range(arguments.clients)))

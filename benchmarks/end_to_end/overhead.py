@@ -14,9 +14,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,12 @@ import numpy as np
 import yaml
 from rich.progress import track
 
-from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import alternate, ratios
 from benchmarks.common.prompts import text_of, tokenizer_of
-from benchmarks.common.report import write
+from benchmarks.common.report import parser_of, write
+from benchmarks.common.running import running
 from benchmarks.common.server import instance
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
@@ -52,9 +51,7 @@ PUBLIC = 500
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--runs", type=int, default=8, help="pairs of runs with the cache on and off, at least 5")
@@ -151,29 +148,15 @@ def throughput(runner: Runner, settings: EngineSettings, arguments: argparse.Nam
         ids = generator.integers(300, runner.vocab_size, prompt_tokens, dtype=np.int32)
         return EngineRequest(name, ids, SCOPE, ROOT, SamplingParams(new_tokens, temperature=0.0))
 
-    with publishing() as feed:
-        engine = TorchEngine(runner, settings, feed.put)
-        engine.start()
-        collector = OutputCollector()
-        try:
-            collector.answer_all(engine, [request("first", 64, 2)])
-            sizes = arguments.prompt_tokens, arguments.new_tokens
-            seconds = collector.answer_all(engine, [request(f"r{i}", *sizes) for i in range(arguments.requests)])
-        finally:
-            engine.stop()
+    feed = FeedPublisherThread(FeedPublisher("overhead"))
+    engine = TorchEngine(runner, settings, feed.put)
+    collector = OutputCollector()
+    with running(feed), running(engine):
+        collector.answer_all(engine, [request("first", 64, 2)])
+        sizes = arguments.prompt_tokens, arguments.new_tokens
+        seconds = collector.answer_all(engine, [request(f"r{i}", *sizes) for i in range(arguments.requests)])
     assert max(collector.cached_tokens.values(), default=0) == 0, "requests were to share nothing"
     return float(arguments.requests * (arguments.prompt_tokens + arguments.new_tokens) / seconds)
-
-
-@contextmanager
-def publishing() -> Iterator[FeedPublisherThread]:
-    """Run a feed to which nobody listens."""
-    feed = FeedPublisherThread(FeedPublisher("overhead"))
-    feed.start()
-    try:
-        yield feed
-    finally:
-        feed.stop()
 
 
 async def http_ratios(url: str, model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -187,8 +170,7 @@ async def http_ratios(url: str, model: Path, arguments: argparse.Namespace) -> d
         model_fingerprint=info.fingerprint,
     )
     engine = build_engine(model, settings, lambda _: None)
-    engine.start()
-    try:
+    with running(engine):
         async with httpx.AsyncClient(timeout=300) as client:
             asked = Asked(client, url, engine, model, arguments)
             # Connections, kernels and the tokenizer's first use are paid by requests that count for nothing.
@@ -196,8 +178,6 @@ async def http_ratios(url: str, model: Path, arguments: argparse.Namespace) -> d
                 await asked.over_http(99, 0)
                 asked.alone(99, 0)
             return await asked.measure()
-    finally:
-        engine.stop()
 
 
 class Asked:
@@ -242,16 +222,13 @@ class Asked:
 
     async def over_http(self, prompt: int, question: int, salt: str | None = None) -> Answer:
         """Ask through the whole app."""
-        body = {"model": self._arguments.model, "temperature": 0, "max_tokens": 1}
-        messages = self._messages(prompt, question)
-        return await stream_chat(
-            self._client, self._url, {**body, "messages": messages, **({"cache_salt": salt} if salt else {})}
-        )
+        body = self._body(prompt, question)
+        return await stream_chat(self._client, self._url, {**body, "cache_salt": salt} if salt else body)
 
     def alone(self, prompt: int, question: int) -> tuple[float, int]:
         """Ask the engine itself, with the ids ready; return seconds to the first token and cached tokens."""
         tokenizer = tokenizer_of(self._model)
-        ids = tokenizer.encode(tokenizer.render_chat(self._messages(prompt, question)).text, ROOT).token_ids
+        ids = tokenizer.encode(tokenizer.render_chat(self._body(prompt, question)["messages"]).text, ROOT).token_ids
         collector = OutputCollector()
         name = str(next(self._numbers))
         started_s = time.perf_counter()
@@ -285,11 +262,9 @@ class Asked:
         next(progress, None)
         return {"unit": "s", **found}
 
-    def _messages(self, prompt: int, question: int) -> list[dict[str, str]]:
-        return [
-            {"role": "system", "content": text_of(self._arguments.prefix_tokens, self._model, prompt)},
-            {"role": "user", "content": text_of(32, self._model, 10_000 + question)},
-        ]
+    def _body(self, prompt: int, question: int) -> dict[str, Any]:
+        system = text_of(self._arguments.prefix_tokens, self._model, prompt)
+        return chat_body(self._arguments.model, 1, text_of(32, self._model, 10_000 + question), system)
 
 
 if __name__ == "__main__":

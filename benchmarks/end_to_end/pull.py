@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import spread, write
+from benchmarks.common.report import parser_of, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.checkpoint import resolve_model
 
@@ -27,9 +27,7 @@ FEED_S = 0.5
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--prefix-tokens", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--prompts", type=int, default=5, help="of each length")
     parser.add_argument("--dtype", default="auto")
@@ -55,12 +53,7 @@ async def measure(
     async with httpx.AsyncClient(timeout=300) as client:
 
         async def ask(tokens: int, prompt: int) -> Answer:
-            body = {
-                "model": arguments.model,
-                "temperature": 0,
-                "max_tokens": 4,
-                "messages": [{"role": "user", "content": text_of(tokens, model_path, tokens + prompt)}],
-            }
+            body = chat_body(arguments.model, 4, text_of(tokens, model_path, tokens + prompt))
             answer = await stream_chat(client, url, body)
             await asyncio.sleep(FEED_S)
             return answer

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from rich.progress import Progress
 
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.plots import plot_ttft
-from benchmarks.common.report import names_of, write
+from benchmarks.common.report import names_of, parser_of, write
 from benchmarks.common.server import instance
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, add_trace_flags, chosen_trace
 from benchmarks.end_to_end.replay_text import TraceText
@@ -36,8 +35,7 @@ _TENANT_IDS = 1
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--url", help="replay against this server instead of starting any")
     parser.add_argument("--api-key", action="append", default=[], metavar="TENANT=KEY", help="with --url; repeatable")
     parser.add_argument("--model", default="demo", help="its tokenizer makes the prompts")

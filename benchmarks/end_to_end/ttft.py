@@ -15,18 +15,16 @@ from typing import Any
 import httpx
 from rich.progress import track
 
-from benchmarks.common.client import Answer, stream_chat
+from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import spread, write
+from benchmarks.common.report import parser_of, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.checkpoint import resolve_model
 
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
@@ -50,15 +48,9 @@ def main() -> None:
 
 def body_of(model_path: Path, arguments: argparse.Namespace, prompt: int, question: int) -> dict[str, Any]:
     """One chat request: system prompt number ``prompt`` and question number ``question``."""
-    return {
-        "model": arguments.model,
-        "temperature": 0,
-        "max_tokens": arguments.max_tokens,
-        "messages": [
-            {"role": "system", "content": text_of(arguments.prefix_tokens, model_path, prompt)},
-            {"role": "user", "content": text_of(arguments.question_tokens, model_path, 10_000 + question)},
-        ],
-    }
+    system = text_of(arguments.prefix_tokens, model_path, prompt)
+    user = text_of(arguments.question_tokens, model_path, 10_000 + question)
+    return chat_body(arguments.model, arguments.max_tokens, user, system)
 
 
 async def measure(url: str, model_path: Path, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import random_models
-from benchmarks.common.report import names_of, spread, write
+from benchmarks.common.report import names_of, parser_of, spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 
@@ -34,8 +34,7 @@ TIMEOUT_S = 1800
 
 def main() -> None:
     """Parse flags, run each system, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     shapes = ", ".join(random_models.PREFIX + name for name in random_models.SHAPES)
     parser.add_argument("--model", default="small", help=f"a built-in model, a directory, or {shapes}: random weights")
     parser.add_argument("--dtype", default="bfloat16")

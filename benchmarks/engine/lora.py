@@ -6,7 +6,6 @@ other, so that what else the machine does cancels. `python -m benchmarks lora --
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,8 @@ from rich.progress import track
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import ratios
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.report import write
+from benchmarks.common.report import parser_of, write
+from benchmarks.common.running import running
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.engine.core.build import build_engine
@@ -42,9 +42,7 @@ class Batch:
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -73,12 +71,9 @@ def main() -> None:
         model = resolve_model(arguments.model)
         specs = make_adapters(model, Path(directory), most, arguments.rank)
         engine = build_engine(model, settings, lambda _: None)
-        engine.start()
-        try:
+        with running(engine):
             vocab_size = load_checkpoint_info(model).vocab_size
             results = measure(engine, vocab_size, specs, arguments.adapters, batch, arguments.runs)
-        finally:
-            engine.stop()
     write(arguments.json, vars(arguments), results)
 
 

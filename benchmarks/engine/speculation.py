@@ -9,7 +9,6 @@ in a directory. Outputs are compared in float32.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ import numpy as np
 from rich.progress import track
 
 from benchmarks.common.output_collector import OutputCollector
-from benchmarks.common.report import write
+from benchmarks.common.report import parser_of, write
+from benchmarks.common.running import running
 from benchmarks.engine.draft_pairs import build_pairs
 from benchmarks.engine.eagle_training import eagle_pairs
 from router.protocol.block_hash import PrefixScope
@@ -53,9 +53,7 @@ class Run:
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="small")
+    parser = parser_of(__doc__, "small")
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt-tokens", type=int, default=200)
@@ -110,7 +108,6 @@ def run(
         enable_prefix_caching=False,
     )
     engine = build_engine(model, settings, lambda _: None)
-    engine.start()
     vocabulary = load_checkpoint_info(model).vocab_size
     generator = np.random.default_rng(7)
 
@@ -120,14 +117,12 @@ def run(
         return EngineRequest(f"r{number}", ids, _SCOPE, _SCOPE.root(b"benchmark"), sampling)
 
     collector = OutputCollector()
-    try:
+    with running(engine):
         OutputCollector().answer_all(engine, [request(1, 8)])  # a warm-up
         before = {name: value for name, _, value in engine.stats().samples}
         requests = [request(2 + i, workload.max_tokens) for i in range(workload.sequences)]
         seconds = collector.answer_all(engine, requests)
         after = {name: value for name, _, value in engine.stats().samples}
-    finally:
-        engine.stop()
 
     def grown(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)

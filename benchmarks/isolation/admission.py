@@ -7,16 +7,14 @@ answer will really need, which no rule can know.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common.report import spread, write
+from benchmarks.common.report import parser_of, spread, write
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.isolation.virtual_replica import VOCAB, TimedRequest, VirtualReplica
 from router.protocol.block_hash import PrefixScope
@@ -131,8 +129,7 @@ def measure_admission(workload: ChatWorkload) -> dict[str, Any]:
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", type=float, default=ChatWorkload.__dataclass_fields__["requests_per_s"].default)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -8,7 +8,6 @@ keys, tokenizer and engine are the real ones. `python -m benchmarks timing_attac
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
@@ -22,7 +21,7 @@ from rich.progress import track
 
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.prompts import WORDS, text_of
-from benchmarks.common.report import spread, write
+from benchmarks.common.report import parser_of, spread, write
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
@@ -150,9 +149,7 @@ def attack(stage: Stage, trials: int, seed: int, *, quiet: bool = True) -> Outco
 
 def main() -> None:
     """Parse flags, attack in every mode, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--model", default="demo")
+    parser = parser_of(__doc__, "demo")
     parser.add_argument("--trials", type=int, default=2000, help="200 at least; the AUC's standard error is 0.58/sqrt")
     parser.add_argument("--public-tokens", type=int, default=512)
     parser.add_argument("--guess-tokens", type=int, default=128)

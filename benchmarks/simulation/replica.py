@@ -42,10 +42,6 @@ class Job:
     finish_s: float = 0.0
 
 
-FirstToken = Callable[[Job], None]
-Publish = Callable[[str, tuple[Event, ...]], None]
-
-
 class SimulatedReplica:
     """A replica of a cluster whose members are ``peers``, itself among them."""
 
@@ -58,8 +54,8 @@ class SimulatedReplica:
         *,
         shortest_first: bool,
         pulls: bool,
-        on_first_token: FirstToken,
-        publish: Publish,
+        on_first_token: Callable[[Job], None],
+        publish: Callable[[str, tuple[Event, ...]], None],
     ) -> None:
         self.replica_id = replica_id
         self.cache = PrefixCache(settings.blocks, settings.block_size)

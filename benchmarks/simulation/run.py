@@ -11,11 +11,11 @@ import argparse
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 from benchmarks.common.plots import plot_ttft
-from benchmarks.common.report import write
+from benchmarks.common.report import parser_of, write
 from benchmarks.common.trace import TraceRequest, add_trace_flags, chosen_trace
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.front_door import RAY_PREFIX
@@ -36,13 +36,11 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
         ours = policy == DEFAULT_POLICY
         found[policy] = Contender(policy, shortest_first=ours, pull=ours and pull)
     if parts:
-        for policy in policies:
-            for shortest_first in (False, True):
-                for pulls in (False, True):
-                    contender = Contender(policy, shortest_first, pulls)
-                    if contender not in found.values():
-                        order = "shortest_first" if shortest_first else "first_come"
-                        found[f"{policy}/{order}{'+pull' * pulls}"] = contender
+        for policy, shortest_first, pulls in product(policies, (False, True), (False, True)):
+            contender = Contender(policy, shortest_first, pulls)
+            if contender not in found.values():
+                order = "shortest_first" if shortest_first else "first_come"
+                found[f"{policy}/{order}{'+pull' * pulls}"] = contender
     return found
 
 
@@ -69,7 +67,7 @@ def _line(name: str, row: dict[str, float]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     add_trace_flags(parser, requests=6000)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1500, help="of 512 tokens, a replica")
@@ -82,7 +80,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--parts", action=argparse.BooleanOptionalAction, default=True, help="rows for each part's share"
     )
     parser.add_argument("--policies", nargs="+", choices=CONTENDING, default=list(CONTENDING))
-    parser.add_argument("--json", type=Path)
     return parser.parse_args(arguments)
 
 

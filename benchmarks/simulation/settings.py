@@ -56,11 +56,6 @@ class Contender:
     shortest_first: bool = False
     pull: bool = False
 
-    @property
-    def name(self) -> str:
-        """The policy and, after plus signs, what else is switched on."""
-        return self.policy + "+shortest" * self.shortest_first + "+pull" * self.pull
-
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:

@@ -8,7 +8,6 @@ are reset. Every so often all is let to end, and every block and table is looked
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
 import tempfile
@@ -22,7 +21,7 @@ import numpy as np
 from rich.progress import Progress
 
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.report import write
+from benchmarks.common.report import parser_of, write
 from benchmarks.soak.audit import Imbalance, audit, instances, settled, tables, tier_hashes
 from benchmarks.soak.ledger import CANARY, REPLICA, Ledger
 from benchmarks.soak.memory import MemorySample, grown, memory_figures
@@ -54,10 +53,8 @@ class SoakSettings:
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__, "demo")
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", help="bfloat16: over the AMX kernels, where there are any")
     arguments = parser.parse_args()

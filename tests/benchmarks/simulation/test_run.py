@@ -29,7 +29,7 @@ def prompt(arrival_s: float, tokens: int, first_id: int, output_tokens: int = 1)
     return TraceRequest(arrival_s, tokens, output_tokens, tuple(range(first_id, first_id + blocks)))
 
 
-@pytest.mark.parametrize("contender", KINDS, ids=lambda contender: contender.name)
+@pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_one_request_alone_takes_tokens_over_rate(contender: Contender) -> None:
     """No queue, nothing cached, nobody decodes: TTFT = tokens / rate exactly."""
     outcome = run([prompt(1.0, 5000, 0)], contender)
@@ -87,7 +87,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
     assert sum(replica.cache.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
 
 
-@pytest.mark.parametrize("contender", KINDS, ids=lambda contender: contender.name)
+@pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request has one first token, none for free; pools keep their bound and end idle."""
     trace = synthetic_trace(150, seed=1)
@@ -117,7 +117,7 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
             assert door.core.directory.blocks_held(name).get("pool", 0) == replica.cache.indexed_blocks
 
 
-@pytest.mark.parametrize("contender", KINDS, ids=lambda contender: contender.name)
+@pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_a_trace_without_reuse_hits_nothing(contender: Contender) -> None:
     """The zero-reuse control: hit rate 0, and nothing to pull."""
     trace = [prompt(0.1 * n, 3000 + n, 100 * n, output_tokens=50) for n in range(60)]
