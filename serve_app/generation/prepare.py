@@ -10,7 +10,6 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import numpy as np
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
@@ -22,6 +21,7 @@ from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.generation import Generation
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
 PLACEMENT_BLOCKS = 16
@@ -174,9 +174,7 @@ class Preparer:
         alone = await self._tokenizer.encode_async(
             system_text, root, add_special_tokens=not request.apply_chat_template
         )
-        length = min(len(alone.token_ids), len(encoded.token_ids))
-        differs = np.flatnonzero(alone.token_ids[:length] != encoded.token_ids[:length])
-        tokens = int(differs[0]) if len(differs) else length
+        tokens = common_tokens(alone.token_ids, encoded.token_ids)
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
 
     def _sampling(self, request: GenerateRequest, prompt_tokens: int, seed: int) -> SamplingParams:

@@ -134,7 +134,6 @@ class Completions:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
         stream, pieces, usage = answer.format.stream(answer.head), answer.pieces, answer.usage
         opened: set[int] = set()
-        ended = False
 
         def framed(piece: Piece) -> bytes:
             usage.add(piece)
@@ -155,18 +154,16 @@ class Completions:
                     events = framed(piece)
                     if events:
                         yield events
-            ended = True
-            yield stream.usage(usage.total())
         except WarmpathError as error:
-            ended = True
             yield stream.error(error)
         except Exception:
-            ended = True
             logger.exception("stream %s failed", answer.head.answer_id)
             yield stream.error(GenerationFailed("The answer broke off because of a fault on the server."))
-        finally:
-            if not ended:
-                self._metrics.disconnects.inc()
+        except BaseException:  # the client left: the stream was closed or its task cancelled
+            self._metrics.disconnects.inc()
+            raise
+        else:
+            yield stream.usage(usage.total())
 
 
 async def _collect(answer: _Answer) -> Response:

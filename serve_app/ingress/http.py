@@ -68,9 +68,8 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
             return task.result()
         raise ClientDisconnect
     finally:
-        for pending in (task, watcher):
-            if not pending.done():
-                pending.cancel()
+        task.cancel()
+        watcher.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 

@@ -39,7 +39,7 @@ from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_pulls
-from serve_app.replica.reporter import Reporter
+from serve_app.replica.reporter import report
 from serve_app.replica.token_streams import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,10 @@ class Replica:
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
-        reporter = Reporter(self._engine, self._adapters, self._puller, self._feed.put)
-        self._reporting = asyncio.create_task(reporter.run(self._config.load_report_interval_s))
+        reports = report(
+            self._engine, self._adapters, self._puller, self._feed.put, self._config.load_report_interval_s
+        )
+        self._reporting = asyncio.create_task(reports)
 
     # -- the Serve side -------------------------------------------------------------------------------------------
 

@@ -21,44 +21,36 @@ STATS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
 
 
-class Reporter:
-    """Load and counters of one replica. ``publish``: hands events to the feed."""
+async def report(
+    engine: Engine,
+    adapters: ReplicaAdapters,
+    puller: Puller,
+    publish: Callable[[Sequence[Event]], None],
+    interval_s: float,
+) -> None:
+    """Hand reports to ``publish`` until cancelled.
 
-    def __init__(
-        self, engine: Engine, adapters: ReplicaAdapters, puller: Puller, publish: Callable[[Sequence[Event]], None]
-    ) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._puller = puller
-        self._publish = publish
-
-    async def run(self, interval_s: float) -> None:
-        """Report until cancelled: load when it changed, at most every ``interval_s`` and at least every heartbeat."""
-        last_load: LoadReport | None = None
-        last_load_s = last_stats_s = float("-inf")
-        while True:
-            now_s = time.monotonic()
-            events: list[Event] = []
-            load = self._load()
-            if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
-                events.append(load)
-                last_load, last_load_s = load, now_s
-            if now_s - last_stats_s >= STATS_INTERVAL_S:
-                events.append(self._stats())
-                last_stats_s = now_s
-            if events:
-                self._publish(events)
-            await asyncio.sleep(interval_s)
-
-    def _load(self) -> LoadReport:
-        return structs.replace(
-            self._engine.load(),
-            pull_tokens_per_s=self._puller.tokens_per_s,
-            adapters=pack_adapters(self._engine.adapters()),
-            adapter_load_s=self._adapters.load_s,
+    Load goes out when it changed, at most every ``interval_s`` and at least every heartbeat.
+    """
+    last_load: LoadReport | None = None
+    last_load_s = last_stats_s = float("-inf")
+    while True:
+        now_s = time.monotonic()
+        events: list[Event] = []
+        load = structs.replace(
+            engine.load(),
+            pull_tokens_per_s=puller.tokens_per_s,
+            adapters=pack_adapters(engine.adapters()),
+            adapter_load_s=adapters.load_s,
         )
-
-    def _stats(self) -> StatsReport:
-        info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
-        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
-        return StatsReport((*self._engine.stats().samples, *pulls, info))
+        if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
+            events.append(load)
+            last_load, last_load_s = load, now_s
+        if now_s - last_stats_s >= STATS_INTERVAL_S:
+            info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
+            pulls = puller.meters.samples((), puller.tokens_per_s)
+            events.append(StatsReport((*engine.stats().samples, *pulls, info)))
+            last_stats_s = now_s
+        if events:
+            publish(events)
+        await asyncio.sleep(interval_s)

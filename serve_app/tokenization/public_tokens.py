@@ -32,14 +32,15 @@ class PublicTokens:
             return 0
         head = token_ids[: self._longest]
         place = bisect_left(self._keys, _sort_key(head))
-        return max(_common(head, prompt) for prompt in self._prompts[max(0, place - 1) : place + 1])
+        return max(common_tokens(head, prompt) for prompt in self._prompts[max(0, place - 1) : place + 1])
 
 
 def _sort_key(ids: TokenArray) -> bytes:
     return ids.astype(">i4").tobytes()
 
 
-def _common(one: TokenArray, other: TokenArray) -> int:
+def common_tokens(one: TokenArray, other: TokenArray) -> int:
+    """Return how many leading tokens two sequences have in common."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
