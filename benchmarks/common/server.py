@@ -61,16 +61,21 @@ def _leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def answers(url: str) -> bool:
+    """Say whether somebody answers there with status 200."""
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise RuntimeError(f"warmpath serve ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+        if answers(url):
+            return
         time.sleep(0.3)
     raise RuntimeError(f"warmpath serve did not come up in {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
 

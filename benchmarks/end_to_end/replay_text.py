@@ -6,7 +6,6 @@ put together with others. Knows the served model's tokenizer; knows nothing of s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -41,11 +40,9 @@ class TraceText:
     def prompt(self, request: TraceRequest) -> str:
         """Return the prompt, of exactly ``prompt_tokens`` tokens."""
         last = self.prompt_tokens(request) - (len(request.hash_ids) - 1) * self.tokens_per_id
-        return self.text(request.hash_ids[:-1]) + "".join(self.piece(request.hash_ids[-1])[:last])
-
-    def text(self, hash_ids: Sequence[int]) -> str:
-        """Return whole ids as text."""
-        return "".join("".join(self.piece(hash_id)) for hash_id in hash_ids)
+        pieces = [self.piece(hash_id) for hash_id in request.hash_ids]
+        pieces[-1] = pieces[-1][:last]
+        return "".join(word for piece in pieces for word in piece)
 
     def _piece(self, hash_id: int) -> tuple[str, ...]:
         # The id itself comes first, in digits of the vocabulary, so that no two ids are the same words.

@@ -47,10 +47,6 @@ class FloodWorkload:
     flood_waiting: int = 224
     seed: int = 0
 
-    def settings(self) -> EngineSettings:
-        """Return the replica's settings."""
-        return EngineSettings(num_blocks=self.num_blocks, max_num_seqs=self.max_num_seqs)
-
     def arrivals(self, *, flood: bool) -> list[tuple[float, str, TokenArray, int]]:
         """Return (time, tenant, prompt, answer tokens) in order; the quiet ones are the same with and without."""
         rows: list[tuple[float, str, TokenArray, int]] = []
@@ -140,7 +136,8 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     """Run requests to their ends in virtual time; not ``protected``: all go under one tenant's name."""
     arrivals = workload.arrivals(flood=flood)
     shares = {tenant: 1.0 for _, tenant, _, _ in arrivals} if protected else {}
-    replica = VirtualReplica(workload.settings(), workload.prefill_tokens_per_s, shares)
+    settings = EngineSettings(num_blocks=workload.num_blocks, max_num_seqs=workload.max_num_seqs)
+    replica = VirtualReplica(settings, workload.prefill_tokens_per_s, shares)
 
     def requests() -> Iterator[TimedRequest]:
         for number, (arrival_s, tenant, ids, answer_tokens) in enumerate(arrivals):

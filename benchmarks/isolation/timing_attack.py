@@ -12,6 +12,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,10 +162,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for mode in MODES:
         stage = Stage(model_path, mode, public_tokens=arguments.public_tokens, guess_tokens=arguments.guess_tokens)
-        try:
+        with closing(stage):
             outcome = attack(stage, arguments.trials, arguments.seed, quiet=False)
-        finally:
-            stage.close()
         results[mode] = {
             "auc": outcome.auc(),
             "sent_ttft_ms": spread([1000 * probe.ttft_s for probe in outcome.sent]),

@@ -16,8 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from benchmarks.common.server import answers
 from serve_app.cli.local_ray import held_port
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +52,7 @@ def _process(command: list[str], ready_url: str) -> Iterator[None]:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
             deadline_s = time.monotonic() + START_TIMEOUT_S
-            while not _answers(ready_url):
+            while not answers(ready_url):
                 if process.poll() is not None or time.monotonic() > deadline_s:
                     end = Path(log.name).read_text()[-3000:]
                     raise RuntimeError(f"{command[2]} did not come up (status {process.poll()}):\n{end}")
@@ -66,10 +65,3 @@ def _process(command: list[str], ready_url: str) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False

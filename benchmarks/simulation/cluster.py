@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from benchmarks.common.report import percentile
@@ -17,7 +18,6 @@ from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.protocol.events import Event
-from router.protocol.request import Decision
 
 
 @dataclass(slots=True)
@@ -78,15 +78,12 @@ class Cluster:
         doors = list(self.doors.values())
         for request in requests:
             door = self._rng.choice(doors)
-            self.clock.at(
-                request.trace.arrival_s / self.settings.speed,
-                lambda request=request, door=door: self._arrive(request, door),  # type: ignore[misc]
-            )
+            self.clock.at(request.trace.arrival_s / self.settings.speed, partial(self._arrive, request, door))
         self.clock.run()
         return self.outcome
 
     def _arrive(self, request: SimulatedRequest, door: FrontDoor) -> None:
-        decision: Decision = door.decide(request)
+        decision = door.decide(request)
         self.replicas[decision.replica_id].submit(request, decision)
 
     def _first_token(self, job: Job) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from benchmarks.common.trace import token_ids_of
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
@@ -77,7 +78,8 @@ class SimulatedReplica:
         if self._blocks_of(request) > self._settings.blocks:
             raise ValueError(f"request {request.number} needs more blocks than a replica has")
         now_s = self._clock.now_s
-        job = Job(request, decision, now_s, request.token_ids(self._settings.block_size))
+        tokens = token_ids_of(request.trace.hash_ids, request.trace.prompt_tokens, self._settings.block_size)
+        job = Job(request, decision, now_s, tokens)
         self._last_reservation[decision.router_id] = decision.reservation
         self._hint(job)
         self.waiting.append(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
-from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
+from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 
 SCOPE = PrefixScope("simulated")
 _ROOT = SCOPE.root(b"simulation")
@@ -72,10 +72,6 @@ class SimulatedRequest:
     def prefixes(self) -> list[bytes]:
         """Return the hashes of the prompt's full blocks, each of which stands for all up to it."""
         return list(split_chain(self.block_hashes))
-
-    def token_ids(self, block_size: int) -> TokenArray:
-        """Return the prompt's tokens."""
-        return token_ids_of(self.trace.hash_ids, self.trace.prompt_tokens, block_size)
 
 
 def prepare(trace: list[TraceRequest], block_size: int = TRACE_BLOCK_TOKENS) -> list[SimulatedRequest]:

@@ -2,7 +2,7 @@
 
 Tenants, salts and prefixes come and go, adapters are loaded and unloaded, prompts are saved with and without an end,
 requests are cancelled at any moment, KV moves through host memory and disk, prefixes are exported and imported, caches
-are reset. Every so often all is let to end, and every block and table is looked at (``soak_audit``). No Ray, no HTTP.
+are reset. Every so often all is let to end, and every block and table is looked at (``audit``). No Ray, no HTTP.
 `python -m benchmarks soak --minutes 3 --json FILE`
 """
 
@@ -13,6 +13,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,17 +64,14 @@ def main() -> None:
     logging.getLogger("serve_app.engine.kv.prompt_saves").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="warmpath-soak-") as directory:
         soak = Soak(resolve_model(arguments.model), Path(directory), settings)
-        try:
-            with Progress() as progress:
-                task = progress.add_task("soak", total=arguments.minutes * 60)
-                started_s = time.monotonic()
-                while (now_s := time.monotonic()) - started_s < arguments.minutes * 60:
-                    soak.churn(settings.operations_a_check)
-                    soak.check()
-                    progress.update(task, completed=now_s - started_s)
+        with closing(soak), Progress() as progress:
+            task = progress.add_task("soak", total=arguments.minutes * 60)
+            started_s = time.monotonic()
+            while (now_s := time.monotonic()) - started_s < arguments.minutes * 60:
+                soak.churn(settings.operations_a_check)
+                soak.check()
+                progress.update(task, completed=now_s - started_s)
             results = soak.results()
-        finally:
-            soak.close()
     write(arguments.json, {**vars(arguments), **asdict(settings)}, results)
 
 

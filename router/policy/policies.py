@@ -12,15 +12,7 @@ from math import ceil
 import numpy as np
 
 from router.load.load_table import Floats
-from router.policy.candidates import (
-    Candidate,
-    RoutingView,
-    listed,
-    open_rows,
-    rendezvous,
-    scored,
-    uncached_tokens,
-)
+from router.policy.candidates import Candidate, RoutingView, listed, open_rows, rendezvous, scored, uncached_tokens
 from router.policy.pull_cost import work_tokens
 
 TIE_TOLERANCE = 0.01
