@@ -7,6 +7,7 @@ thread alone; samples may be read from any thread.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from router.protocol.samples import Histogram, Labels, Sample
@@ -34,14 +35,14 @@ class EngineMeters:
         self.computed_prompt_tokens = 0
         self.recomputed_tokens = 0
         self.generation_tokens = 0
-        self.finished: dict[str, int] = {}
-        self.saves: dict[str, int] = {}
+        self.finished: Counter[str] = Counter()
+        self.saves: Counter[str] = Counter()
         self.ttft = Histogram(_TTFT_BUCKETS)
         self.inter_token = Histogram(_TOKEN_BUCKETS)
         self.queue_time = Histogram(_QUEUE_BUCKETS)
-        self._queries: dict[str, int] = {}
-        self._hits: dict[str, int] = {}
-        self._preemptions: dict[str, int] = {}
+        self._queries: Counter[str] = Counter()
+        self._hits: Counter[str] = Counter()
+        self._preemptions: Counter[str] = Counter()
         self._rate_tokens = 0.0
         self._rate_s = 0.0
 
@@ -55,9 +56,9 @@ class EngineMeters:
         self.prompt_tokens += prompt_tokens
         if not caching:
             return
-        name = tenant if tenant in self._queries or len(self._queries) < TENANT_LABELS else "other"
-        self._queries[name] = self._queries.get(name, 0) + prompt_tokens
-        self._hits[name] = self._hits.get(name, 0) + cached_tokens
+        name = _tenant_label(self._queries, tenant)
+        self._queries[name] += prompt_tokens
+        self._hits[name] += cached_tokens
 
     def stepped(self, prefill_tokens: int, duration_s: float) -> None:
         """Smooth the measured rates: prefill over about the last 8,192 tokens, decode over about ten steps.
@@ -75,17 +76,7 @@ class EngineMeters:
 
     def preempted(self, tenant: str) -> None:
         """Count a sequence that gave its blocks back before its end."""
-        counts = self._preemptions
-        name = tenant if tenant in counts or len(counts) < TENANT_LABELS else "other"
-        counts[name] = counts.get(name, 0) + 1
-
-    def finish(self, reason: str) -> None:
-        """Count a finished request."""
-        self.finished[reason] = self.finished.get(reason, 0) + 1
-
-    def saved(self, outcome: str) -> None:
-        """Count what became of a request's save."""
-        self.saves[outcome] = self.saves.get(outcome, 0) + 1
+        self._preemptions[_tenant_label(self._preemptions, tenant)] += 1
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield every counter, histogram and rate."""
@@ -140,6 +131,10 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
         by_state = (*labels, ("state", state))
         yield "warmpath_kv_cache_blocks", by_state, float(blocks)
         yield "warmpath_kv_cache_bytes", by_state, float(blocks * block_bytes)
+
+
+def _tenant_label(counts: Mapping[str, int], tenant: str) -> str:
+    return tenant if tenant in counts or len(counts) < TENANT_LABELS else "other"
 
 
 def _largest_tenants(by_tenant: Mapping[str, int]) -> dict[str, int]:

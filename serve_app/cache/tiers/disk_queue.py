@@ -89,10 +89,6 @@ class DiskQueue:
             self._changed.notify_all()
         return True
 
-    def drop(self, blocks: int) -> None:
-        """Count blocks that were not even offered, for want of room."""
-        self.dropped_blocks += blocks
-
     def load(self, hashes: Sequence[bytes]) -> DiskLoad:
         """Start reading blocks of one prefix, parents first."""
         load = DiskLoad(hashes)

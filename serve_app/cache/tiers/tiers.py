@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,19 +53,6 @@ class TierCounts:
     evicted: int = 0
 
 
-@dataclass(slots=True)
-class _HostEvents:
-    events: list[TierEvent] = field(default_factory=list)
-
-    def add_stored(self, hashes: bytes) -> None:
-        if hashes:
-            self.events.append(BlocksStored(hashes, "host"))
-
-    def add_removed(self, hashes: bytes) -> None:
-        if hashes:
-            self.events.append(BlocksRemoved(hashes, "host"))
-
-
 class Tiers:
     """Host memory and disk under one pool. ``size_bytes``: what a block counts."""
 
@@ -81,26 +68,22 @@ class Tiers:
         self.counts = {"host": TierCounts(), "disk": TierCounts()}
         self._host = HostTier(settings.host_bytes, size_bytes, self._row_bytes) if settings.host_bytes else None
         self._slot: DiskSlot | None = None
-        self._disk: DiskQueue | None = None
-        self._host_events = _HostEvents()
+        self.disk: DiskQueue | None = None
+        """The disk tier's queue, where there is one."""
+        self._events: list[TierEvent] = []
         if settings.disk_bytes:
             if settings.disk_dir is None:
                 raise ValueError("disk_cache_bytes needs disk_cache_dir")
             self._slot = DiskSlot(settings.disk_dir)
             tier = DiskTier(BlockFiles(self._slot.path, kv_format), settings.disk_bytes)
-            self._disk = DiskQueue(tier, settings.disk_queue_bytes, size_bytes, wake)
+            self.disk = DiskQueue(tier, settings.disk_queue_bytes, size_bytes, wake)
             if start:
-                self._disk.start()
-
-    @property
-    def disk(self) -> DiskQueue | None:
-        """The disk tier's queue, where there is one."""
-        return self._disk
+                self.disk.start()
 
     @property
     def has_news(self) -> bool:
         """Whether ``take_events`` has anything."""
-        return bool(self._host_events.events) or (self._disk is not None and self._disk.tier.has_events)
+        return bool(self._events) or (self.disk is not None and self.disk.tier.has_events)
 
     def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
         """Return what is known of a block and its fastest tier."""
@@ -108,7 +91,7 @@ class Tiers:
             held = self._host.get(block_hash)
             if held is not None:
                 return held, "host"
-        filed = self._disk.find(block_hash) if self._disk is not None else None
+        filed = self.disk.find(block_hash) if self.disk is not None else None
         return (filed, "disk") if filed is not None else None
 
     def row(self, block_hash: bytes) -> Row | None:
@@ -123,8 +106,8 @@ class Tiers:
 
     def load(self, hashes: Sequence[bytes]) -> DiskLoad:
         """Start reading blocks from disk, parents first."""
-        assert self._disk is not None
-        return self._disk.load(hashes)
+        assert self.disk is not None
+        return self.disk.load(hashes)
 
     def spill(self, blocks: Sequence[TierBlock], read: ReadRows) -> None:
         """Take blocks that leave the pool, children first; what is held already is only used again."""
@@ -140,54 +123,55 @@ class Tiers:
 
         What is filed already is marked.
         """
-        return self._to_disk(blocks, read, saved=True) if self._disk is not None else False
+        return self._to_disk(blocks, read, saved=True) if self.disk is not None else False
 
     def clear(self) -> None:
         """Forget everything, the saved too."""
         if self._host is not None:
-            self._host_events.add_removed(b"".join(block.block_hash for block in self._host.blocks()))
+            self._tell(BlocksRemoved(b"".join(block.block_hash for block in self._host.blocks()), "host"))
             self._host.clear()
-        if self._disk is not None:
-            self._disk.clear()
+        if self.disk is not None:
+            self.disk.clear()
 
     def announce(self) -> None:
         """Tell again what is held: for routers that were told to forget the whole replica."""
         self.take_events()
         if self._host is not None:
-            self._host_events.add_stored(b"".join(reversed([block.block_hash for block in self._host.blocks()])))
-        event = self._disk.tier.announce() if self._disk is not None else None
+            held = [block.block_hash for block in self._host.blocks()]
+            self._tell(BlocksStored(b"".join(reversed(held)), "host"))
+        event = self.disk.tier.announce() if self.disk is not None else None
         if event is not None:
-            self._host_events.events.append(event)
+            self._events.append(event)
 
     def take_events(self) -> list[TierEvent]:
         """Return the events since the last call; each tier's own are in order."""
-        events, self._host_events.events = self._host_events.events, []
-        if self._disk is not None:
-            events.extend(self._disk.tier.take_events())
+        events, self._events = self._events, []
+        if self.disk is not None:
+            events.extend(self.disk.tier.take_events())
         return events
 
     def wait_for_room(self, blocks: int, deadline_s: float) -> None:
         """Block until the disk's queue has room for ``blocks`` (or is empty), or until ``monotonic()`` is later."""
-        while (disk := self._disk) is not None and disk.pending_blocks and disk.room() < blocks:
+        while (disk := self.disk) is not None and disk.pending_blocks and disk.room() < blocks:
             if time.monotonic() >= deadline_s:
                 return
             time.sleep(0.002)
 
     def close(self, deadline_s: float) -> None:
         """Write what host memory alone holds, end the thread at about ``deadline_s``, let the directory go."""
-        if self._disk is not None:
+        if self.disk is not None:
             if self._host is not None:
                 for block in list(self._host.blocks()):
                     self.wait_for_room(1, deadline_s)
-                    self._write_to_disk(self._disk, block, self._host.row(block.block_hash))
-            self._disk.stop(max(0.0, deadline_s - time.monotonic()))
-            self._disk = None
+                    self._write_to_disk(self.disk, block, self._host.row(block.block_hash))
+            self.disk.stop(max(0.0, deadline_s - time.monotonic()))
+            self.disk = None
         if self._slot is not None:
             self._slot.release()
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield blocks, bytes and counters by tier."""
-        disk = self._disk
+        disk = self.disk
         held: dict[str, tuple[int, int]] = {}
         if self._host is not None:
             held["host"] = len(self._host), self._host.used_bytes
@@ -213,6 +197,10 @@ class Tiers:
             yield "warmpath_kv_tier_refused_files_total", by_tier, float(disk.tier.refused_files)
             yield "warmpath_kv_tier_pending_blocks", by_tier, float(disk.pending_blocks)
 
+    def _tell(self, event: TierEvent) -> None:
+        if event.hashes:
+            self._events.append(event)
+
     def _to_host(self, host: HostTier, batch: Sequence[TierBlock], base: int, read: ReadRows) -> None:
         """Put a batch that fits the tier; reading comes last, since rows of the batch itself are never evicted."""
         for block in batch:
@@ -236,15 +224,15 @@ class Tiers:
         if rows:
             read(wanted, rows)
         self.counts["host"].stores += len(rows)
-        self._host_events.add_stored(b"".join(reversed(stored)))
+        self._tell(BlocksStored(b"".join(reversed(stored)), "host"))
 
     def _evict_host(self, host: HostTier) -> None:
         block = host.oldest()
-        if self._disk is not None:
-            self._write_to_disk(self._disk, block, host.row(block.block_hash))
+        if self.disk is not None:
+            self._write_to_disk(self.disk, block, host.row(block.block_hash))
         host.evict(block.block_hash)
         self.counts["host"].evicted += 1
-        self._host_events.add_removed(block.block_hash)
+        self._tell(BlocksRemoved(block.block_hash, "host"))
 
     @staticmethod
     def _write_to_disk(disk: DiskQueue, block: TierBlock, row: Row) -> None:
@@ -252,13 +240,13 @@ class Tiers:
         if known is not None and known.prefix_digest == block.prefix_digest:
             disk.touch([block.block_hash])
         elif known is not None or disk.room() <= 0:
-            disk.drop(1)
+            disk.dropped_blocks += 1
         else:
             disk.offer(block, row.copy())
 
     def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, *, saved: bool = False) -> bool:
         """Offer a batch straight from the pool. Where the queue is short of room, the heads go in and tails do not."""
-        disk = self._disk
+        disk = self.disk
         if disk is None:
             return False
         fresh: list[int] = []
@@ -277,7 +265,7 @@ class Tiers:
             if saved:
                 disk.mark_saved(held)
         excess = max(0, len(fresh) - max(0, disk.room()))
-        disk.drop(excess + foreign)
+        disk.dropped_blocks += excess + foreign
         fresh = fresh[excess:]
         rows = list(np.empty((len(fresh), self._row_bytes), dtype=np.uint8))
         if fresh:

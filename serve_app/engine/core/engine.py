@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import ChainHasher, PrefixScope, TokenArray, hash_blocks
+from router.protocol.block_hash import ChainHasher, hash_blocks
 from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
-from serve_app.engine.core.output_processor import OutputProcessor, RequestHolders
+from serve_app.engine.core.output_processor import OutputProcessor
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
@@ -72,9 +71,12 @@ class TorchEngine:
             self._cache.on_evict = self._tier_loader.spill
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
         self._saves = PromptSaves(self._cache, self._meters, save)
-        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        holders = RequestHolders(self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox)
-        self._outputs = OutputProcessor(holders, self._meters, caching=self._cache.enabled)
+        transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
+        self.export_prefix, self.import_part = transfer.export_prefix, transfer.import_part
+        self._outputs = OutputProcessor(
+            self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
+            caching=self._cache.enabled,
+        )  # fmt: skip
         self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
@@ -154,31 +156,6 @@ class TorchEngine:
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
         self._inbox.wake()
-
-    def export_prefix(
-        self,
-        scope: PrefixScope,
-        root: bytes,
-        token_ids: TokenArray,
-        first: int = 0,
-        most_blocks: int | None = None,
-        *,
-        demote: bool = False,
-    ) -> KvChain | None:
-        """Return the KV of the longest cached prefix of ``token_ids``, from block ``first`` on, in whole blocks.
-
-        ``most_blocks`` bounds them; ``demote``: see ``PrefixCache.demote``. None when there is none. Any thread, waits.
-        """
-        return self._transfer.export_prefix(scope, root, token_ids, first, most_blocks, demote=demote)
-
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> int:
-        """Take a prompt's blocks from ``first`` on, as far as there is room; return how many leading ones are held.
-
-        Raises a TransferError, taking nothing.
-        """
-        return self._transfer.import_part(part, scope, token_ids, block_hashes, first, tenant)
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
@@ -274,7 +251,7 @@ class TorchEngine:
         """For the loop: send cache events, then outputs; return the events."""
         events: tuple[Event, ...] = self._cache.take_events()
         if self._tier_loader is not None:
-            events = (*events, *self._tier_loader.take_events())
+            events = (*events, *self._tier_loader.tiers.take_events())
         self._outputs.outbox.deliver(events, self._event_sink)
         return events
 

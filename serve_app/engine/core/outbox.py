@@ -40,7 +40,7 @@ class Outbox:
         """Add a request's last output. ``now``: when it ended by generating; None when it was cut short."""
         output = EngineOutput(sequence.request.request_id, tokens, finish_reason=reason, error=error)
         self._add(sequence, output if now is None else self._timed(sequence, output, now))
-        self._meters.finish(reason)
+        self._meters.finished[reason] += 1
 
     def deliver(self, events: Sequence[Event], event_sink: EventSink) -> None:
         """Send cache events, then outputs: a follow-up request finds the routers already told. Empties the box."""

@@ -6,8 +6,6 @@ ends in the outbox, blocks published or free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.kv.prompt_saves import PromptSaves
@@ -20,28 +18,27 @@ from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import AdapterSlots, SegmentResult
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHolders:
-    """Everything that holds something of a request while it is live, and has to let go of it when it ends."""
-
-    scheduler: Scheduler
-    saves: PromptSaves
-    tier_loader: TierLoader | None
-    adapters: AdapterSlots
-    inbox: Inbox
-
-
 class OutputProcessor:
     """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
 
-    def __init__(self, holders: RequestHolders, meters: EngineMeters, *, caching: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        saves: PromptSaves,
+        tier_loader: TierLoader | None,
+        adapters: AdapterSlots,
+        inbox: Inbox,
+        meters: EngineMeters,
+        *,
+        caching: bool,
+    ) -> None:
         self.outbox = Outbox(meters)
         self.speculation = SpeculationMeters()
-        self._scheduler = holders.scheduler
-        self._saves = holders.saves
-        self._tier_loader = holders.tier_loader
-        self._adapters = holders.adapters
-        self._inbox = holders.inbox
+        self._scheduler = scheduler
+        self._saves = saves
+        self._tier_loader = tier_loader
+        self._adapters = adapters
+        self._inbox = inbox
         self._meters = meters
         self._caching = caching
 

@@ -135,7 +135,7 @@ class PromptSaves:
 
     def _record_outcome(self, sequence: SequenceState, outcome: SaveOutcome) -> None:
         sequence.save_outcome = outcome
-        self._meters.saved(outcome)
+        self._meters.saves[outcome] += 1
         if outcome not in ("saved", "present"):
             pins = self._cache.pins
             _log.warning(

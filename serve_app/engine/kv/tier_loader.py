@@ -18,7 +18,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import TierBlock, extend_digests, next_digest, scope_digest
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
-from serve_app.cache.tiers.tiers import ReadRows, TierEvent, Tiers
+from serve_app.cache.tiers.tiers import ReadRows, Tiers
 from serve_app.engine.kv.install import HashedTokens, install_blocks
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import FetchOutcome
@@ -177,10 +177,6 @@ class TierLoader:
                 self.tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
                 self.spill(idle[start : start + CLOSE_BLOCKS])
         self.tiers.close(deadline_s)
-
-    def take_events(self) -> list[TierEvent]:
-        """Return the tiers' events since the last call."""
-        return self.tiers.take_events()
 
     def samples(self, labels: Labels) -> list[Sample]:
         """Return the tiers' gauges, counters and load times (any thread)."""

@@ -119,7 +119,7 @@ class PrefixTransfer:
         return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
     def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, hashes: bytes, first: int, tenant: str
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
     ) -> int:
         """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
 
@@ -128,10 +128,10 @@ class PrefixTransfer:
         """
         if not self._cache.enabled:
             return 0
-        verify_part(part, self._runner.kv_format, scope, token_ids, hashes, first)
+        verify_part(part, self._runner.kv_format, scope, token_ids, block_hashes, first)
         end = first + part.header.blocks
         ids = token_ids[: end * self._cache.block_size]
-        wanted = HashedTokens(scope, ids, hashes[: end * HASH_BYTES], tenant)
+        wanted = HashedTokens(scope, ids, block_hashes[: end * HASH_BYTES], tenant)
         while True:
             held, new = self._on_loop(lambda: self._take(part, wanted, first))
             if not new or held >= end:

@@ -7,7 +7,7 @@ only reading waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,44 +23,37 @@ def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:
 
 
 def copy_out(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill each row with its block of every pool, one after another."""
-    start = 0
-    for pool in pools:
-        end = start + pool[:, :, 0].nbytes
-        _copy_out(pool, blocks, [row[start:end] for row in rows])
-        start = end
+    """Fill each row with its block of every pool [layers, planes, blocks, ...], one after another."""
+    for pool, parts in _row_parts(pools, rows):
+        if pool.device.type == "cpu":
+            raw = pool.view(torch.uint8).numpy()
+            for block, part in zip(blocks, parts, strict=True):
+                there = raw[:, :, block]
+                part.reshape(there.shape)[...] = there
+        else:
+            for part, taken in zip(parts, gather_blocks(pool, blocks), strict=True):
+                part[...] = taken
 
 
 def copy_in(pools: Sequence[torch.Tensor], blocks: Sequence[int], rows: Sequence[Row]) -> None:
     """Fill blocks of every pool from rows; mutates the pools."""
+    for pool, parts in _row_parts(pools, rows):
+        if pool.device.type == "cpu":
+            raw = pool.view(torch.uint8).numpy()
+            for block, part in zip(blocks, parts, strict=True):
+                there = raw[:, :, block]
+                there[...] = part.reshape(there.shape)
+        else:
+            scatter_blocks(pool, blocks, parts)
+
+
+def _row_parts(pools: Sequence[torch.Tensor], rows: Sequence[Row]) -> Iterator[tuple[torch.Tensor, list[Row]]]:
+    """Yield each pool with its part of every row."""
     start = 0
     for pool in pools:
         end = start + pool[:, :, 0].nbytes
-        _copy_in(pool, blocks, [row[start:end] for row in rows])
+        yield pool, [row[start:end] for row in rows]
         start = end
-
-
-def _copy_out(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill ``rows`` with the blocks of ``pool`` [layers, 2, blocks, block_size, kv_heads, head_dim]."""
-    if pool.device.type == "cpu":
-        raw = pool.view(torch.uint8).numpy()
-        shape = (*raw.shape[:2], *raw.shape[3:])
-        for block, row in zip(blocks, rows, strict=True):
-            row.reshape(shape)[...] = raw[:, :, block]
-        return
-    for taken, row in zip(gather_blocks(pool, blocks), rows, strict=True):
-        row[...] = taken
-
-
-def _copy_in(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill blocks of ``pool`` from ``rows``; mutates the pool."""
-    if pool.device.type == "cpu":
-        raw = pool.view(torch.uint8).numpy()
-        shape = (*raw.shape[:2], *raw.shape[3:])
-        for block, row in zip(blocks, rows, strict=True):
-            raw[:, :, block] = row.reshape(shape)
-        return
-    scatter_blocks(pool, blocks, rows)
 
 
 def gather_blocks(pool: torch.Tensor, blocks: Sequence[int]) -> Row:

@@ -41,7 +41,7 @@ class RunningSet:
         if self._adapters is not None:
             self._adapters.acquire(sequence.request.scope.lora)
         cache.acquire(matched)
-        sequence.add_blocks(matched)
+        sequence.blocks.extend(matched)
         sequence.published = hits
         sequence.computed = hits * size
         if not sequence.preemptions:
@@ -104,7 +104,7 @@ class RunningSet:
 
     def _take(self, sequence: SequenceState, blocks: int) -> None:
         tenant, reserved = sequence.request.tenant, min(blocks, sequence.reserved_blocks)
-        sequence.add_blocks(self._cache.allocate(blocks, tenant))
+        sequence.blocks.extend(self._cache.allocate(blocks, tenant))
         sequence.beyond_reservation |= blocks > reserved
         sequence.reserved_blocks -= reserved
         self.admission.taken(tenant, reserved)

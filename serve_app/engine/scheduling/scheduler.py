@@ -76,7 +76,8 @@ class Scheduler:
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
         self._numbers = count()
-        self._preempted: list[SequenceState] = []
+        self.preempted: list[SequenceState] = []
+        """Sequences preempted in the last ``schedule``; they wait again."""
 
     @property
     def waiting(self) -> Iterable[SequenceState]:
@@ -107,11 +108,6 @@ class Scheduler:
     def reserved_blocks(self) -> int:
         """Blocks reserved for running sequences and not taken yet."""
         return self._running.admission.reserved_blocks
-
-    @property
-    def preempted(self) -> Iterable[SequenceState]:
-        """Sequences preempted in the last ``schedule``; they wait again."""
-        return self._preempted
 
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
@@ -147,18 +143,15 @@ class Scheduler:
 
     def remove(self, request_id: str) -> SequenceState | None:
         """Drop a sequence, running or not, and free its blocks; None if it is not here."""
-        sequence = self._waiting.pop(request_id, None)
-        if sequence is not None:
-            return sequence
-        sequence = self._running.sequences.get(request_id)
-        if sequence is not None:
+        sequence = self.find(request_id)
+        if sequence is not None and self._waiting.pop(request_id, None) is None:
             self._running.end(sequence)
         return sequence
 
     def schedule(self) -> list[Scheduled]:
         """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption."""
-        self._preempted = self._running.make_room()
-        self._waiting.update((sequence.request.request_id, sequence) for sequence in self._preempted)
+        self.preempted = self._running.make_room()
+        self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
         budget = self._settings.max_num_batched_tokens
         chosen: list[Scheduled] = []
         prefilling: list[SequenceState] = []
@@ -237,7 +230,7 @@ class Scheduler:
         tenant = sequence.request.tenant
         if self.running_count >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
-        if self._preempted or (self._claim is not None and self._claim.request.tenant != tenant):
+        if self.preempted or (self._claim is not None and self._claim.request.tenant != tenant):
             return False
         if not self._has_slot(sequence):
             return False

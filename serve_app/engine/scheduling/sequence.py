@@ -6,6 +6,7 @@ Owns a request's mutable state and its chain of block hashes. Positions and toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, R
 from serve_app.engine.step import BlockRun, Segment, block_runs, ceil_div
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SequenceState:
     """A request on its way.
 
@@ -43,61 +45,37 @@ class SequenceState:
     prompt <= prefill_tokens <= length. While it waits it has neither KV nor blocks nor a reservation.
     """
 
-    __slots__ = (
-        "_runs",
-        "_runs_cover",
-        "_tokens",
-        "after",
-        "arrival_s",
-        "beyond_reservation",
-        "blocks",
-        "cached_tokens",
-        "chain",
-        "computed",
-        "drafted",
-        "farthest",
-        "held_blocks_hint",
-        "last_token_s",
-        "length",
-        "number",
-        "preemptions",
-        "prefill_tokens",
-        "published",
-        "request",
-        "reserved_blocks",
-        "resolved",
-        "save_outcome",
-        "scheduled_s",
-        "sink",
-    )
+    request: EngineRequest
+    sink: OutputSink
+    chain: bytes
+    arrival_s: float
+    number: int = 0
+    preemptions: int = 0
+    farthest: int = 0
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    drafted: int | None = None
+    published: int = 0
+    resolved: int = 0
+    cached_tokens: int = 0
+    reserved_blocks: int = 0
+    beyond_reservation: bool = False
+    held_blocks_hint: int = 0
+    after: str = ""
+    save_outcome: SaveOutcome | None = None
+    scheduled_s: float | None = None
+    last_token_s: float | None = None
+    length: int = field(init=False)
+    prefill_tokens: int = field(init=False)
+    _tokens: TokenArray = field(init=False)
+    _runs: list[BlockRun] = field(default_factory=list)
+    _runs_cover: int = 0
 
-    def __init__(self, request: EngineRequest, sink: OutputSink, chain: bytes, arrival_s: float) -> None:
-        self.request = request
-        self.sink = sink
-        self.chain = chain
-        self.arrival_s = arrival_s
-        prompt = request.token_ids
-        self._tokens = np.empty(len(prompt) + request.sampling.max_tokens, dtype=np.int32)
+    def __post_init__(self) -> None:
+        prompt = self.request.token_ids
+        self._tokens = np.empty(len(prompt) + self.request.sampling.max_tokens, dtype=np.int32)
         self._tokens[: len(prompt)] = prompt
         self.length = self.prefill_tokens = len(prompt)
-        self.number = 0
-        self.preemptions = 0
-        self.farthest = 0
-        self.blocks: list[int] = []
-        self.computed = 0
-        self.drafted: int | None = None
-        self.published = 0
-        self.resolved = 0
-        self.cached_tokens = 0
-        self.reserved_blocks = 0
-        self.beyond_reservation = False
-        self.held_blocks_hint = 0
-        self.after = ""
-        self.save_outcome: SaveOutcome | None = None
-        self.scheduled_s: float | None = None
-        self.last_token_s: float | None = None
-        self._runs: list[BlockRun] = []
-        self._runs_cover = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,10 +114,6 @@ class SequenceState:
         if self.awaits_remote_kv and self.request.remote_kv is not None:
             done = max(done, self.request.remote_kv.tokens)
         return max(self.prefill_tokens - done, 0)
-
-    def add_blocks(self, blocks: Sequence[int]) -> None:
-        """Append blocks for positions to come."""
-        self.blocks.extend(blocks)
 
     def wanted_drafts(self, most: int) -> int:
         """Return how many tokens are worth drafting in a decode step; their KV fits the reservation."""

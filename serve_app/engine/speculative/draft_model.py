@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from router.protocol.block_hash import TokenArray
-from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -25,7 +25,7 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.pools: tuple[KvPool, ...] = (runner.pool,)
+        self.pools: Sequence[torch.Tensor] = (runner.pool.tensor,)
         self.block_bytes = runner.block_bytes
 
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:

@@ -8,7 +8,6 @@ nothing after the block. Guesses leave no trace in the pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,6 @@ GATHERED_TOKENS = 65536
 """Positions whose KV is copied together for a batch of guesses, padding included."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStates:
-    """``tensor`` [1, 1, blocks, 1, 1, hidden], shaped as pools are: of each block, its last token's fused state."""
-
-    tensor: torch.Tensor
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """The same as [blocks, hidden]."""
-        return self.tensor.view(self.tensor.shape[2], -1)
-
-
 class EagleDrafter:
     """Drafts with an EAGLE-3 head; satisfies ``speculative.Drafter``."""
 
@@ -52,10 +39,9 @@ class EagleDrafter:
         config, size = head.config, base.pool.block_size
         blocks = base.pool.tensor.shape[2]
         self._pool = KvPool(1, blocks, size, config.num_kv_heads, config.head_dim, base.dtype, base.device)
-        self._ends = BlockStates(
-            torch.zeros(1, 1, blocks, 1, 1, config.hidden_size, dtype=base.dtype, device=base.device)
-        )
-        self.pools: tuple[KvPool | BlockStates, ...] = (self._pool, self._ends)
+        # Of each block its last token's fused state, [blocks, hidden]; among the pools shaped as they are.
+        self._ends = torch.zeros(blocks, config.hidden_size, dtype=base.dtype, device=base.device)
+        self.pools: Sequence[torch.Tensor] = (self._pool.tensor, self._ends.view(1, 1, blocks, 1, 1, -1))
         self.block_bytes = config.block_bytes(str(base.dtype).removeprefix("torch."), size)
         layers = config.aux_layers(int(base.config.num_hidden_layers))
         self._tap = HiddenTap(base.model, layers, base.pool.keys[0].shape[0], base.device)
@@ -114,7 +100,7 @@ class EagleDrafter:
         slot_index = self._index(slots)
         fused = self._head.fuse(self._tap.states(slot_index)).nan_to_num(0.0, 0.0, 0.0)
         before = fused.roll(1, dims=0)
-        before[self._index(firsts)] = self._ends.rows[self._index(befores)]
+        before[self._index(firsts)] = self._ends[self._index(befores)]
         # A sequence's first token has no state before it, hence no pair.
         paired = np.flatnonzero(positions)
         if len(paired):
@@ -125,7 +111,7 @@ class EagleDrafter:
             self._pool.keys[0].index_copy_(0, slot_index[at], keys.nan_to_num(0.0, 0.0, 0.0))
             self._pool.values[0].index_copy_(0, slot_index[at], values.nan_to_num(0.0, 0.0, 0.0))
         closing = np.union1d(lasts, np.flatnonzero(positions % size == size - 1))
-        self._ends.rows.index_copy_(0, self._index(slots[closing] // size), fused[self._index(closing)])
+        self._ends.index_copy_(0, self._index(slots[closing] // size), fused[self._index(closing)])
 
     def _guess(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Return as many guesses for each segment as the one that wants most wants; fewer where logits break."""
@@ -134,7 +120,7 @@ class EagleDrafter:
         starts = np.array([segment.start for segment in segments])
         keys, values, mask = self._context(segments, most)
         tail = keys.shape[1] - most
-        states = self._ends.rows[self._index([s.blocks[(s.start - 1) // size] for s in segments])]
+        states = self._ends[self._index([s.blocks[(s.start - 1) // size] for s in segments])]
         tokens = self._index([int(segment.token_ids[-1]) for segment in segments])
         params = [segment.sampling for segment in segments if segment.sampling is not None]
         assert len(params) == count

@@ -28,22 +28,12 @@ from serve_app.engine.speculative.eagle_drafter import load_eagle
 from serve_app.engine.step import Segment, SegmentResult
 
 
-class BlockMemory(Protocol):
-    """Something of every block: ``tensor`` [layers, planes, blocks, ...]."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The memory itself."""
-
-
 class Drafter(Protocol):
     """Proposes tokens. What it keeps of sequences lies in ``pools`` under the same block ids as the base's KV."""
 
     block_bytes: int
-
-    @property
-    def pools(self) -> Sequence[BlockMemory]:
-        """Saved, reused, evicted and exported with the base's pool."""
+    pools: Sequence[torch.Tensor]
+    """[layers, planes, blocks, ...] each; saved, reused, evicted and exported with the base's pool."""
 
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Return up to ``drafts`` tokens for each segment, to come after its own."""
@@ -67,11 +57,11 @@ class SpeculativeRunner:
         self.drafter = drafter
         self.pool = base.pool
         self.adapters = base.adapters
-        self.pools: tuple[BlockMemory, ...] = (base.pool, *drafter.pools)
+        self.pools = (base.pool.tensor, *drafter.pools)
         self.vocab_size = base.vocab_size
         self.max_positions = base.max_positions
         self.block_bytes = base.block_bytes + drafter.block_bytes
-        drafted = (kv_part(pool.tensor, drafter_fingerprint) for pool in drafter.pools)
+        drafted = (kv_part(pool, drafter_fingerprint) for pool in drafter.pools)
         self.kv_format = replace_parts(base.kv_format, parts=(*base.kv_format.parts, *drafted))
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
@@ -80,11 +70,11 @@ class SpeculativeRunner:
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV, the drafter's after the base's, into its row."""
-        copy_out([pool.tensor for pool in self.pools], blocks, rows)
+        copy_out(self.pools, blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in([pool.tensor for pool in self.pools], blocks, rows)
+        copy_in(self.pools, blocks, rows)
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Draft, verify, and let the drafter follow; results carry ``accepted``, ``proposed`` and ``drafted``."""
@@ -159,7 +149,7 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
     base = ModelRunner(model_path, replace(settings, enforce_eager=settings.enforce_eager or head is not None))
     if head is not None:
         return SpeculativeRunner(base, load_eagle(base, Path(model_path), head), settings.speculative_fingerprint)
-    draft = ModelRunner(settings.speculative_model, replace(settings, dtype=_name(base.dtype)))
+    draft = ModelRunner(settings.speculative_model, replace(settings, dtype=str(base.dtype).removeprefix("torch.")))
     if draft.vocab_size != base.vocab_size:
         raise ValueError(
             f"{settings.speculative_model} has {draft.vocab_size} tokens and cannot draft for {model_path}, which has "
@@ -172,7 +162,3 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
             f"{model_path}: set max_model_len={draft.max_positions}"
         )
     return SpeculativeRunner(base, DraftModel(draft), settings.speculative_fingerprint)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -35,7 +35,7 @@ def test_the_drafters_kv_comes_back_from_host_memory(draft: str, make_engine: Ma
     run_all(engine, [request("warm", ids, 1)])
     for i in range(2):
         run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
-    engine._runner.pools[1].tensor.zero_()  # type: ignore[attr-defined]
+    engine._runner.pools[1].zero_()  # type: ignore[attr-defined]
     got = run_all(engine, [request("hit", ids, 20)])
     assert got.cached["hit"] == 144
     assert got.tokens["hit"] == reference("qwen3", ids, 20)

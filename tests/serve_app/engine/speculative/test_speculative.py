@@ -283,7 +283,7 @@ def test_bytes_are_both_pools(make_engine: MakeEngine, drafts: dict[str, str]) -
     engine = make_engine(speculative_model=drafts["same"], num_speculative_tokens=4)
     runner = engine._runner
     assert isinstance(runner, SpeculativeRunner)
-    tensors = [pool.tensor for pool in runner.pools]
+    tensors = runner.pools
     assert len(tensors) == 2
     assert runner.block_bytes * 256 == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
