@@ -125,10 +125,10 @@ class SimulatedReplica:
         cache, chain = self.cache, job.request.block_hashes
         limit = cache.reusable_blocks(job.request.trace.prompt_tokens)
         held = job.held_blocks
-        if held and not cache.held(chain[HASH_BYTES * (held - 1) : HASH_BYTES * held]):
-            held = cache.count_held(chain, held)
-        elif held < limit and cache.held(chain[HASH_BYTES * held : HASH_BYTES * (held + 1)]):
-            held = cache.count_held(chain, limit)
+        if held and not cache.index.held(chain[HASH_BYTES * (held - 1) : HASH_BYTES * held]):
+            held = cache.index.count_held(chain, held)
+        elif held < limit and cache.index.held(chain[HASH_BYTES * held : HASH_BYTES * (held + 1)]):
+            held = cache.index.count_held(chain, limit)
         job.held_blocks = held
         if not job.pulling:
             job.uncached_tokens = job.request.trace.prompt_tokens - held * self._settings.block_size

@@ -56,7 +56,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
-    held = {"pool": engine._cache.hashes()}
+    held = {"pool": engine._cache.index.hashes()}
     tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
     if tiers is not None and tiers._host is not None:
         held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
@@ -134,7 +134,7 @@ def _audit_pool(cache: PrefixCache) -> None:
 
 
 def _audit_index(cache: PrefixCache) -> None:
-    index = cache._index
+    index = cache.index
     _hold(len(index) == sum(1 for _ in index), "the index has other hashes than blocks")
     indexed = cache.pool.total_blocks - cache.pool.free_blocks
     _hold(len(index) == indexed, f"{len(index)} blocks are indexed, and {indexed} taken")

@@ -111,8 +111,8 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
     yield "warmpath_num_requests_running", labels, float(running)
     yield "warmpath_num_requests_waiting", labels, float(waiting)
     yield "warmpath_kv_cache_usage_perc", labels, (pool.used_blocks - kept) / pool.total_blocks
-    yield "warmpath_prefix_cache_blocks", labels, float(cache.indexed_blocks)
-    yield "warmpath_prefix_cache_bytes", labels, float(cache.indexed_blocks * block_bytes)
+    yield "warmpath_prefix_cache_blocks", labels, float(len(cache.index))
+    yield "warmpath_prefix_cache_bytes", labels, float(len(cache.index) * block_bytes)
     pins = cache.pins
     yield "warmpath_pinned_prefixes", labels, float(len(pins))
     yield "warmpath_pinned_blocks", labels, float(pins.blocks)

@@ -1,8 +1,7 @@
 """Which computed KV blocks can be used again, and for whom.
 
 Owns eviction (leaf first, LRU, from whoever is most over their share), pins, and the events that tell routers of it.
-Tokens and chains flow in; block ids and events flow out. Not thread-safe, except ``held`` and ``count_held``, which any
-thread may ask for a hint.
+Tokens and chains flow in; block ids and events flow out. Not thread-safe, except as ``index`` says.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = BlockPool(num_blocks)
+        self.index = BlockIndex(block_size)
         self.quota = Quota(num_blocks, shares or {}, clock)
         self.pins = Pins(pin_budget_blocks, shares)
         self.block_size = block_size
@@ -61,7 +61,6 @@ class PrefixCache:
         self.recalled_pins = 0
         self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
-        self._index = BlockIndex(block_size)
         self._clock = clock
         self._ticks = 0
         self._demotion_ticks = -(1 << 62)
@@ -71,15 +70,6 @@ class PrefixCache:
     def available_blocks(self) -> int:
         """Blocks that ``allocate`` can hand out: free ones and evictable ones."""
         return self.pool.free_blocks + self.pool.idle_blocks
-
-    @property
-    def indexed_blocks(self) -> int:
-        """Blocks that a request can hit."""
-        return len(self._index)
-
-    def hashes(self) -> frozenset[bytes]:
-        """Return the hashes of all indexed blocks."""
-        return self._index.hashes()
 
     def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
         """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
@@ -91,23 +81,11 @@ class PrefixCache:
             return b""
         return extend_chain(root, scope.public_blocks, token_ids, self.block_size, known, self._hash_chain)
 
-    def entry(self, block: int) -> CachedBlock | None:
-        """Return what is indexed of a block."""
-        return self._index.of_block(block)
-
     def idle_leaves_first(self) -> list[CachedBlock]:
         """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
         # Blocks of equal age (demoted together) keep the reversed order of indexing, in which parents come last too.
-        idle = [entry for entry in reversed(self._index) if self.pool.is_idle(entry.block)]
+        idle = [entry for entry in reversed(self.index) if self.pool.is_idle(entry.block)]
         return sorted(idle, key=lambda entry: entry.released_at)
-
-    def held(self, block_hash: bytes) -> bool:
-        """Return whether a block of that hash is indexed (unverified)."""
-        return self._index.held(block_hash)
-
-    def count_held(self, chain: bytes, blocks: int) -> int:
-        """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
-        return self._index.count_held(chain, blocks)
 
     def reusable_blocks(self, num_tokens: int) -> int:
         """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
@@ -119,7 +97,7 @@ class PrefixCache:
         A block counts only if its tokens, its parent block and its scope are equal too. Nothing is acquired.
         """
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
-        return self._index.match(scope, token_ids, chain, limit)
+        return self.index.match(scope, token_ids, chain, limit)
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each matched block, so that none can be evicted, and renew the pins among them."""
@@ -144,7 +122,7 @@ class PrefixCache:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block, last first, so that the tail of a prefix is evicted before its head."""
         for block in reversed(blocks):
-            entry = self._index.of_block(block)
+            entry = self.index.of_block(block)
             if not self.pool.release(block, keep=entry is not None):
                 continue
             if entry is None:
@@ -166,7 +144,7 @@ class PrefixCache:
         # A tick before every release, and a new one for each call: a leaf in a former owner's line must not match it.
         self._demotion_ticks += 1
         for block in reversed(blocks):
-            entry = self._index.of_block(block)
+            entry = self.index.of_block(block)
             if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
                 break
             entry.released_at = self._demotion_ticks
@@ -196,9 +174,9 @@ class PrefixCache:
             block_hash = hash_at(chain, i)
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
             own_scope = public if i < scope.public_blocks else private
-            entry = self._index.of_hash(block_hash)
+            entry = self.index.of_hash(block_hash)
             if entry is None:
-                self._index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope))
+                self.index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope))
                 if i < scope.public_blocks:
                     self.quota.hand_over(blocks[i], PUBLIC)
                 stored += block_hash
@@ -217,7 +195,7 @@ class PrefixCache:
 
     def may_pin(self, chain: bytes, blocks: int, tenant: str) -> bool:
         """Return whether a pin of the first ``blocks`` of a chain would fit the budget (unverified)."""
-        held = self._index.leading(chain, blocks)
+        held = self.index.leading(chain, blocks)
         pins = self.pins
         return pins.fits(blocks - pins.pinned_leading(held), tenant, blocks - pins.pinned_leading(held, tenant))
 
@@ -229,7 +207,7 @@ class PrefixCache:
         What others pinned beyond their shares makes room for what is within ``tenant``'s. Nothing changes when it does
         not fit the budget, or when the key is taken, except that its time runs anew.
         """
-        if not blocks or any(block not in self._index for block in blocks):
+        if not blocks or any(block not in self.index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
         now_s = self._clock()
         while (outcome := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
@@ -267,15 +245,15 @@ class PrefixCache:
         """Release every pin and forget every block not in use; return whether nothing was kept."""
         for key in self.pins:
             self.unpin(key)
-        if self.pool.used_blocks and len(self._index):
+        if self.pool.used_blocks and len(self.index):
             self._evict(self.pool.idle_blocks, counted=False)
-            return not len(self._index)
-        for entry in self._index:
+            return not len(self.index)
+        for entry in self.index:
             self.pool.free_idle(entry.block)
             self.quota.freed(entry.block, idle=True)
-        if len(self._index):
+        if len(self.index):
             self._events.append(CacheCleared())
-        self._index.clear()
+        self.index.clear()
         return True
 
     def take_events(self) -> tuple[CacheEvent, ...]:
@@ -292,7 +270,7 @@ class PrefixCache:
         self.quota.queue_leaf(entry.released_at, entry.block, self._evictable)
 
     def _evictable(self, released_at: int, block: int) -> bool:
-        entry = self._index.of_block(block)
+        entry = self.index.of_block(block)
         return (
             entry is not None and entry.released_at == released_at and entry.children == 0 and self.pool.is_idle(block)
         )
@@ -301,7 +279,7 @@ class PrefixCache:
         removed = bytearray()
         evicted: list[CachedBlock] = []
         for _ in range(count):
-            entry = self._index.of_block(self.quota.next_leaf(self._evictable))
+            entry = self.index.of_block(self.quota.next_leaf(self._evictable))
             assert entry is not None  # it was evictable
             removed += entry.block_hash
             evicted.append(entry)
@@ -314,7 +292,7 @@ class PrefixCache:
 
     def _forget(self, entry: CachedBlock) -> None:
         """Take one idle leaf out of the index and free its block."""
-        parent = self._index.remove(entry)
+        parent = self.index.remove(entry)
         self.pool.free_idle(entry.block)
         self.quota.freed(entry.block, idle=True)
         if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):

@@ -88,6 +88,5 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget everything."""
-        for held in self._held.values():
-            self._free.append(held.slot)
+        self._free.extend(held.slot for held in self._held.values())
         self._held.clear()

@@ -37,11 +37,6 @@ class TierSettings:
     disk_queue_bytes: int = 256 * 1024 * 1024
     load_ratio: float = 1.0
 
-    @property
-    def on(self) -> bool:
-        """Whether there is any tier below the pool."""
-        return bool(self.host_bytes or self.disk_bytes)
-
 
 @dataclass(slots=True)
 class TierCounts:

@@ -11,25 +11,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from serve_app.engine.attention.gather_backends import GatheredVarlen
+from serve_app.engine.attention.gather_backends import CAUSAL, GatheredVarlen
 from serve_app.engine.attention.page_table import PageTable, plan_pages
 from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
 from serve_app.engine.step import Segment
-
-PagedKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PageTable, float], torch.Tensor]
-"""(query [T, heads, d], keys and values [blocks, block_size, kv_heads, d], pages, scale) -> [T, heads, d]; causal."""
-
-_CAUSAL = (-1, 0)
 
 
 class PagedVarlen:
     """A kernel that follows block tables itself: decode and prefill in one call, nothing copied."""
 
+    name = "fa3_torch"
     in_graphs = True
 
-    def __init__(self, name: str, kernel: PagedKernel) -> None:
-        self.name = name
-        self._kernel = kernel
+    def __init__(self, varlen_attn: Callable[..., torch.Tensor]) -> None:
+        self._varlen_attn = varlen_attn
 
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
@@ -45,7 +40,20 @@ class PagedVarlen:
         keys, values = (
             slots.view(-1, pool.block_size, *slots.shape[1:]) for slots in (pool.keys[layer], pool.values[layer])
         )
-        return self._kernel(query, keys, values, pages, scale)
+        return self._varlen_attn(
+            query,
+            keys,
+            values,
+            pages.cu_rows,
+            None,
+            pages.most_rows,
+            pages.most_tokens,
+            scale=scale,
+            window_size=CAUSAL,
+            enable_gqa=query.shape[1] != keys.shape[2],
+            seqused_k=pages.lengths,
+            block_table=pages.blocks,
+        )
 
 
 def fa3_through_torch() -> PagedVarlen:
@@ -55,27 +63,7 @@ def fa3_through_torch() -> PagedVarlen:
     """
     varlen = importlib.import_module("torch.nn.attention.varlen")
     importlib.import_module("torch.nn.attention").activate_flash_attention_impl("FA3")
-
-    def kernel(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: PageTable, scale: float
-    ) -> torch.Tensor:
-        found: torch.Tensor = varlen.varlen_attn(
-            query,
-            keys,
-            values,
-            pages.cu_rows,
-            None,
-            pages.most_rows,
-            pages.most_tokens,
-            scale=scale,
-            window_size=_CAUSAL,
-            enable_gqa=query.shape[1] != keys.shape[2],
-            seqused_k=pages.lengths,
-            block_table=pages.blocks,
-        )
-        return found
-
-    return PagedVarlen("fa3_torch", kernel)
+    return PagedVarlen(varlen.varlen_attn)
 
 
 def restore_torch_flash() -> None:
@@ -87,30 +75,4 @@ def restore_torch_flash() -> None:
 
 def varlen_through_torch() -> GatheredVarlen:
     """The FlashAttention 2 that torch carries, over copied KV. Raises ImportError where torch has no varlen."""
-    varlen = importlib.import_module("torch.nn.attention.varlen")
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_rows: torch.Tensor,
-        cu_tokens: torch.Tensor,
-        most_rows: int,
-        most_tokens: int,
-        scale: float,
-    ) -> torch.Tensor:
-        found: torch.Tensor = varlen.varlen_attn(
-            query,
-            key,
-            value,
-            cu_rows,
-            cu_tokens,
-            most_rows,
-            most_tokens,
-            scale=scale,
-            window_size=_CAUSAL,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return found
-
-    return GatheredVarlen("varlen_torch", kernel)
+    return GatheredVarlen("varlen_torch", importlib.import_module("torch.nn.attention.varlen").varlen_attn)

@@ -21,11 +21,8 @@ GATHER_TOKENS = 128 * 1024
 MASK_ENTRIES = 32 * 1024 * 1024
 """Rows times tokens of one mask of a chunk that continues a sequence."""
 
-VarlenKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], torch.Tensor
-]
-"""(query [T, heads, d], key and value [S, kv_heads, d], cu_rows, cu_tokens, most rows, most tokens, scale) ->
-[T, heads, d]; causal, a sequence's last row sees all of its tokens."""
+CAUSAL = (-1, 0)
+"""The window of ``varlen_attn`` in which a sequence's last row sees all of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +39,13 @@ class _PackedPart:
 
 
 class GatheredVarlen:
-    """Copies each sequence's KV into one packed row and calls a variable-length kernel."""
+    """Copies each sequence's KV into one packed row and calls a kernel of ``varlen_attn``'s signature."""
 
     in_graphs = False
 
-    def __init__(self, name: str, kernel: VarlenKernel) -> None:
+    def __init__(self, name: str, varlen_attn: Callable[..., torch.Tensor]) -> None:
         self.name = name
-        self._kernel = kernel
+        self._varlen_attn = varlen_attn
 
     def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
@@ -63,7 +60,7 @@ class GatheredVarlen:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         parts: list[_PackedPart] = step.plan
         for part in parts:
-            output[part.first : part.last] = self._kernel(
+            output[part.first : part.last] = self._varlen_attn(
                 query[part.first : part.last],
                 step.pool.keys[layer].index_select(0, part.slots),
                 step.pool.values[layer].index_select(0, part.slots),
@@ -71,7 +68,9 @@ class GatheredVarlen:
                 part.cu_tokens,
                 part.most_rows,
                 part.most_tokens,
-                scale,
+                scale=scale,
+                window_size=CAUSAL,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
         return output
 

@@ -119,11 +119,6 @@ class RowReads:
     copied_slots: int = 0
     partials: int = 0
 
-    @property
-    def copied_blocks(self) -> list[int]:
-        """All blocks to copy, in the order of the copy."""
-        return [*self.blocks, *self.last_blocks]
-
     def copy(self, slot: int, slots: int, size: int) -> None:
         """Copy ``slots`` slots from ``slot`` on, which begins a block of ``size``."""
         first, parted = slot // size, slots % size
@@ -232,7 +227,7 @@ def _gather_jobs(pool: KvPool, readers: Sequence[RowReads]) -> Iterator[GatherJo
     """Yield one padded gather for rows that copy a like number of blocks."""
     groups: dict[int, list[tuple[RowReads, list[int]]]] = {}
     for reader in readers:
-        blocks = reader.copied_blocks
+        blocks = [*reader.blocks, *reader.last_blocks]
         if blocks:
             bucket = max(len(blocks) - 1, SMALL_REST_BLOCKS - 1).bit_length()
             groups.setdefault(bucket, []).append((reader, blocks))

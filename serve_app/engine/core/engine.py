@@ -18,6 +18,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
+from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
@@ -75,7 +76,7 @@ class TorchEngine:
         self.export_prefix, self.import_part = transfer.export_prefix, transfer.import_part
         self._outputs = OutputProcessor(
             self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
-            caching=self._cache.enabled,
+            self._cache.enabled, Outbox(self._meters),
         )  # fmt: skip
         self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
@@ -106,7 +107,7 @@ class TorchEngine:
         if self._cache.enabled:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
         sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
-        sequence.held_blocks_hint = self._cache.count_held(chain, self._cache.reusable_blocks(len(ids)))
+        sequence.held_blocks_hint = self._cache.index.count_held(chain, self._cache.reusable_blocks(len(ids)))
         with self._inbox.changed:
             self._inbox.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
             self._runner.adapters.pin(request.scope.lora)
@@ -149,9 +150,8 @@ class TorchEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
-        return count_leading(
-            block_hashes, most, lambda block_hash: self._cache.held(block_hash) or self._scheduler.computes(block_hash)
-        )
+        index, scheduler = self._cache.index, self._scheduler
+        return count_leading(block_hashes, most, lambda one: index.held(one) or scheduler.computes(one))
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""

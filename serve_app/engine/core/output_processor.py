@@ -6,6 +6,8 @@ ends in the outbox, blocks published or free.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.kv.prompt_saves import PromptSaves
@@ -18,45 +20,35 @@ from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import AdapterSlots, SegmentResult
 
 
+@dataclass(frozen=True, slots=True)
 class OutputProcessor:
     """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        saves: PromptSaves,
-        tier_loader: TierLoader | None,
-        adapters: AdapterSlots,
-        inbox: Inbox,
-        meters: EngineMeters,
-        *,
-        caching: bool,
-    ) -> None:
-        self.outbox = Outbox(meters)
-        self.speculation = SpeculationMeters()
-        self._scheduler = scheduler
-        self._saves = saves
-        self._tier_loader = tier_loader
-        self._adapters = adapters
-        self._inbox = inbox
-        self._meters = meters
-        self._caching = caching
+    scheduler: Scheduler
+    saves: PromptSaves
+    tier_loader: TierLoader | None
+    adapters: AdapterSlots
+    inbox: Inbox
+    meters: EngineMeters
+    caching: bool
+    outbox: Outbox
+    speculation: SpeculationMeters = field(default_factory=SpeculationMeters)
 
     def admitted(self, sequence: SequenceState, now: float) -> None:
         """Note that a sequence is in a step for the first time. Takes the condition itself."""
         sequence.scheduled_s = now
-        with self._inbox.changed:
-            self._inbox.stop_waiting(sequence)
-        self._meters.queue_time.observe(now - sequence.arrival_s)
-        self._meters.admitted(
-            sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self._caching
+        with self.inbox.changed:
+            self.inbox.stop_waiting(sequence)
+        self.meters.queue_time.observe(now - sequence.arrival_s)
+        self.meters.admitted(
+            sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self.caching
         )
 
     def preempted(self, sequence: SequenceState) -> None:
         """Note that a sequence was preempted; the tiers are asked again when it restarts."""
-        self._meters.preempted(sequence.request.tenant)
-        if self._tier_loader is not None:
-            self._tier_loader.forget(sequence.request.request_id)
+        self.meters.preempted(sequence.request.tenant)
+        if self.tier_loader is not None:
+            self.tier_loader.forget(sequence.request.request_id)
 
     def process(self, item: Scheduled, result: SegmentResult, now: float) -> None:
         """Take one segment's result: publish its blocks, append its token, or end its request."""
@@ -71,11 +63,11 @@ class OutputProcessor:
             tokens = (*result.accepted, result.token)
             taken, reason = sequence.append_tokens(tokens)
             tokens = tokens[: taken - 1 if reason == "stop" else taken]
-            self._meters.generation_tokens += taken
+            self.meters.generation_tokens += taken
         if result.drafted is not None:
             sequence.drafted = result.drafted
             self.speculation.verified(result, taken)
-        self._scheduler.computed(item, max(taken - 1, 0))
+        self.scheduler.computed(item, max(taken - 1, 0))
         if sequence.prefilling:
             return
         if reason is not None:
@@ -85,11 +77,11 @@ class OutputProcessor:
 
     def cancel(self, request_id: str) -> None:
         """End a request, and the save that nobody else waits for; unknown ids are ignored."""
-        found = self._scheduler.find(request_id)
+        found = self.scheduler.find(request_id)
         if found is None:
             return
         self.end(found, "cancelled")
-        unwanted = self._scheduler.find(self._saves.abandon(found) or "")
+        unwanted = self.scheduler.find(self.saves.abandon(found) or "")
         if unwanted is not None:
             self.end(unwanted, "cancelled")
 
@@ -104,11 +96,11 @@ class OutputProcessor:
     ) -> None:
         """End a request and free its blocks. ``now``: when it ended by generating; None when it was cut short."""
         request_id = sequence.request.request_id
-        is_save = self._saves.ended(sequence, reason)
-        self._scheduler.remove(request_id)
-        if self._tier_loader is not None:
-            self._tier_loader.forget(request_id)
-        self._adapters.unpin(sequence.request.scope.lora)
-        self._inbox.remove_live(sequence)
+        is_save = self.saves.ended(sequence, reason)
+        self.scheduler.remove(request_id)
+        if self.tier_loader is not None:
+            self.tier_loader.forget(request_id)
+        self.adapters.unpin(sequence.request.scope.lora)
+        self.inbox.remove_live(sequence)
         if not is_save:
             self.outbox.end(sequence, reason, tokens=tokens, error=error, now=now)

@@ -127,7 +127,7 @@ class PromptSaves:
         """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
         if self._write is None:
             return
-        entries = [self._cache.entry(block) for block in reversed(blocks)]
+        entries = [self._cache.index.of_block(block) for block in reversed(blocks)]
         if not self._write([entry for entry in entries if entry is not None]):
             _log.info(
                 "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)

@@ -155,7 +155,7 @@ class TierLoader:
             while above is not None and not above.prefix_digest:
                 unknown.append(above)
                 parent = above.parent
-                above = None if parent is None else batch.get(parent) or self._cache.entry(parent)
+                above = None if parent is None else batch.get(parent) or self._cache.index.of_block(parent)
             digest = above.prefix_digest if above is not None else b""
             for block in reversed(unknown):
                 digest = block.prefix_digest = next_digest(digest, scope_digest(block.scope), block.token_bytes)
@@ -216,7 +216,7 @@ class TierLoader:
         """Return the prefix digest of a matched prefix's last block, b"" for none."""
         if not matched:
             return b""
-        last = self._cache.entry(matched[-1])
+        last = self._cache.index.of_block(matched[-1])
         assert last is not None
         return self.describe([last])[0].prefix_digest
 
@@ -296,7 +296,7 @@ def open_tiers(
     settings: EngineSettings, cache: PrefixCache, runner: Runner, meters: EngineMeters, wake: Callable[[], None]
 ) -> TierLoader | None:
     """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
-    if not (settings.tiers.on and settings.enable_prefix_caching):
+    if not settings.enable_prefix_caching or not (settings.tiers.host_bytes or settings.tiers.disk_bytes):
         return None
     tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake)
     return TierLoader(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

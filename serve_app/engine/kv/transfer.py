@@ -39,12 +39,7 @@ class PrefixTransfer:
     """One engine's way in and out for KV."""
 
     def __init__(
-        self,
-        cache: PrefixCache,
-        runner: Runner,
-        scheduler: Scheduler,
-        on_loop: OnLoop,
-        below: RowsBelow | None = None,
+        self, cache: PrefixCache, runner: Runner, scheduler: Scheduler, on_loop: OnLoop, below: RowsBelow | None
     ) -> None:
         self._cache = cache
         self._below = below

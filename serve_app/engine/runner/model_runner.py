@@ -186,15 +186,13 @@ def load_model(
 
     ``random``: only its config is read, and weights are drawn on the device, the same ones for the same device.
     """
-    if not random:
+    model: torch.nn.Module
+    if random:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(_DUMMY_SEED)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    else:
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
         )
-        loaded: torch.nn.Module = model.to(device)
-        return loaded
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-        torch.manual_seed(_DUMMY_SEED)
-        drawn: torch.nn.Module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=IMPLEMENTATION
-        )
-    return drawn.to(device)
+    return model.to(device)

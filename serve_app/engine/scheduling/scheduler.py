@@ -269,10 +269,10 @@ class Scheduler:
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         hint, chain = sequence.held_blocks_hint, sequence.chain
         # ``hash_at`` without its call: every waiting sequence is looked at in every step.
-        if hint and not self._cache.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
-            hint = self._cache.count_held(chain, hint)
-        elif hint < limit and self._cache.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
-            hint = self._cache.count_held(chain, limit)
+        if hint and not self._cache.index.held(chain[HASH_BYTES * (hint - 1) : HASH_BYTES * hint]):
+            hint = self._cache.index.count_held(chain, hint)
+        elif hint < limit and self._cache.index.held(chain[HASH_BYTES * hint : HASH_BYTES * (hint + 1)]):
+            hint = self._cache.index.count_held(chain, limit)
         sequence.held_blocks_hint = hint
 
     def _admit(self, sequence: SequenceState) -> Verdict:

@@ -75,7 +75,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
     cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=True))
     outcome = cluster.run(prepare(trace))
     chain = prepare(trace[:1])[0].block_hashes
-    holders = [name for name, replica in cluster.replicas.items() if replica.cache.held(chain[16 * 15 : 16 * 16])]
+    holders = [name for name, replica in cluster.replicas.items() if replica.cache.index.held(chain[16 * 15 : 16 * 16])]
     assert 4 <= len(holders) <= 8
     assert outcome.pulled_tokens == (len(holders) - 1) * 8192
     assert outcome.cached_tokens == 600 * 8192
@@ -84,7 +84,7 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
     assert waits[-1] < 0.6
     bounded = Cluster(replace(settings, max_holders=2), Contender("estimated_ttft", True, True))
     bounded.run(prepare(trace))
-    assert sum(replica.cache.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
+    assert sum(replica.cache.index.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
 
 
 @pytest.mark.parametrize("contender", KINDS, ids=str)
@@ -97,7 +97,7 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
     def checked(self: SimulatedReplica) -> None:
         pool = self.cache.pool
         assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == pool.total_blocks == 250
-        assert self.cache.indexed_blocks <= 250
+        assert len(self.cache.index) <= 250
         report(self)
 
     monkeypatch.setattr(SimulatedReplica, "_report", checked)
@@ -114,7 +114,7 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
     for door in cluster.doors.values():
         assert door.core.loads.open_reservations == 0
         for name, replica in cluster.replicas.items():
-            assert door.core.directory.blocks_held(name).get("pool", 0) == replica.cache.indexed_blocks
+            assert door.core.directory.blocks_held(name).get("pool", 0) == len(replica.cache.index)
 
 
 @pytest.mark.parametrize("contender", KINDS, ids=str)

@@ -137,7 +137,7 @@ def test_a_reset_releases_pins() -> None:
     cache.pin(b"k", blocks)
     cache.release(blocks)
     assert cache.reset()
-    assert (cache.pool.free_blocks, cache.pins.blocks, cache.indexed_blocks) == (8, 0, 0)
+    assert (cache.pool.free_blocks, cache.pins.blocks, len(cache.index)) == (8, 0, 0)
 
 
 def test_only_cached_blocks_can_be_pinned() -> None:

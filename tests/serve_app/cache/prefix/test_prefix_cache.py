@@ -99,7 +99,7 @@ def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
         for i, block in enumerate(hits(cache, tokens(*ids), scope)):
             assert content[block] == (scope.at(i), ids[: 2 * i + 2])
         for i, block in enumerate(fill(cache, tokens(*ids), scope)[: len(ids) // 2]):
-            if cache.entry(block) is not None:
+            if cache.index.of_block(block) is not None:
                 content.setdefault(block, (scope.at(i), ids[: 2 * i + 2]))
 
 
@@ -197,12 +197,12 @@ def test_reset_forgets_what_is_idle_and_says_so() -> None:
     cache.take_events()
     assert not cache.reset()
     chain = cache.chain(ROOT, tokens(1, 2, 3, 4))
-    assert cache.hashes() == {chain[:16], chain[16:32]}
+    assert cache.index.hashes() == {chain[:16], chain[16:32]}
     assert cache.take_events() == (BlocksRemoved(chain[48:] + chain[32:48]),)
     cache.release(held)
     assert cache.reset()
     assert cache.take_events() == (CacheCleared(),)
-    assert (cache.pool.free_blocks, cache.indexed_blocks, cache.evicted_blocks) == (8, 0, 0)
+    assert (cache.pool.free_blocks, len(cache.index), cache.evicted_blocks) == (8, 0, 0)
 
 
 def test_switched_off_nothing_is_hashed_or_indexed() -> None:
@@ -215,7 +215,7 @@ def test_switched_off_nothing_is_hashed_or_indexed() -> None:
     blocks = fill(cache, tokens(1, 2, 3))
     cache.release(blocks)
     assert cache.take_events() == ()
-    assert (cache.pool.free_blocks, cache.indexed_blocks) == (4, 0)
+    assert (cache.pool.free_blocks, len(cache.index)) == (4, 0)
     assert hits(cache, tokens(1, 2, 3)) == []
 
 
@@ -233,7 +233,7 @@ def test_the_unverified_count_equals_the_match_without_collisions() -> None:
         if length:
             fill(cache, ids[:length])
         chain = cache.chain(ROOT, ids)
-        assert cache.count_held(chain, 39) == len(cache.match(SCOPE, ids, chain)) == min(length, 39)
+        assert cache.index.count_held(chain, 39) == len(cache.match(SCOPE, ids, chain)) == min(length, 39)
 
 
 def test_a_demoted_tail_is_evicted_first_and_what_is_shared_is_not() -> None:

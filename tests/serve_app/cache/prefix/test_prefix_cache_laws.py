@@ -136,7 +136,7 @@ class CacheMachine(RuleBasedStateMachine):
         last = min(one.published + blocks, len(one.ids) // SIZE)
         array = np.array(one.ids, dtype=np.int32)
         chain = self.cache.prompt_chain(one.scope, root_of(one.scope), array)
-        known = self.cache.hashes()
+        known = self.cache.index.hashes()
         done = self.cache.publish(one.scope, array, chain, one.blocks, one.published, last)
         assert done == max(last, one.published)
         self.oracle.publish(one.scope, one.ids, one.published, done)
@@ -163,11 +163,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.seen_s[PUBLIC] = self.now_s
         self.pins.read(matched, self.now_s)
         self.cache.release(matched)
-        known = self.cache.hashes()
+        known = self.cache.index.hashes()
         demoted = self.cache.demote(matched)
         tail = matched[len(matched) - demoted :]
         assert all(self.cache.pool.is_idle(block) for block in tail)
-        assert self.cache.hashes() == known
+        assert self.cache.index.hashes() == known
         first = [entry.block for entry in self.cache.idle_leaves_first()]
         assert [block for block in first if block in tail] == tail[::-1]
 
@@ -190,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
             else:
                 assert isinstance(event, CacheCleared)
                 self.announced.clear()
-        assert self.announced == self.cache.hashes()
+        assert self.announced == self.cache.index.hashes()
         # What was evicted is forgotten by the oracle too; nothing else may be.
         self.oracle.keys = {key for key in self.oracle.keys if self._hash(key) in self.announced}
         assert len(self.oracle.keys) == len(self.announced)
@@ -209,7 +209,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert pool.used_blocks == len(set(used))
         assert all(pool.references(block) == used.count(block) for block in range(BLOCKS))
         assert pool.free_blocks + pool.idle_blocks + len(set(used)) == BLOCKS
-        assert pool.idle_blocks <= self.cache.indexed_blocks <= pool.idle_blocks + len(set(used))
+        assert pool.idle_blocks <= len(self.cache.index) <= pool.idle_blocks + len(set(used))
 
     @invariant()
     def pins_are_kept_and_counted(self) -> None:

@@ -27,9 +27,11 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 HEADS = Heads(query=6, kv=2, dim=16, block_size=4, dtype=torch.float32)
 
 
-def formula_kernel(*given: Any) -> torch.Tensor:
+def formula_kernel(*given: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> torch.Tensor:
     """What a variable-length kernel computes, sequence by sequence."""
-    query, key, value, cu_rows, cu_tokens, most_rows, most_tokens, scale = given
+    query, key, value, cu_rows, cu_tokens, most_rows, most_tokens = given
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
     rows, tokens = cu_rows.tolist(), cu_tokens.tolist()
     assert most_rows == max(np.diff(rows))
     assert most_tokens == max(np.diff(tokens))

@@ -72,7 +72,7 @@ class Line:
             self.step()
         # Hints are refreshed when a step is chosen; one is chosen here without being counted.
         for sequence in self.scheduler.ready():
-            sequence.held_blocks_hint = self.cache.count_held(
+            sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
         self.view.update(self.scheduler, EngineMeters(), ())
