@@ -2,9 +2,7 @@
 
 Owns the tenants' accounts and their leaves in LRU order. Laws: the accounts add up to the pool's taken blocks; nobody
 at or under their share gives up a block while somebody over theirs has one to give; room that nobody needs can be
-borrowed. A tenant without a request for ``ACTIVE_S`` has no share until the next one. Blocks of public prompts are
-nobody's: they are the account ``PUBLIC``, which has a share of its own, so that no tenant's flood takes from the others
-what they all use. Not thread-safe, except ``holdings``.
+borrowed. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ACTIVE_S = 600.0
-"""Seconds without a request after which a tenant's blocks are the first to go."""
+"""Seconds without a request after which a tenant has no share, and its blocks are the first to go, until the next."""
 
 PUBLIC = "(public)"
-"""The account of public prompts' blocks; no tenant can have this name."""
+"""The account of public prompts' blocks, with a share of its own: no tenant's flood takes what all use. No tenant can
+have this name."""
 
 GUARD_S = 60.0
 """Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a

@@ -34,7 +34,8 @@ from serve_app.engine.step import Runner, run_step
 class TorchEngine:
     """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
 
-    The inbox's condition guards the load view too; scheduler and cache belong to the loop.
+    The inbox's condition guards the load view too; scheduler and cache belong to the loop. Export and import are
+    ``PrefixTransfer``'s own.
     """
 
     def __init__(

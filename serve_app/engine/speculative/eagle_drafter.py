@@ -8,7 +8,6 @@ nothing after the block. Guesses leave no trace in the pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ import torch
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.runner.sampling import choose_tokens
-from serve_app.engine.speculative.eagle_config import EagleConfig
-from serve_app.engine.speculative.eagle_head import EagleHead, load_head
+from serve_app.engine.speculative.eagle_head import EagleHead
 from serve_app.engine.speculative.hidden_states import HiddenTap
 from serve_app.engine.step import Segment, SegmentResult, ceil_div
 
@@ -176,12 +174,6 @@ class EagleDrafter:
 
     def _index(self, numbers: Sequence[int] | Ints) -> torch.Tensor:
         return torch.as_tensor(np.asarray(numbers, dtype=np.int64), device=self._device)
-
-
-def load_eagle(base: ModelRunner, base_path: Path, config: EagleConfig) -> EagleDrafter:
-    """Load the head of ``config`` as drafter for ``base``. Raises ValueError where the two do not fit."""
-    config.check_fits(base_path, base.config.to_dict())
-    return EagleDrafter(base, load_head(config, base.model, base.dtype, base.device))
 
 
 def _batches(segments: Sequence[Segment], active: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -24,7 +24,8 @@ from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.draft_model import DraftModel
 from serve_app.engine.speculative.eagle_config import read_eagle_config
-from serve_app.engine.speculative.eagle_drafter import load_eagle
+from serve_app.engine.speculative.eagle_drafter import EagleDrafter
+from serve_app.engine.speculative.eagle_head import load_head
 from serve_app.engine.step import Segment, SegmentResult
 
 
@@ -148,7 +149,9 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
     # A replay of a recorded step calls none of the hooks that a head reads.
     base = ModelRunner(model_path, replace(settings, enforce_eager=settings.enforce_eager or head is not None))
     if head is not None:
-        return SpeculativeRunner(base, load_eagle(base, Path(model_path), head), settings.speculative_fingerprint)
+        head.check_fits(Path(model_path), base.config.to_dict())
+        drafter = EagleDrafter(base, load_head(head, base.model, base.dtype, base.device))
+        return SpeculativeRunner(base, drafter, settings.speculative_fingerprint)
     draft = ModelRunner(settings.speculative_model, replace(settings, dtype=str(base.dtype).removeprefix("torch.")))
     if draft.vocab_size != base.vocab_size:
         raise ValueError(
