@@ -198,7 +198,7 @@ def test_what_the_head_keeps_goes_down_up_and_across_with_the_bases_kv(
     assert isinstance(runner, SpeculativeRunner)
     assert runner.block_bytes * 24 == sum(pool.nbytes for pool in runner.pools)
     for pool in runner.pools[1:]:
-        pool.tensor.zero_()
+        pool.zero_()
     watch = Watch(engine)
     got = run_all(engine, [request("hit", ids, 12)])
     assert got.cached["hit"] == 144
