@@ -1,7 +1,6 @@
 """The only wiring: settings -> a Serve application of one ingress deployment and one deployment of replicas.
 
-`serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here. Knows the
-deployments' options and nothing of what they do.
+`serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here.
 """
 
 # No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.

@@ -15,12 +15,7 @@ class WarmpathError(Exception):
     code: str | None = "internal_error"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -1,7 +1,6 @@
 """What the ingress asks of an API: a whole answer, the events of a streamed one, and errors.
 
-An API is a pair of files: requests become a ``GenerateRequest``, and answers and errors take its shape here. Counts are
-tokens.
+An API is a pair of files: one makes requests a ``GenerateRequest``, the other has the shapes asked for here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The one internal form of a generation request: every wire format is turned into it, and nothing else goes on.
-
-Owns the field names and their meaning. Everything in it has been validated.
-"""
+"""The one internal form of a generation request: every wire format is turned into it, and nothing else goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What to generate and how to answer; either a ``ChatRequest`` or a ``CompletionRequest``.
+    """What to generate and how to answer, validated; either a ``ChatRequest`` or a ``CompletionRequest``.
 
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from

@@ -129,7 +129,6 @@ def shipped_text() -> Iterator[str]:
 
 
 def _write_checkpoint(recipe: DemoRecipe, corpus: list[str], directory: Path) -> None:
-    """Write every file of the checkpoint into an empty directory."""
     tokenizer = _train_tokenizer(recipe, corpus)
     vocabulary = tokenizer.get_vocab()
     ids = {token: vocabulary[token] for token in SPECIAL_TOKENS}

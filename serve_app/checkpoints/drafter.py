@@ -1,8 +1,7 @@
 """The settings' side of speculation: which checkpoint drafts for the model, and whether the two fit.
 
 Owns the fingerprint of a pair, which enters every cache key: blocks hold the KV of both models, so an engine with
-another drafter, or none, must take none of them. A drafter is a model of its own or an EAGLE-3 head. Ingresses and
-replicas ask alike.
+another drafter, or none, must take none of them. A drafter is a model of its own or an EAGLE-3 head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How long a request may be: the deployment's setting against the model's own bound.
-
-Needs no torch, so that an ingress can ask.
-"""
+"""How long a request may be: the deployment's setting against the model's own bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From generated tokens to the text of an answer's choices, piece by piece.
-
-Owns detokenization, stop strings and the merging of several choices into one stream.
-"""
+"""From generated tokens to the text of an answer, piece by piece, its choices merged into one stream."""
 
 from __future__ import annotations
 
@@ -60,10 +57,7 @@ async def choice_pieces(
 
 
 async def answer_pieces(
-    generations: list[Generation],
-    source: TokenSource,
-    make_decoder: Callable[[], Detokenizer],
-    stop: tuple[str, ...],
+    generations: list[Generation], source: TokenSource, make_decoder: Callable[[], Detokenizer], stop: tuple[str, ...]
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come. One failing choice ends all; closing it cancels all."""
     streams = [choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations)]

@@ -1,7 +1,6 @@
 """Sends one generation to a replica and streams its tokens, sending it again when the replica dies.
 
-Owns retries (before and after the first token), the reservation's release, and the mapping of replica errors to
-client errors. In: an encoded prompt and sampling values; out: tokens.
+Owns retries, the reservation's release, and the mapping of replica errors to client errors.
 """
 
 from __future__ import annotations

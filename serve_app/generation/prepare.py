@@ -153,9 +153,7 @@ class Preparer:
             encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
             return [(encoded, system_text)]
         rendered = tokenizer.render_chat(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            **dict(request.chat_template_kwargs),
+            request.messages, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
         )
         encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
         return [(encoded, rendered.system_text)]

@@ -1,7 +1,4 @@
-"""Calls to all replicas and to all ingresses of one application, with their time limits.
-
-Also how a new ingress waits for its first replica and learns which adapters the others know.
-"""
+"""Calls to all replicas and to all ingresses of one application, with their time limits."""
 
 from __future__ import annotations
 

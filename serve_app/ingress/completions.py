@@ -70,12 +70,8 @@ class Completions:
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
         generations = await self._preparer.prepare(wanted, tenant, answer_id)
-        pieces = self._timed(
-            answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop),
-            generations,
-            tenant,
-            arrived_s,
-        )
+        pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop)
+        pieces = self._timed(pieces, generations, tenant, arrived_s)
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
         answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted, generations))
         if not wanted.stream:
@@ -90,11 +86,7 @@ class Completions:
         return StreamingResponse(self._events(answer, first), headers=headers, media_type=sse.CONTENT_TYPE)
 
     async def _timed(
-        self,
-        pieces: AsyncGenerator[Piece, None],
-        generations: list[Generation],
-        tenant: Tenant,
-        arrived_s: float,
+        self, pieces: AsyncGenerator[Piece, None], generations: list[Generation], tenant: Tenant, arrived_s: float
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises GenerationFailed when they take longer than a request may."""
         metrics, name = self._metrics, tenant.name

@@ -1,7 +1,4 @@
-"""HTTP plumbing of the ingress: bounded bodies, request ids, errors in the API's shape, watching for disconnects.
-
-Knows Starlette and the error tree; knows nothing of models, tenants or tokens.
-"""
+"""HTTP plumbing of the ingress: bounded bodies, request ids, errors in the API's shape, watching for disconnects."""
 
 from __future__ import annotations
 

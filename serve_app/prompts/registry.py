@@ -1,7 +1,6 @@
 """Registered public prompts: ``name@version`` -> text with a digest, and which tokens of any prompt they make public.
 
-Owns the registry, its bounds, and the prompts' formatted texts. In: the settings; out: a prompt's text by reference,
-and token ids for the tokenizer to recognise in whoever's prompt.
+In: the settings; out: a prompt's text by reference, and token ids for the tokenizer to recognise in whoever's prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a deployment's settings and a checkpoint's facts to an engine of the right size.
-
-Owns the arithmetic of pool size, context length and threads, and the choice of engine.
-"""
+"""From a deployment's settings and a checkpoint's facts to an engine of the right size."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a replica counts of pulls: planned, refused, begun, how they ended, and what was handed to others.
-
-Owns the names of the counters. Belongs to the replica's event loop.
-"""
+"""What a replica counts of pulls: planned, refused, begun, how they ended, and what was handed to others."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class PullMeters:
-    """Counters of one replica's life."""
+    """Counters of one replica's life. Belongs to its event loop."""
 
     def __init__(self) -> None:
         self.refused: Counter[Refusal] = Counter()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,6 +53,7 @@ class Replica:
     """One engine, its prefix cache and its feed, as a Ray Serve replica."""
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
+        self._ending = AsyncExitStack()
         self._config = AppConfig.model_validate(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
@@ -59,10 +61,14 @@ class Replica:
         self._stopping = False
         info = await asyncio.to_thread(load_served_model, self._config)
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
+        self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
+        self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         self._adapters = ReplicaAdapters(self._config, self._engine)
         self._puller, self._exports = open_pulls(self._config, self._engine)
+        self._ending.push_async_callback(self._puller.stop)
+        self._ending.callback(self._exports.close)
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
@@ -72,9 +78,7 @@ class Replica:
         reports = report(
             self._engine, self._adapters, self._puller, self._feed.put, self._config.load_report_interval_s
         )
-        self._reporting = asyncio.create_task(reports)
-
-    # -- the Serve side -------------------------------------------------------------------------------------------
+        self._ending.callback(asyncio.create_task(reports).cancel)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
@@ -152,21 +156,7 @@ class Replica:
     async def __del__(self) -> None:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
         self._stopping = True
-        reporting = getattr(self, "_reporting", None)
-        if reporting is not None:
-            reporting.cancel()
-        puller = getattr(self, "_puller", None)
-        if puller is not None:
-            self._exports.close()
-            await puller.stop()
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            await asyncio.to_thread(engine.stop)
-        feed = getattr(self, "_feed", None)
-        if feed is not None:
-            await asyncio.to_thread(feed.stop)
-
-    # -- the engine's side ----------------------------------------------------------------------------------------
+        await self._ending.aclose()
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)
@@ -207,8 +197,6 @@ class Replica:
             )
         kind: wire.ChunkError = "too_long" if isinstance(error, RequestTooLong) else "invalid"
         return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=str(error))
-
-    # -- start-up -----------------------------------------------------------------------------------------------
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:
         """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""

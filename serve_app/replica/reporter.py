@@ -1,7 +1,4 @@
-"""What a replica tells routers besides cache events: its load when it changes, its counters twice a second.
-
-Owns the rhythm of these reports. In: the engine, its adapters and its pulls; out: LoadReport and StatsReport events.
-"""
+"""What a replica tells routers besides cache events: its load when it changes, its counters twice a second."""
 
 from __future__ import annotations
 

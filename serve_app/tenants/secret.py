@@ -1,7 +1,4 @@
-"""The deployment secret: from the environment, a private file, or made once.
-
-Owns the file, its mode and its path.
-"""
+"""The deployment secret: from the environment, a private file, or made once."""
 
 from __future__ import annotations
 

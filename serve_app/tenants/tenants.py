@@ -1,7 +1,6 @@
 """Who is asking, and what keeps their cache apart: API keys -> tenant, deployment secret + tenant -> salt.
 
-Owns keys (only as SHA-256), salts and the secret's file. In: header text; out: a Tenant, and 32-byte salts that nobody
-without the secret can guess.
+Keys are known only as SHA-256; without the secret nobody can guess a salt (32 bytes).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tokens to text while they arrive, and where the text must stop.
 
-Owns incremental detokenization (never half a character) and the search for stop strings (never a piece of one). In:
-token ids of one answer in order; out: the text they add.
+Detokenization never shows half a character, and the search for stop strings never a piece of one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What /v1/cache/state says: replicas, load, bytes and tokens cached, top prefixes, hit rate per tenant.
 
-Owns the shape of that document and the bounded table of prefixes seen by one ingress. Prefixes are named by their
-keyed hash, so the document holds no prompt's text.
+Prefixes are named by their keyed hash, so the document holds no prompt's text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Prometheus metrics of one ingress, and the whole app's through the feed.
 
-Owns the ingress' own counters and the text format. Replicas' samples arrive as data (``StatsReport``), routing
-counters from the ``RoutingCore``; nothing here measures anything itself.
+Replicas' samples arrive as data (``StatsReport``), routing counters from the ``RoutingCore``.
 """
 
 from __future__ import annotations

@@ -59,7 +59,6 @@ class MethodNotAllowed(NotFound):
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in OpenAI's shape."""
     shown: WarmpathError = NotFound(f"There is no {request.url.path[:200]} here; GET /v1/models lists what is served.")
     if isinstance(error, HTTPException) and error.status_code == 405:
         shown = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}.")
