@@ -17,8 +17,6 @@ from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.runner.sampling import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
-Sleep = Callable[[float], None]
-
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -53,7 +51,7 @@ class SimulatedRunner:
         self,
         cost: CostModel,
         *,
-        sleep: Sleep = time.sleep,
+        sleep: Callable[[float], None] = time.sleep,
         model_fingerprint: str = "",
         block_size: int = 16,
         max_loras: int = 4,

@@ -1,8 +1,8 @@
 """Whether a waiting sequence may start, and a running one grow beyond its reservation: slots, blocks, shares.
 
-Owns the blocks reserved for running sequences, in all and by tenant. A tenant
-within its share, or with nothing running, may start whatever fits. One beyond its share borrows: it must leave
-the idle blocks within others' shares, and an eighth of slots and blocks, so that a newcomer finds room at once.
+Owns the blocks reserved for running sequences, in all and by tenant. A tenant within its share, or with nothing
+running, may start whatever fits. One beyond its share borrows: it must leave the idle blocks within others' shares, and
+an eighth of slots and blocks, so that a newcomer finds room at once.
 """
 
 from __future__ import annotations
