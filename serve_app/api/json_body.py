@@ -18,7 +18,6 @@ from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
 
-
 Refused = Mapping[str, tuple[Any, ...]]
 """Field -> the values that ask for nothing."""
 

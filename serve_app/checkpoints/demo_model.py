@@ -114,8 +114,7 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
 
 def default_cache_dir() -> Path:
     """Return the directory that holds built models for this user."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "warmpath" / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
 
 
 def shipped_text() -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Settings of a deployment: one flat pydantic model, used by the CLI, `serve run`, and a Serve config's ``args:``.
 
-Owns names, defaults and bounds; settings that vLLM also has carry vLLM's names. Each section is a file of this room.
-Secrets are not here: ``serve_app.tenants.secret`` loads them.
+Settings that vLLM also has carry vLLM's names. Secrets are not here: ``serve_app.tenants.secret`` loads them.
 """
 
 from __future__ import annotations

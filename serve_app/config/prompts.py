@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -64,9 +64,8 @@ class PublicPromptConfig(BaseModel):
         return self
 
 
-def check_prompts(configs: Iterable[PublicPromptConfig]) -> None:
+def check_prompts(configs: Sequence[PublicPromptConfig]) -> None:
     """Raise ValueError where a reference is given twice, or the registry is over its bounds."""
-    configs = list(configs)
     refs = [config.ref for config in configs]
     if len(set(refs)) < len(refs):
         raise ValueError(f"public prompt {next(ref for ref in refs if refs.count(ref) > 1)} is given twice")

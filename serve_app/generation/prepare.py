@@ -87,10 +87,9 @@ class Preparer:
             placement_key = self._placement_key(request, keys, encoded, system_text)
             public_blocks = encoded.public_blocks
             for choice in range(request.n):
-                index = len(generations)
                 generations.append(
                     Generation(
-                        request_id=f"{request_id}.{index}",
+                        request_id=f"{request_id}.{len(generations)}",
                         token_ids=encoded.token_ids,
                         block_hashes=encoded.block_hashes,
                         scope=replace(keys.scope, public_blocks=public_blocks) if public_blocks else keys.scope,

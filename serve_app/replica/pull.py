@@ -1,8 +1,7 @@
 """KV that another replica holds, for requests that came with its name: copy or compute, and who waits for what.
 
-Owns the decision, the deadline, what is under way and how much of it there may be. Knows nothing of Ray: ``Fetch``
-brings a piece. Everything here runs in the replica's event loop; the engine goes on meanwhile, and a request that
-waits starts when its ``RemoteKv`` is done, with whatever came.
+``Fetch`` brings a piece. Everything here runs in the replica's event loop; the engine goes on meanwhile, and a
+request that waits starts when its ``RemoteKv`` is done, with whatever came.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -29,22 +29,20 @@ class Tenants:
     """All tenants of a deployment. Raises ValueError when a name or a key is given twice."""
 
     def __init__(
-        self, configs: Iterable[TenantConfig], secret: bytes, *, operator_key_sha256: Iterable[str] = ()
+        self, configs: Sequence[TenantConfig], secret: bytes, *, operator_key_sha256: Sequence[str] = ()
     ) -> None:
-        configs = list(configs)
         names = [config.name for config in configs]
         if len(set(names)) < len(names):
             raise ValueError("two tenants have the same name; give each its own")
         self._secret = secret
-        operators = list(operator_key_sha256)
-        if not all(_SHA256_HEX.fullmatch(key) for key in operators):
+        if not all(_SHA256_HEX.fullmatch(key) for key in operator_key_sha256):
             raise ValueError("an operator key must be a SHA-256, 64 hex digits; make one with `warmpath keys`")
         self._keys = [
             (bytes.fromhex(key), Tenant(config.name, config.trust_group))
             for config in configs
             for key in config.key_sha256
         ]
-        self._operator_keys = [bytes.fromhex(key) for key in operators]
+        self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
         every = [digest for digest, _ in self._keys] + self._operator_keys
         if len(set(every)) < len(every):
             raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")

@@ -1,7 +1,6 @@
 """Where a text can be cut so that its parts tokenize alone exactly as they do together.
 
-Owns the rule (before an added token that the tokenizer splits off raw text first) and the list of tokenizers for which
-no such cut is exact. In: a `tokenizers.Tokenizer`; out: texts cut into segments.
+The rule: before an added token that the tokenizer splits off raw text first. For some tokenizers no cut is exact.
 """
 
 from __future__ import annotations

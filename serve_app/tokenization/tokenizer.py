@@ -86,8 +86,6 @@ class PromptTokenizer:
     """
 
     def __init__(self, path: Path, *, cache_bytes: int = 64 << 20, block_size: int = 16) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, but is {block_size}")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -111,10 +109,6 @@ class PromptTokenizer:
     def set_public(self, prompts: Iterable[TokenArray]) -> None:
         """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
         self._public = PublicTokens(prompts, self._public.generation + 1)
-
-    def close(self) -> None:
-        """Stop the worker threads; cold ``encode_async`` calls fail from now on."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> SegmentCacheStats:
         """Return the cache's size and counters."""

@@ -9,7 +9,6 @@ import statistics
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +83,17 @@ def _variant(source: Path, target: Path, change: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, PromptTokenizer]]:
+def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptTokenizer]:
     parent = tmp_path_factory.mktemp("tokenizers")
-    made = {
+    return {
         name: PromptTokenizer(_variant(demo_model_path, parent / name, change), cache_bytes=60_000, block_size=4)
         for name, change in VARIANTS.items()
     }
-    yield made
-    for tokenizer in made.values():
-        tokenizer.close()
 
 
 @pytest.fixture
-def tokenizer(demo_model_path: Path) -> Iterator[PromptTokenizer]:
-    made = PromptTokenizer(demo_model_path, cache_bytes=8 << 20, block_size=16)
-    yield made
-    made.close()
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path, cache_bytes=8 << 20, block_size=16)
 
 
 def _conversation(turns: int, chars: int) -> str:
