@@ -1,7 +1,6 @@
 """Every error a client can be shown: one tree, each class with its HTTP status and OpenAI type and code.
 
-Owns the sentences' shape, not the wire format (``api/`` renders it). A message says what to change; it never
-carries a stack trace, a path or another tenant's data.
+A message says what to change; it never carries a stack trace, a path or another tenant's data.
 """
 
 from __future__ import annotations

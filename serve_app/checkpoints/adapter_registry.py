@@ -1,7 +1,6 @@
 """Which LoRA adapters a deployment has, for whom, and which one a request means.
 
-Owns one process's copy of the registry. Copies agree by merging: per name the entry with the latest stamp wins, so the
-order of news does not matter.
+Copies of the registry agree by merging: per name the latest stamp wins, so the order of news does not matter.
 """
 
 from __future__ import annotations

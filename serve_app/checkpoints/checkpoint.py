@@ -1,7 +1,6 @@
 """Local checkpoints: a path or built-in name -> what the front door must know of the model before loading it.
 
-Owns the model fingerprint, the eos ids, and the sentences for a directory that is no usable checkpoint. Reads a few
-hundred kilobytes at most, never whole weights, and makes no hub download.
+Reads a few hundred kilobytes at most, never whole weights, and makes no hub download.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts Ray and Serve on this machine for `warmpath serve`, and stops what it started.
 
 Owns the environment of a local instance (HAProxy and throughput-optimised mode have to be set before Ray is
-imported by its workers) and keeps every port it can on loopback. Knows nothing of what the application does.
+imported by its workers) and keeps every port it can on loopback.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Loading and unloading LoRA adapters over HTTP, on every replica and every ingress (vLLM's endpoints).
 
-Owns the two bodies, the confinement of paths, and the order of steps: replicas prove that they can serve an adapter
-before any ingress offers it. Whoever calls has checked that an operator asks.
+Replicas prove that they can serve an adapter before any ingress offers it. The caller has checked who asks.
 """
 
 from __future__ import annotations

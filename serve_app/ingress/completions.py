@@ -1,7 +1,4 @@
-"""The work of a completion: pieces of text become a whole answer or server-sent events, counted and timed.
-
-Owns usage, deadlines and what happens when a client leaves; the API's format owns what is sent.
-"""
+"""The work of a completion: pieces of text become a whole answer or server-sent events, counted and timed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Registered public prompts: ``name@version`` -> text with a digest, and which tokens of any prompt they make public.
-
-In: the settings; out: a prompt's text by reference, and token ids for the tokenizer to recognise in whoever's prompt.
-"""
+"""Registered public prompts: ``name@version`` -> text, and which tokens of any prompt they make public."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A replica's LoRA adapters: loaded ahead where it is told to, and on demand where a request comes first.
 
-Owns the order of loads (one for each adapter at a time, off the event loop) and this replica's copy of the registry. A
-replica that starts late needs no news: every request says where its adapter lies.
+A replica that starts late needs no news: every request says where its adapter lies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What crosses the Serve handle between ingress and replica: one call in, chunks of tokens out, as msgpack.
 
-Owns the byte format only. msgpack of typed structs is several times cheaper than pickling objects, and the token ids
-travel as raw int32 bytes. What the engine takes as one object, scope or sampling, crosses as one: its fields are listed
-where it is defined and nowhere else.
+msgpack of typed structs is several times cheaper than pickling objects, and the token ids travel as raw int32 bytes.
+What the engine takes as one object, scope or sampling, crosses as one: its fields are listed where it is defined.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How KV crosses from one replica to another: Serve handle calls that name their replica, payloads in the object store.
 
-Owns both ends of that call and the bound on what is handed out at once. The handle's calls go by reference (actor
-calls): what they return lies in the object store, and its pages are mapped, not copied.
+Calls go by reference (actor calls): what they return lies in the object store, its pages mapped, not copied.
 """
 
 from __future__ import annotations

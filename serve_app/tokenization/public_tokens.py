@@ -1,7 +1,6 @@
 """Which leading tokens of a prompt are public: those that a registered prompt begins with too.
 
-Owns the comparison, exact and by token ids. Never changes: whoever remembers what followed from one index keeps it
-apart by ``generation``.
+Never changes: whoever remembers what followed from one index keeps it apart by ``generation``.
 """
 
 from __future__ import annotations

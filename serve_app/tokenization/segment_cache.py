@@ -1,7 +1,6 @@
 """What the tokenizer remembers: token ids by segment of text, block hashes by conversation so far; LRU in bytes.
 
-Owns the memory bound and its accounting. Whoever makes the keys decides who shares what. Callers hold ``lock`` around a
-group of calls, so that a look-up of many entries locks once.
+Whoever makes the keys decides who shares what. Callers hold ``lock``, once around all calls of a look-up.
 """
 
 from __future__ import annotations
