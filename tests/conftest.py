@@ -14,6 +14,17 @@ for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say what stays together where several workers run the suite (`make test`).
+
+    One worker runs all of integration/, in order, while the other runs what needs no Ray: an instance's start is mostly
+    waiting. Every other module goes to one worker whole, for its fixtures.
+    """
+    for item in items:
+        folder, *below = item.path.relative_to(Path(__file__).parent).parts
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "integration" else "/".join((folder, *below))))
+
+
 @pytest.fixture(scope="session")
 def demo_model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in ``demo`` checkpoint, built once a session outside the user's cache."""
