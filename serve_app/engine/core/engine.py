@@ -236,7 +236,7 @@ class TorchEngine:
                 prompt_tokens += fresh
                 recomputed += again
         with self._inbox.changed:
-            self._load_reporter.begin_step(chosen)
+            self._load_reporter.begin_step(self._scheduler, chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)

@@ -46,6 +46,7 @@ class LoadReporter:
         self._settings = settings
         self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
         self._work: dict[str, _Work] = {}
+        self._begun_turns: dict[str, int] = {}
         self._reservations: OrderedDict[str, int] = OrderedDict()
         self._running = 0
         self._waiting = 0
@@ -82,12 +83,14 @@ class LoadReporter:
                 continue  # it is going to wait for whoever computes that block
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
+        self._begun_turns = scheduler.begun_turns
         self._prefill_tokens_per_s = meters.prefill_tokens_per_s
         self._prefill_rate_tokens = meters.prefill_rate_tokens
         self._decode_step_s = meters.decode_step_s
 
-    def begin_step(self, chosen: Collection[Scheduled]) -> None:
+    def begin_step(self, scheduler: Scheduler, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
+        self._begun_turns = scheduler.begun_turns
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)
             if work is not None:
@@ -141,7 +144,8 @@ class LoadReporter:
                 sequences += 1
         if len(self._settings.tenant_shares) <= 1:
             return under_way + old.total(), sequences
-        turns = sum(min(tokens, self._quantum_tokens) for tokens in queued.values())
+        quantum, begun = self._quantum_tokens, self._begun_turns
+        turns = sum(min(tokens, begun.get(tenant, quantum)) for tenant, tokens in queued.items())
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
 
     def _queued_tokens(self) -> int:

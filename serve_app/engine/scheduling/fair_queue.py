@@ -26,6 +26,11 @@ class FairQueue:
         self.quantum_tokens = quantum_tokens(max_num_batched_tokens)
         self._credit: OrderedDict[str, int] = OrderedDict()
 
+    @property
+    def begun(self) -> dict[str, int]:
+        """The tokens that are left of turns which have begun, by tenant: of at most one, the first."""
+        return {tenant: credit for tenant, credit in self._credit.items() if credit > 0}
+
     def begin(self, tenants: Iterable[str]) -> None:
         """Start a step: who has work now keeps its place; who is new comes last."""
         before, self._credit = self._credit, OrderedDict()

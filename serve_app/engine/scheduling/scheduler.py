@@ -258,6 +258,11 @@ class Scheduler:
         self._slot_claim = None if room else request.request_id
         return room
 
+    @property
+    def begun_turns(self) -> dict[str, int]:
+        """The tokens that are left of a tenant's turn which a step's end interrupted."""
+        return self._fair_queue.begun
+
     def rank(self, sequence: SequenceState) -> float:
         """Return a sequence's place among those of its tenant: the lowest is computed first."""
         # A preempted sequence was overtaken already: it counts as having nothing to compute.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -96,6 +96,12 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
 
 @settings(max_examples=150, deadline=None)
 @given(rows=queued, steps=st.integers(0, 4), tenant=st.sampled_from("abc"), tenants=st.sampled_from(["a", "abc"]))
+@example(  # a turn that the step's end interrupted: what is left of it goes before the newcomer, not a whole one
+    rows=[(1, 0.0, "b", False), (17, 0.0, "a", True), (17, 0.0, "a", True), (111, 0.0, "a", False)],
+    steps=1,
+    tenant="b",
+    tenants="abc",
+)
 def test_committed_tokens_are_before_everybodys_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, tenant: str, tenants: str
 ) -> None:
