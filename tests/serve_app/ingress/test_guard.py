@@ -36,6 +36,7 @@ class CountingTenants(Tenants):
         (None, True, 401, "none"),
         (None, False, 200, "default"),
     ],
+    ids=["a key", "a wrong key", "no key", "no tenants"],
 )
 def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, status: int, counted: str) -> None:
     configs = [TenantConfig(name="acme", key_sha256=[DIGEST])] if has_tenants else []

@@ -56,6 +56,7 @@ def test_every_key_of_a_tenant_names_it(tenants: Tenants, key: str, name: str) -
     "header",
     [None, "", "Bearer", "Bearer ", "Bearer wp-wrong", "Bearer \udcff", f"Basic {KEYS['acme'][0]}", KEYS["acme"][0],
      f"Bearer {KEYS['acme'][1]}", f"Bearer {KEYS['operator'][0]}"],
+    ids=["none", "empty", "scheme", "no key", "wrong", "surrogate", "basic", "bare key", "digest", "operator"],
 )  # fmt: skip
 def test_anything_else_is_refused(tenants: Tenants, header: str | None) -> None:
     """Not even the stored digest, or an operator's key, is a tenant's key."""
@@ -123,7 +124,7 @@ def test_a_wrong_tenant_setting_is_refused(config: dict[str, object]) -> None:
         TenantConfig.model_validate(config)
 
 
-@pytest.mark.parametrize("key", ["abcd", KEYS["operator"][0], "g" * 64, ""])
+@pytest.mark.parametrize("key", ["abcd", KEYS["operator"][0], "g" * 64, ""], ids=["short", "key", "letters", "empty"])
 def test_an_operator_key_that_is_no_digest_is_refused(key: str) -> None:
     """The sentence says how to make one."""
     with pytest.raises(ValueError, match="64 hex digits"):
