@@ -14,6 +14,7 @@ for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the workers read the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say what stays together where several workers run the suite (`make test`).
 
