@@ -5,25 +5,32 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
+
+INTEGRATION = "tests/integration/"
 
 for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers read the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what stays together where several workers run the suite (`make test`).
+class _Workers(LoadFileScheduling):
+    """One worker runs all of integration/ while the other tests what needs no Ray: instances start with much waiting.
 
-    One worker runs all of integration/, in order, while the other runs what needs no Ray: an instance's start is mostly
-    waiting. Every other module goes to one worker whole, for its fixtures.
+    Every other file goes to one worker whole, for its fixtures.
     """
-    for item in items:
-        folder, *below = item.path.relative_to(Path(__file__).parent).parts
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "integration" else "/".join((folder, *below))))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return INTEGRATION if nodeid.startswith(INTEGRATION) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:
+    """Share the suite out among workers (`make test` has two)."""
+    return _Workers(config, log)
 
 
 @pytest.fixture(scope="session")
