@@ -12,20 +12,18 @@ from xdist.scheduler import LoadFileScheduling
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
-INTEGRATION = "tests/integration/"
+SHARED = "tests/integration/demo/"
+"""Its files share two instances."""
 
 for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 class _Workers(LoadFileScheduling):
-    """One worker runs all of integration/ while the other tests what needs no Ray: instances start with much waiting.
-
-    Every other file goes to one worker whole, for its fixtures.
-    """
+    """A file goes to one worker whole, for its fixtures; the files of a folder that shares instances go together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return INTEGRATION if nodeid.startswith(INTEGRATION) else super()._split_scope(nodeid)
+        return SHARED if nodeid.startswith(SHARED) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:

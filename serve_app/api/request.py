@@ -11,8 +11,8 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """What to generate and how to answer, validated; either a ``ChatRequest`` or a ``CompletionRequest``.
+class RequestFields:
+    """What both kinds of requests say of what to generate and how to answer, validated.
 
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
@@ -48,7 +48,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest(GenerateRequest):
+class ChatRequest(RequestFields):
     """A conversation; each of ``messages`` has string ``role`` and ``content``."""
 
     prompt_field = "messages"
@@ -60,9 +60,13 @@ class ChatRequest(GenerateRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionRequest(GenerateRequest):
+class CompletionRequest(RequestFields):
     """Prompts that are answered one by one."""
 
     prompt_field = "prompt"
 
     prompts: tuple[Prompt, ...]
+
+
+GenerateRequest = ChatRequest | CompletionRequest
+"""Whatever generates text."""

@@ -125,7 +125,6 @@ class Preparer:
         text = self._prompts.text(request.prompt_ref)
         if isinstance(request, ChatRequest):
             return replace(request, messages=({"role": "system", "content": text}, *request.messages))
-        assert isinstance(request, CompletionRequest)
         texts = tuple(text + prompt for prompt in request.prompts if isinstance(prompt, str))
         if len(texts) < len(request.prompts):
             raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
@@ -144,7 +143,6 @@ class Preparer:
                 )
                 for prompt in request.prompts
             ]
-        assert isinstance(request, ChatRequest)
         if not request.apply_chat_template:
             text = "".join(str(message.get("content") or "") for message in request.messages)
             leading = takewhile(lambda message: message["role"] == "system", request.messages)
@@ -165,9 +163,8 @@ class Preparer:
         They are fewer than the system prompt's own where its last token merges with what follows. None when
         nothing is to be saved, or there is no system prompt.
         """
-        if not request.save_system_prompt_kv_cache or not system_text:
+        if isinstance(request, CompletionRequest) or not request.save_system_prompt_kv_cache or not system_text:
             return None
-        assert isinstance(request, ChatRequest)  # nothing else has a system prompt
         alone = await self._tokenizer.encode_async(
             system_text, root, add_special_tokens=not request.apply_chat_template
         )

@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Allocate, and compare who lost blocks with who was over their share."""
         cache = self.cache
         held, free = cache.quota.holdings(), cache.pool.free_blocks
-        idle = Counter(self.owner[block] for block in range(BLOCKS) if cache.pool.is_idle(block))
+        can_give = self.can_give()
         fresh = cache.allocate(count, tenant)
         lost = Counter(self.owner[block] for block in fresh if block in self.owner)
         assert lost.total() == max(0, count - free)
@@ -96,8 +96,8 @@ class CacheMachine(RuleBasedStateMachine):
         for name in lost:
             left = held[name] - lost[name]
             share = BLOCKS * ALL_SHARES[name] / sum(ALL_SHARES[other] for other in active) if name in active else 0.0
-            for other in idle:
-                if idle[other] > lost[other] and other != name:
+            for other in can_give:
+                if can_give[other] > lost[other] and other != name:
                     weights = sum(ALL_SHARES[n] for n in active)
                     others_share = BLOCKS * ALL_SHARES[other] / weights if other in active else 0.0
                     over = held[other] - lost[other] > others_share
@@ -105,6 +105,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.seen_s[tenant] = self.now_s
         self.owner.update(dict.fromkeys(fresh, tenant))
         return fresh
+
+    def can_give(self) -> Counter[str]:
+        """Return by tenant the idle blocks under which nobody else's lie: a public block goes after what follows it."""
+        entries = {entry.block: entry for entry in self.cache.index}
+        held_up: set[int] = set()
+        for block, entry in entries.items():
+            above = entry.parent
+            while above is not None:
+                if self.owner[above] != self.owner[block]:
+                    held_up.add(above)
+                above = entries[above].parent
+        idle = (block for block in entries if self.cache.pool.is_idle(block))
+        return Counter(self.owner[block] for block in idle if block not in held_up)
 
     @rule(
         one=running,
