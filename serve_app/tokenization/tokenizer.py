@@ -36,6 +36,11 @@ INLINE_BYTES = 4096
 _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 
 
+def _key_prefix(*fields: bytes) -> bytes:
+    """Return what a cache's key begins with: a text that follows can say nothing that one of the fields says."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """A conversation as the model reads it. ``system_text``: the formatted system prompt, a prefix of ``text``."""
@@ -102,7 +107,8 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._reserved = frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        self._reserved = frozenset((*parameters, *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
         self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._in_flight: dict[bytes, Future[EncodedPrompt]] = {}
 
@@ -229,10 +235,10 @@ class PromptTokenizer:
         public = self._public
         lookup = _Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
         view = memoryview(raw)
-        seed, ids_scope = self._seed, root + b"ids"
-        chain_scope = root + (b"chain+" if add_special_tokens else b"chain")
-        if public_root:
-            chain_scope += b"%d of " % public.generation + public_root
+        seed, ids_scope = self._seed, _key_prefix(root, b"ids")
+        generation = b"%d" % public.generation if public_root else b""
+        kind = b"chain with special tokens" if add_special_tokens else b"chain"
+        chain_scope = _key_prefix(root, kind, generation, public_root)
         so_far = xxhash.xxh3_128(chain_scope, seed)
         chain_keys, ids_keys, ids, hashes = lookup.chain_keys, lookup.ids_keys, lookup.ids, lookup.hashes
         cache = self._cache

@@ -181,7 +181,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
     apply_chat_template: Flag = True
     add_generation_prompt: Flag = True
-    chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field({}, description="for the template")
+    chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field(
+        {}, description="variables of the chat template, but no special tokens"
+    )
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""

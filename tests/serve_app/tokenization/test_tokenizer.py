@@ -175,6 +175,28 @@ def test_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
     assert tokenizer.stats().hits == hits
 
 
+@pytest.mark.parametrize(
+    ("first", "first_kwargs", "second"),
+    [
+        ("X", {"add_special_tokens": True}, "+X"),
+        ("X", {"public_root": OTHER_ROOT}, f"0 of {OTHER_ROOT.decode()}X"),
+        ("X", {"public_root": OTHER_ROOT, "add_special_tokens": True}, f"+0 of {OTHER_ROOT.decode()}X"),
+    ],
+    ids=["special tokens", "public root", "both"],
+)
+def test_a_text_is_never_taken_for_another_one_encoded_differently(
+    demo_model_path: Path, tmp_path: Path, first: str, first_kwargs: dict[str, Any], second: str
+) -> None:
+    """How a text is encoded is no part of it: writing the one's mark at the beginning of the text finds nothing."""
+    cached = PromptTokenizer(_variant(demo_model_path, tmp_path / "bos", _bos_around), block_size=4)
+    cached.encode(first, ROOT, **first_kwargs)
+    expected = cached._tokenizer(second, add_special_tokens=False)["input_ids"]
+    encoded = cached.encode(second, ROOT)
+    assert encoded.token_ids.tolist() == expected
+    assert encoded.block_hashes == hash_blocks(ROOT, np.array(expected, dtype=np.int32), 4)
+    assert cached.stats().hits == 0
+
+
 def test_hashes_are_right_after_ids_were_evicted_and_in_another_context(tokenizer: PromptTokenizer) -> None:
     """A segment known from one conversation is hashed anew behind another beginning."""
     shared = _conversation(3, 1600)
@@ -397,6 +419,19 @@ def test_template_kwargs_cannot_reach_the_library(tokenizer: PromptTokenizer, na
     """A client's template variables are only that: it cannot bring its own template, say."""
     with pytest.raises(InvalidRequest, match=name):
         tokenizer.render_chat([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})
+
+
+@pytest.mark.parametrize(
+    "name", ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
+)
+def test_template_kwargs_cannot_change_the_models_special_tokens(
+    demo_model_path: Path, tmp_path: Path, name: str
+) -> None:
+    """What begins and ends a turn is the checkpoint's, whether or not it names that token."""
+    path = _variant(demo_model_path, tmp_path / "model", None)
+    (path / "chat_template.jinja").write_text("{{ " + name + " }}{{ messages[0].content }}")
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
+        PromptTokenizer(path).render_chat([{"role": "user", "content": "x"}], **{name: "evil"})
 
 
 def test_odd_template_kwargs_are_harmless(tokenizer: PromptTokenizer) -> None:
