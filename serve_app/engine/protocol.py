@@ -6,6 +6,7 @@ that satisfies ``Engine`` can run in a replica.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from serve_app.cache.kv_chain import KvChain
 Clock = Callable[[], float]
 """Returns the seconds since some moment; never fewer than before."""
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]
 """What became of a save: "present" when it was there or on its way; the last four are warnings ("off": no cache)."""
@@ -84,6 +85,7 @@ class EngineRequest:
     ``block_hashes`` the packed chain of the prompt's full blocks under it (empty: the engine computes it).
     ``router_id`` and ``reservation`` come back in the load report.
     ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
+    ``timeout_s``: how long it may take from its submission on; what is not finished by then ends with "timeout".
     """
 
     request_id: str
@@ -97,6 +99,7 @@ class EngineRequest:
     reservation: int = 0
     save: Save | None = None
     remote_kv: RemoteKv | None = None
+    timeout_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class EngineOutput:
 
     ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with ``queue_s``
     (arrival to first scheduling) and, where one was asked for, what became of the ``save``. The last output
-    carries ``finish_reason``; with "error", ``error`` says why. A stop token is not among ``token_ids``.
+    carries ``finish_reason``; with "error" or "timeout", ``error`` says why. A stop token is not among ``token_ids``.
     """
 
     request_id: str

@@ -106,6 +106,7 @@ class Dispatcher:
         self, generation: Generation, route: RoutedRequest, reservation: _Reservation
     ) -> AsyncGenerator[wire.GenerateChunk, None]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
+        started_s = time.perf_counter()
         call = wire.GenerateCall(
             request_id=route.request_id,
             token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
@@ -115,8 +116,8 @@ class Dispatcher:
             sampling=generation.sampling,
             save=generation.save,
             lora_path=generation.lora_path,
+            timeout_s=generation.deadline_s - started_s,
         )
-        started_s = time.perf_counter()
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
         except BackPressureError as error:
@@ -217,6 +218,8 @@ def _raise_for(chunk: wire.GenerateChunk) -> None:
             error = _queue_full(chunk.retry_after_s)
         case "invalid":
             error = InvalidRequest(chunk.message)
+        case "timeout":
+            error = GenerationFailed(chunk.message, code="timeout")
         case _:
             error = GenerationFailed(chunk.message or "The engine failed this request.")
     raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope, TokenArray
@@ -10,7 +11,10 @@ from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOu
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One sequence to generate: the prompt, its keys, and how to sample."""
+    """One sequence to generate: the prompt, its keys, and how to sample.
+
+    ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more.
+    """
 
     request_id: str
     token_ids: TokenArray
@@ -22,6 +26,7 @@ class Generation:
     sampling: SamplingParams
     save: Save | None = None
     lora_path: str = ""
+    deadline_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Owns scope roots (cached per tenant and salt) and placement keys.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -70,7 +71,9 @@ class Preparer:
         self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
         self._prompts = PublicPrompts() if prompts is None else prompts
 
-    async def prepare(self, request: GenerateRequest, tenant: Tenant, request_id: str) -> list[Generation]:
+    async def prepare(
+        self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
+    ) -> list[Generation]:
         """Return prompts x n generations, a prompt's choices in a row.
 
         Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
@@ -100,6 +103,7 @@ class Preparer:
                         sampling=replace(sampling, seed=seed + choice),
                         save=save,
                         lora_path=adapter.path if adapter is not None else "",
+                        deadline_s=deadline_s,
                     )
                 )
         return generations

@@ -66,7 +66,9 @@ class Completions:
         """
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
-        generations = await self._preparer.prepare(wanted, tenant, answer_id)
+        generations = await self._preparer.prepare(
+            wanted, tenant, answer_id, deadline_s=arrived_s + self._request_timeout_s
+        )
         pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop)
         pieces = self._timed(pieces, generations, tenant, arrived_s)
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)

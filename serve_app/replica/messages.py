@@ -6,6 +6,7 @@ What the engine takes as one object, scope or sampling, crosses as one: its fiel
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -14,13 +15,14 @@ import numpy as np
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveOutcome
 
-ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable"]
+ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout"]
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     """One generation. ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
 
-    ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it.
+    ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
+    still take, counted by the replica from the call on: no two clocks are compared.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     save: Save | None = None
     lora_path: str = ""
+    timeout_s: float = math.inf
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
@@ -45,6 +48,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             router_id=router_id,
             reservation=reservation,
             save=self.save,
+            timeout_s=self.timeout_s,
         )
 
 

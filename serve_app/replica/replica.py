@@ -177,6 +177,8 @@ class Replica:
             if output.cached_tokens is not None:
                 cached_tokens, queue_s, save = output.cached_tokens, output.queue_s, output.save
         last = outputs[-1]
+        if last.finish_reason == "timeout":
+            return wire.GenerateChunk(replica_id=self._replica_id, error="timeout", message=last.error)
         if last.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
             kind: wire.ChunkError = "unavailable" if self._stopping else "failed"

@@ -6,6 +6,7 @@ events and load flow out.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 
@@ -181,7 +182,7 @@ class TorchEngine:
         """For the loop: wait for work, take in what was asked for since the last step; False once stopping."""
         inbox = self._inbox
         with inbox.changed:
-            while not (inbox.has_news or self._has_work()):
+            while not (inbox.has_news or self._has_work() or inbox.next_deadline_s <= self._clock()):
                 inbox.changed.wait(self._until_expiry_s())
                 self._cache.expire_pins()
             if inbox.stopping:
@@ -196,6 +197,8 @@ class TorchEngine:
                 self._scheduler.add(sequence)
             for request_id in inbox.take_cancels():
                 self._outputs.cancel(request_id)
+            for request_id in inbox.take_overdue(self._clock()):
+                self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
             self._load_reporter.update(self._scheduler, self._meters, ())
             calls = inbox.take_calls()
         for call in calls:
@@ -206,9 +209,10 @@ class TorchEngine:
         return True
 
     def _until_expiry_s(self) -> float | None:
-        """Return how long an idle loop may sleep before a pin's time is over."""
-        expiry_s = self._cache.pins.next_expiry_s
-        return None if expiry_s is None else min(max(0.05, expiry_s - self._clock()), 3600.0)
+        """Return how long an idle loop may sleep before the time of a pin, or of a request, is over."""
+        pinned_s = self._cache.pins.next_expiry_s
+        expiry_s = min(self._inbox.next_deadline_s, math.inf if pinned_s is None else pinned_s)
+        return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
         if self._scheduler.running_count:

@@ -6,6 +6,7 @@ between two steps.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +34,8 @@ class Inbox:
         self._settings = settings
         self._cancels: list[str] = []
         self._calls: list[Call] = []
-        self._live: dict[str, None] = {}
+        self._live: dict[str, float] = {}
+        self.next_deadline_s = math.inf
         self._waiting: Counter[str] = Counter()
 
     @property
@@ -99,8 +101,16 @@ class Inbox:
 
     def add_live(self, sequence: SequenceState) -> None:
         """Note a live sequence that waits."""
-        self._live[sequence.request.request_id] = None
+        self._live[sequence.request.request_id] = sequence.deadline_s
+        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
         self._waiting[sequence.request.tenant] += 1
+
+    def take_overdue(self, now_s: float) -> list[str]:
+        """Return the ids of live requests whose time is over. All are looked at only when one of them may be."""
+        if now_s < self.next_deadline_s:
+            return []
+        self.next_deadline_s = min((end_s for end_s in self._live.values() if end_s > now_s), default=math.inf)
+        return [request_id for request_id, end_s in self._live.items() if end_s <= now_s]
 
     def stop_waiting(self, sequence: SequenceState) -> None:
         """Note that a waiting sequence was admitted, or ended before that."""

@@ -75,12 +75,12 @@ class OutputProcessor:
         else:
             self.outbox.progress(sequence, tokens, now)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str = "") -> None:
         """End a request, and the save that nobody else waits for; unknown ids are ignored."""
         found = self.scheduler.find(request_id)
         if found is None:
             return
-        self.end(found, "cancelled")
+        self.end(found, reason, error=error)
         unwanted = self.scheduler.find(self.saves.abandon(found) or "")
         if unwanted is not None:
             self.end(unwanted, "cancelled")

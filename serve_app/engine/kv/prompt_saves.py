@@ -8,6 +8,7 @@ request's failure.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -107,6 +108,7 @@ class PromptSaves:
             block_hashes=chain,
             sampling=replace(request.sampling, max_tokens=0),
             save=None,
+            timeout_s=math.inf,
         )
         self._under_way[first.request_id] = _UnderWay(save, blocks)
         self._by_key[save.key] = first.request_id

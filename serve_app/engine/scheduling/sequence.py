@@ -78,6 +78,11 @@ class SequenceState:
         self.length = self.prefill_tokens = len(prompt)
 
     @property
+    def deadline_s(self) -> float:
+        """When it is too old to go on, by the clock of its arrival."""
+        return self.arrival_s + self.request.timeout_s
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.request.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -95,14 +96,17 @@ def root_of(public_blocks: int) -> bytes:
     return b"p" * 16 + ROOT if public_blocks else ROOT
 
 
-def run(chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0) -> tuple[list[Tokens], FakeHandle, Retries]:
+def run(
+    chunks: Chunks, max_tokens: int = 6, public_blocks: int = 0, deadline_s: float = math.inf
+) -> tuple[list[Tokens], FakeHandle, Retries]:
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
     handle, retries = FakeHandle(core, chunks), Retries()
     dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried)  # type: ignore[arg-type]
 
     async def collect() -> list[Tokens]:
-        return [tokens async for tokens in dispatcher.generate(generation(max_tokens, public_blocks))]
+        asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
+        return [tokens async for tokens in dispatcher.generate(asked)]
 
     try:
         return asyncio.run(collect()), handle, retries
@@ -243,6 +247,7 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
         (wire.GenerateChunk(error="too_long", message="too long"), ContextLengthExceeded),
         (wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0), RateLimited),
         (wire.GenerateChunk(error="failed", message="bad"), GenerationFailed),
+        (wire.GenerateChunk(error="timeout", message="took too long"), GenerationFailed),
     ],
 )
 def test_refusals_become_client_errors(chunk: wire.GenerateChunk, error: type[Exception]) -> None:
@@ -253,6 +258,24 @@ def test_refusals_become_client_errors(chunk: wire.GenerateChunk, error: type[Ex
 
     with pytest.raises(error):
         run(chunks)
+
+
+def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt tells the replica how long it may still take, so that an engine ends what nobody waits for."""
+    now_s = 1000.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal now_s
+        first = now_s == 1000.0
+        now_s += 4.5
+        async for chunk in answer(call, replica, stop_after=2 if first else None):
+            yield chunk
+
+    _, handle, _ = run(chunks, deadline_s=1030.0)
+    assert [call.timeout_s for call, _ in handle.calls] == [30.0, 25.5]
+    call, route = handle.calls[1]
+    assert wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0).timeout_s == 25.5
 
 
 @pytest.mark.parametrize("raised", [BackPressureError(num_queued_requests=1, max_queued_requests=1)])

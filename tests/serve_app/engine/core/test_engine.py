@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from router.protocol.block_hash import split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, RouterShare
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineError, EngineRequest, QueueFull, RequestTooLong, SamplingParams
+from serve_app.engine.protocol import EngineError, EngineRequest, QueueFull, RemoteKv, RequestTooLong, SamplingParams
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
@@ -118,6 +119,38 @@ def test_a_cancelled_request_frees_its_blocks_within_a_step() -> None:
     engine.cancel("gone")
     engine.cancel("never heard of")
     assert run_all(engine, [request("gone", prompt(5), 1)]).finish["gone"] == "length"
+    engine.stop()
+
+
+def test_what_is_too_old_ends_within_a_step_running_or_waiting() -> None:
+    """A request whose time is over ends with "timeout" and a sentence, and gives its blocks back; others go on."""
+    now = [100.0]
+    runner = GatedRunner(gated=True)
+    settings = EngineSettings(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64)
+    engine = TorchEngine(runner, settings, lambda _: None, clock=lambda: now[0])
+    collector = Collector()
+    engine.start()
+    engine.submit(replace(request("running", prompt(600), 100), timeout_s=5.0), collector)
+    assert runner.entered.wait(10)
+    engine.submit(replace(request("waiting", prompt(20, 1), 100), timeout_s=3.0), collector)
+    engine.submit(replace(request("patient", prompt(20, 2), 2), timeout_s=50.0), collector)
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 38
+    now[0] = 105.0
+    runner.gate.set()
+    collector.wait(["running", "waiting", "patient"])
+    assert collector.finish == {"running": "timeout", "waiting": "timeout", "patient": "length"}
+    assert "took too long" in collector.errors["running"]
+    assert sum(tokens > 20 for step in runner.steps for tokens in step) == 1, "no second step of the long prompt"
+    assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
+    assert sample(engine, "warmpath_requests_finished_total", finished_reason="timeout") == 2
+    engine.stop()
+
+
+def test_an_idle_loop_wakes_for_a_deadline() -> None:
+    """A request that only waits for KV from elsewhere, which never comes, ends on time without any other news."""
+    engine = simulated_started()
+    waits = replace(request("waits", prompt(40), 2), remote_kv=RemoteKv(32), timeout_s=0.2)
+    assert run_all(engine, [waits]).finish["waits"] == "timeout"
     engine.stop()
 
 

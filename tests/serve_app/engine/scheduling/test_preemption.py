@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import log2
+from math import inf, log2
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, save_draft
 
 MOST_STEPS = 20_000
+STEP_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Wish:
     cancelled_after: int | None
     saved: int
     lora: str = ""
+    timeout_s: float = inf
 
 
 wishes = st.builds(
@@ -51,11 +53,12 @@ wishes = st.builds(
     cancelled_after=st.sampled_from([None, None, None, None, 3, 70, 110]),
     saved=st.sampled_from([0, 0, 0, 16, 32]),
     lora=st.sampled_from(["", "", "x@1", "y@1"]),
+    timeout_s=st.sampled_from([inf, inf, inf, inf, 0.0, 0.003, 0.07, 0.11]),
 )
 
 
 class Stepped:
-    """An engine stepped by hand over KV that checks itself."""
+    """An engine stepped by hand over KV that checks itself; each step takes as long."""
 
     def __init__(self, **overrides: object) -> None:
         values: dict[str, object] = {"num_blocks": 20, "max_num_seqs": 6, "max_num_batched_tokens": 48, **overrides}
@@ -63,13 +66,15 @@ class Stepped:
         self.runner = CheckedRunner(max_loras=1)
         for name in "xy":
             self.runner.adapters.load(AdapterSpec(name, "1", ""))
-        self.engine = TorchEngine(self.runner, self.settings, lambda _: None)
+        self.now_s = 0.0
+        self.engine = TorchEngine(self.runner, self.settings, lambda _: None, clock=lambda: self.now_s)
         self.collector = Collector()
         self.preemptions: Counter[str] = Counter()
 
     def step(self) -> None:
         assert self.engine.take_in()
         self.engine.step()
+        self.now_s += STEP_S
         self.check()
 
     def check(self) -> None:
@@ -102,6 +107,7 @@ class Stepped:
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
                 if wish.saved:
                     item = replace(item, save=Save(b"key %d" % number, wish.saved))
+                item = replace(item, timeout_s=wish.timeout_s)
                 self.engine.submit(item, self.collector)
                 expected[f"r{number}"] = undisturbed(ids.tolist(), wish.max_tokens, number, wish.lora)
                 if wish.cancelled_after is not None:
@@ -147,6 +153,9 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
         if finish[name] == "cancelled":
             assert wish.cancelled_after is not None
             assert tokens[name] == expected[name][: len(tokens[name])]
+        elif finish[name] == "timeout":
+            assert wish.timeout_s < inf
+            assert tokens[name] == expected[name][: len(tokens[name])]
         else:
             assert finish[name] == "length"
             assert tokens[name] == expected[name]
@@ -160,7 +169,7 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
         assert not bench.preemptions
     fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
     asked = sample(engine, "warmpath_prompt_tokens_total")
-    if not any(wish.cancelled_after is not None for wish in workload):
+    if not any(wish.cancelled_after is not None or wish.timeout_s < inf for wish in workload):
         assert fresh == asked - sample(engine, "warmpath_prompt_tokens_saved_total")
 
 
