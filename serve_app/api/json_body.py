@@ -1,6 +1,7 @@
 """A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
 
-Owns decoding and the sentences. A field that is null counts as absent; a field that no model names is ignored.
+Owns decoding and the sentences. A field that is null counts as absent, save for a model's ``nullable`` ones; a field
+that no model names is ignored.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ class JsonBody(BaseModel):
     """The JSON object that a request's body is, or an object inside it.
 
     ``refused``: fields of the outermost object that would change the answer, but have no effect here.
+    ``nullable``: fields of it in which null says something; absent ones are not in ``model_fields_set``.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     refused: ClassVar[Refused] = {}
+    nullable: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -72,7 +75,7 @@ class JsonBody(BaseModel):
             raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({said}); send one JSON object.") from error
         if not isinstance(value, dict):
             raise InvalidRequest('The body must be a JSON object, with fields like "model".')
-        fields = {name: field for name, field in value.items() if field is not None}
+        fields = {name: field for name, field in value.items() if field is not None or name in cls.nullable}
         for name, field in fields.items():
             if name in cls.refused and not any(field == harmless for harmless in cls.refused[name]):
                 raise refused(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
@@ -26,6 +26,8 @@ Tell = Callable[[str, Any], Awaitable[list[Any]]]
 
 
 def _names(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
     if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError
     return tuple(value)
@@ -33,6 +35,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 class LoadAdapterBody(JsonBody):
     """The body of ``POST /v1/load_lora_adapter``."""
+
+    nullable: ClassVar[frozenset[str]] = frozenset({"tenants"})
 
     lora_name: Text128 = None
     lora_path: Annotated[
@@ -43,9 +47,11 @@ class LoadAdapterBody(JsonBody):
     load_inplace: Flag = Field(False, description="replace an adapter of that name")
     tenants: Annotated[
         tuple[str, ...],
-        PlainValidator(_names, json_schema_input_type=list[str]),
-        Must("a list of at least one tenant's name"),
-    ] = Field((), description="default: all tenants may use it")
+        PlainValidator(_names, json_schema_input_type=list[str] | None),
+        Must("a list of at least one tenant's name, or null for all"),
+    ] = Field(
+        (), description="who may use it; null: all; left out: all, or with load_inplace whoever had the predecessor"
+    )
 
 
 class UnloadAdapterBody(JsonBody):
@@ -91,7 +97,10 @@ class AdapterAdmin:
                 spec = await asyncio.to_thread(describe_adapter, name, where)
             except AdapterError as error:
                 raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
-            entry = self._registry.next_entry(name, spec, wanted.tenants)
+            tenants = wanted.tenants
+            if before is not None and "tenants" not in wanted.model_fields_set:
+                tenants = before.tenants
+            entry = self._registry.next_entry(name, spec, tenants)
             problems = [problem for problem in await self._tell_replicas("load_adapter", entry) if problem]
             if problems:
                 if before is None or before.spec != spec:

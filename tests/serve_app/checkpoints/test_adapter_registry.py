@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,29 @@ def test_a_reload_in_place_changes_the_key_everywhere(tmp_path: Path) -> None:
     assert new is not None
     assert (old.name, old.digest) != (new.name, new.digest)
     assert all(engine.adapters() == (new.key,) for engine in app.engines)
+
+
+def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> None:
+    """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all."""
+    tenants = [{"name": name, "key_sha256": [sha256(name.encode()).hexdigest()]} for name in ("acme", "globex")]
+    app = Deployment(tenants=tenants, operator_key_sha256=[sha256(b"operator").hexdigest()])
+
+    def reload(weight: float, **more: Any) -> tuple[str, ...]:
+        app.load("style", save_plain(tmp_path / str(weight), weight), load_inplace=True, **more)
+        entry, other = app.registry.get("style"), app.other_ingress.get("style")
+        assert entry is not None
+        assert entry == other
+        return entry.tenants
+
+    assert reload(1.0, tenants=["acme"]) == ("acme",)
+    assert reload(2.0) == ("acme",)
+    with pytest.raises(ModelNotFound):
+        app.registry.choose("style", None, "globex")
+    assert reload(3.0, tenants=["globex"]) == ("globex",)
+    assert reload(4.0, tenants=None) == ()
+    assert reload(5.0) == ()
+    app.unload("style")
+    assert reload(6.0) == (), "a new adapter is for all"
 
 
 def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: Path) -> None:
