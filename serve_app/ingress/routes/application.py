@@ -30,6 +30,7 @@ def make_application(services: Services) -> FastAPI:
         openapi_url="/openapi.json" if documented else None,
         docs_url="/docs" if documented else None,
         redoc_url=None,
+        redirect_slashes=False,  # Starlette would redirect to whatever host the client names
         exception_handlers={HTTPException: _no_such_route},
     )
     application.state.services = services

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
@@ -16,24 +17,25 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import BODIES, make_application
 from serve_app.ingress.services import Services
-from serve_app.tenants.tenants import Tenants
+from serve_app.tenants.tenants import Tenants, make_api_key
 
 ACME = TenantConfig(name="acme", key_sha256=["a" * 64])
 
 
-def get(path: str, config: AppConfig, method: str = "GET") -> httpx.Response:
+def get(
+    path: str, config: AppConfig, method: str = "GET", headers: dict[str, str] | None = None, body: str = ""
+) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
-    tenants = Tenants(config.tenants, b"s" * 32)
-    guard = RouteGuard(tenants, IngressMetrics(), has_operators=False)
+    tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
+    guard = RouteGuard(tenants, IngressMetrics(), has_operators=bool(config.operator_key_sha256))
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-    services = Services(
-        **parts | {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
-    )
+    parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
+    services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(make_application(services))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.request(method, path)
+            return await client.request(method, path, headers=headers, content=body)
 
     return asyncio.run(ask())
 
@@ -112,3 +114,21 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
     response = get(path, AppConfig(tenants=[ACME]), method)
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_an_operator_sees_one_model_as_it_sees_all() -> None:
+    """Also where a key is needed: an operator's is no tenant's."""
+    key, digest = make_api_key()
+    config = AppConfig(tenants=[ACME], operator_key_sha256=[digest])
+    headers = {"authorization": f"Bearer {key}"}
+    assert get("/v1/models/demo", config, headers=headers).json()["id"] == "demo"
+    unknown = get("/v1/models/gpt", config, headers=headers)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    assert get("/v1/models/demo", config).status_code == 401
+
+
+def test_a_trailing_slash_redirects_nowhere() -> None:
+    """A redirect would lead to the host that the client names."""
+    answer = get("/v1/chat/completions/", AppConfig(), "POST", {"host": "elsewhere.example"})
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
