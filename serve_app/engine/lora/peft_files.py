@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from serve_app.engine.lora.module_pattern import MAX_KEYS, module_pattern
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
@@ -133,11 +134,13 @@ def _pattern(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = fields.get(name) or {}
     if not isinstance(value, dict):
         raise AdapterError(f"{name} must be an object of module names")
+    if len(value) > MAX_KEYS:
+        raise AdapterError(f"{name} has {len(value)} entries, over {MAX_KEYS}; give modules of one value one entry")
     for key in value:
         try:
-            re.compile(key)
-        except re.error as error:
-            raise AdapterError(f"{name} holds {key[:64]!r}, which is no pattern") from error
+            module_pattern(key)
+        except AdapterError as error:
+            raise AdapterError(f"{name} holds {error}") from error
     return value
 
 
@@ -154,8 +157,8 @@ def _alpha(name: str, value: Any) -> float:
 
 
 def _by_pattern(pattern: tuple[tuple[str, T], ...], module: str, otherwise: T) -> T:
-    """Return the value of the first pattern that ends ``module``. Source: PEFT's ``get_pattern_key``."""
+    """Return the value of the first pattern that ends ``module``."""
     for key, value in pattern:
-        if re.match(rf"(.*\.)?({key})$", module):
+        if module_pattern(key).match(module):
             return value
     return otherwise
