@@ -11,10 +11,11 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
+import grpc
 import numpy as np
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
@@ -84,11 +85,9 @@ class Dispatcher:
                         if chunk.finish_reason is not None:
                             return
                 raise _ReplicaLost("the stream ended without a finish reason")
-            except (RayActorError, _ReplicaLost) as error:
+            except _ReplicaLost as error:
                 lost = reservation.replica_id
-                logger.warning(
-                    "replica %s lost request %s: %s", lost or "?", generation.request_id, type(error).__name__
-                )
+                logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)
                 if lost:
                     avoid = (*avoid, lost)
                 if len(received) >= generation.sampling.max_tokens:
@@ -136,15 +135,30 @@ class Dispatcher:
             raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
         except NoReplicaLeft as error:
             raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
-        except RayActorError:
-            raise
-        except RayError as error:
+        except RayActorError as error:
+            raise _ReplicaLost(type(error).__name__) from error
+        except RayTaskError as error:
             logger.exception("replica call failed for request %s", generation.request_id)
             raise GenerationFailed("The replica failed while generating this answer.") from error
+        except (RayError, grpc.RpcError) as error:
+            # Ray lost the call, not the replica's code: another replica can go on from what was received.
+            raise _ReplicaLost(type(error).__name__) from error
         finally:
             if not finished:
-                stream.cancel()
+                cancel_call(stream)
             reservation.end()
+
+
+def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
+    """Cancel a call to a replica, whatever became of it.
+
+    Where the router runs in the caller's loop, Ray's own ``cancel`` does nothing between the end of the assignment and
+    the moment when the consumer hears of it: too late to cancel the assignment, and the call itself is not known yet.
+    """
+    stream.cancel()
+    assigned = stream._replica_result_future
+    if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
+        assigned.result().cancel()
 
 
 class _Reservation:

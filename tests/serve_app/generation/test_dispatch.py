@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    OwnerDiedError,
+    RaySystemError,
+    RayTaskError,
+    RpcError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve._private.common import RequestMetadata
 from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain, hash_blocks
@@ -20,25 +35,35 @@ from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 from serve_app.engine.protocol import SamplingParams
 from serve_app.errors import ContextLengthExceeded, GenerationFailed, Overloaded, RateLimited
-from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
+from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher, cancel_call
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica import messages as wire
 
 BLOCK = 4
 SCOPE = PrefixScope("m", "", b"salt")
 ROOT = SCOPE.root(b"secret")
+LOST = [
+    ActorDiedError(),
+    ActorUnavailableError("gone", None),
+    TaskCancelledError(),
+    WorkerCrashedError(),
+    NodeDiedError("gone"),
+    OwnerDiedError("00", None, ""),
+    RpcError("broken"),
+    GetTimeoutError("late"),
+    RaySystemError("broken"),
+    AioRpcError(StatusCode.CANCELLED, Metadata(), Metadata()),
+]
+"""The ways in which Ray, or its transport, loses a call; the replica's own code has no part in them."""
 Chunks = Callable[[wire.GenerateCall, RoutedRequest, str], AsyncIterator[wire.GenerateChunk]]
 
 
-class FakeStream:
-    """What a Serve handle returns for a streaming call."""
+class FakeResult:
+    """A replica's end of a call, behind Ray's own ``DeploymentResponseGenerator``."""
 
     def __init__(self, chunks: AsyncIterator[wire.GenerateChunk]) -> None:
         self._chunks = chunks
         self.cancelled = False
-
-    def __aiter__(self) -> FakeStream:
-        return self
 
     async def __anext__(self) -> bytes:
         return wire.encode(await anext(self._chunks))
@@ -55,19 +80,31 @@ class FakeHandle:
         self.chunks = chunks
         self.decisions = RecentDecisions()
         self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
-        self.streams: list[FakeStream] = []
+        self.results: list[FakeResult] = []
+        self.assigned = asyncio.Event()
 
     def options(self, **_: Any) -> FakeHandle:
         return self
 
-    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> FakeStream:
+    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
         call = wire.decode_call(payload)
         self.calls.append((call, route))
         chosen = self.core.decide(route)
         assert chosen is not None
         self.decisions.add(route.request_id, chosen)
-        self.streams.append(FakeStream(self.chunks(call, route, chosen.replica_id)))
-        return self.streams[-1]
+        self.results.append(FakeResult(self.chunks(call, route, chosen.replica_id)))
+        return called(self._assign(self.results[-1]))
+
+    async def _assign(self, result: FakeResult) -> FakeResult:
+        self.assigned.set()
+        return result
+
+
+def called(assignment: Coroutine[Any, Any, Any]) -> Any:
+    """What a Serve handle returns whose router runs in the caller's loop."""
+    metadata = RequestMetadata(request_id="r", internal_request_id="r")
+    task = asyncio.get_running_loop().create_task(assignment)
+    return DeploymentResponseGenerator(task, metadata, _is_router_running_in_separate_loop=False)
 
 
 class Retries:
@@ -149,8 +186,8 @@ def test_tokens_pass_through() -> None:
 
 
 @pytest.mark.parametrize("received", [0, 2, 4])
-@pytest.mark.parametrize("error", [ActorDiedError, ActorUnavailableError, None])
-def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: type[Exception] | None) -> None:
+@pytest.mark.parametrize("error", [*LOST, None], ids=lambda error: type(error).__name__)
+def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: Exception | None) -> None:
     """Before and after the first token: the rest comes from another replica, which gets prompt + received tokens."""
     failed: list[str] = []
 
@@ -162,10 +199,8 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: t
         failed.append(replica)
         async for chunk in answer(call, replica, stop_after=received):
             yield chunk
-        if error is ActorUnavailableError:
-            raise ActorUnavailableError("gone", None)
         if error is not None:
-            raise error()
+            raise error
 
     got, handle, retries = run(chunks)
     assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
@@ -320,8 +355,52 @@ def test_closing_early_cancels_the_call() -> None:
         await stream.aclose()
 
     asyncio.run(leave())
-    assert handle.streams[0].cancelled
+    assert handle.results[0].cancelled
     assert core.state()["open_reservations"] == 0
+
+
+def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
+    """The replica has the call already, but nobody here has heard of it: Ray's own cancel would leave it running.
+
+    It also fails when Ray calls the future of an assignment, or what it holds, otherwise.
+    """
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica):
+            yield chunk
+
+    core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+    core.update_replicas(["a"])
+
+    async def leave() -> FakeHandle:
+        handle = FakeHandle(core, chunks)
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried)  # type: ignore[arg-type]
+        stream = dispatcher.generate(generation())
+        waiting = asyncio.ensure_future(anext(stream))
+        # Waiters of the event come before those of the task that sets it.
+        await handle.assigned.wait()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return handle
+
+    assert asyncio.run(leave()).results[0].cancelled
+    assert core.state()["open_reservations"] == 0
+
+
+def test_leaving_before_the_assignment_cancels_that() -> None:
+    """Nothing was sent yet, and nothing will be; a call whose assignment failed has nothing to cancel."""
+
+    async def leave() -> None:
+        never = called(asyncio.sleep(3600))
+        failed = called(asyncio.sleep(0, result=None))
+        await asyncio.sleep(0)
+        failed._replica_result_future.cancel()
+        for stream in (never, failed):
+            cancel_call(stream)
+        await asyncio.sleep(0)
+        assert never._replica_result_future.cancelled()
+
+    asyncio.run(leave())
 
 
 def test_no_replica_at_all_is_503_with_retry_after() -> None:
