@@ -21,13 +21,16 @@ Clock = Callable[[], float]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
+MIN_TEMPERATURE = 1e-5
+"""Lower temperatures are greedy. Source: vLLM's ``_SAMPLING_EPS``."""
+
 SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]
 """What became of a save: "present" when it was there or on its way; the last four are warnings ("off": no cache)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 switch those filters off.
+    """How to choose tokens. ``top_k`` 0 and ``top_p`` 1 switch those filters off.
 
     The random number for the token at absolute position p depends only on (``seed``, p), so that a request sent
     again elsewhere with the tokens it already has continues identically.
@@ -40,6 +43,11 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     disable_spec_decode: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: also at temperatures so near 0 that logits divided by them overflow."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,9 @@ class GenerationBody(JsonBody):
     n: Annotated[
         int, Field(ge=1, le=MAX_CHOICES), Whole, Must(f"a whole number from 1 to {MAX_CHOICES}")
     ] = Field(1, description="answers to each prompt")  # fmt: skip
-    temperature: Annotated[float, Field(ge=0, le=2), Must("a number from 0 to 2")] = 1.0
+    temperature: Annotated[
+        float, Field(ge=0, le=2, description="below 0.00001: greedy"), Must("a number from 0 to 2")
+    ] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1), Must("a number above 0 and at most 1")] = 1.0
     top_k: Annotated[
         int, Field(ge=-1, le=MAX_TOKENS), Whole, Must(f"a whole number from -1 to {MAX_TOKENS}")

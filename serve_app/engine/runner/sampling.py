@@ -80,7 +80,7 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
     largest, best = torch.max(logits, dim=-1)
     sound = torch.isfinite(largest).tolist()
     tokens: list[int | None] = [token if fine else None for token, fine in zip(best.tolist(), sound, strict=True)]
-    drawn = [i for i, p in enumerate(params) if sound[i] and _draws(p)]
+    drawn = [i for i, p in enumerate(params) if sound[i] and not p.greedy]
     if drawn:
         own = [params[i] for i in drawn]
         temperature = torch.tensor([p.temperature for p in own], dtype=torch.float64)
@@ -98,7 +98,7 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     """
     broken = torch.isnan(logits).any(dim=-1) | torch.isinf(logits.amax(dim=-1))
     tokens = torch.argmax(logits, dim=-1)
-    drawn = [i for i, p in enumerate(params) if _draws(p)]
+    drawn = [i for i, p in enumerate(params) if not p.greedy]
     if drawn:
         own = [params[i] for i in drawn]
         vocab = logits.shape[-1]
@@ -116,10 +116,6 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
         floors = _sorted_floors(scaled, top_k, top_p) if any(_filters(p, vocab) for p in own) else None
         tokens = tokens.index_copy(0, rows, _winners(scaled, floors, _noise(keys, vocab)))
     return tokens.masked_fill(broken, -1)
-
-
-def _draws(params: SamplingParams) -> bool:
-    return params.temperature > 0.0 and params.top_k != 1
 
 
 def _filters(params: SamplingParams, vocab: int) -> bool:

@@ -80,6 +80,19 @@ def test_temperature_zero_and_top_k_one_are_greedy() -> None:
     assert sample(logits, params, [0, 0]) == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 5e-324, 1e-300, 9.9e-6])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    """Logits divided by it could be infinite. From 1e-5 on the noise still decides between equal ones."""
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2)).abs()
+    greedy = logits.argmax(dim=-1).tolist()
+    params = [SamplingParams(max_tokens=1, temperature=temperature, seed=i, top_k=i) for i in range(6)]
+    assert sample(logits, params, range(6)) == greedy
+    assert sample_at_once(logits, params, range(6)).tolist() == greedy
+    for near, tokens in ((temperature, {0}), (1e-5, {0, 1})):
+        drawn = [SamplingParams(max_tokens=1, temperature=near, seed=seed) for seed in range(20)]
+        assert set(sample(torch.ones(20, 2), drawn, range(20))) == tokens
+
+
 @pytest.mark.parametrize(
     "params",
     [
