@@ -68,6 +68,14 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class RequestTimeout(WarmpathError):
+    """The request did not arrive in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class RequestTooLarge(WarmpathError):
     """The body is over the configured bound."""
 

