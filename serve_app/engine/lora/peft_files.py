@@ -71,21 +71,27 @@ def read_adapter(path: str | Path) -> AdapterFile:
 
     The digest is a SHA-256 over the file's bytes and the effective config. Raises AdapterError.
     """
-    where = Path(path)
-    file = where / WEIGHTS_FILE if where.is_dir() else where
-    if file.suffix != ".safetensors" or not file.is_file():
-        raise AdapterError(f"there is no {WEIGHTS_FILE} at this path; give an adapter's directory, as PEFT saves it")
-    config_file = file.parent / CONFIG_FILE
-    if not config_file.is_file():
-        raise AdapterError(f"{CONFIG_FILE} is missing beside {file.name}; copy it too")
-    try:
-        raw_config, weights = config_file.read_bytes(), file.read_bytes()
-    except OSError as error:
-        raise AdapterError(f"the adapter's files cannot be read ({error.strerror})") from error
+    raw_config, weights = _read_files(Path(path))
     config = parse_config(raw_config)
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
     return AdapterFile(config, weights, digest.hexdigest())
+
+
+def _read_files(where: Path) -> tuple[bytes, bytes]:
+    """Return the bytes of an adapter's config and of its weights. Raises AdapterError."""
+    try:
+        file = where / WEIGHTS_FILE if where.is_dir() else where
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise AdapterError(
+                f"there is no {WEIGHTS_FILE} at this path; give an adapter's directory, as PEFT saves it"
+            )
+        config_file = file.parent / CONFIG_FILE
+        if not config_file.is_file():
+            raise AdapterError(f"{CONFIG_FILE} is missing beside {file.name}; copy it too")
+        return config_file.read_bytes(), file.read_bytes()
+    except OSError as error:  # also of a path that is too long to be one
+        raise AdapterError(f"the adapter's files cannot be read ({error.strerror})") from error
 
 
 def describe_adapter(name: str, path: str | Path) -> AdapterSpec:

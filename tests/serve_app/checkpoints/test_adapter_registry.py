@@ -219,6 +219,13 @@ def test_a_wrong_body_is_a_400(body: dict[str, Any], reason: str) -> None:
         asyncio.run(Deployment().admin.load(json.dumps(body).encode()))
 
 
+@pytest.mark.parametrize("path", ["x" * 256, "x" * 256 + "/a", "x" * 256 + ".safetensors", "x/" * 2048])
+def test_a_path_that_no_system_call_takes_is_a_400(path: str, tmp_path: Path) -> None:
+    for settings in ({}, {"lora_root": str(tmp_path)}):
+        with pytest.raises(InvalidRequest, match="The adapter cannot be loaded"):
+            Deployment(**settings).load("a", path)
+
+
 def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_root(tmp_path: Path) -> None:
     """Off by default; with ``lora_root`` no path leads out of it, neither by dots nor by a link."""
     inside, outside = save_plain(tmp_path / "root" / "a"), save_plain(tmp_path / "b")
