@@ -12,7 +12,7 @@ from pathlib import Path
 
 from serve_app.engine.lora.peft_files import describe_adapter
 from serve_app.engine.protocol import AdapterError, AdapterSpec
-from serve_app.errors import InvalidRequest, ModelNotFound
+from serve_app.errors import InvalidRequest, ModelNotFound, Overloaded
 
 SHOWN_NAMES = 20
 
@@ -31,9 +31,14 @@ class AdapterEntry:
 
 
 class AdapterRegistry:
-    """The adapters by name. Nobody learns of one that is not for them."""
+    """The adapters by name. Nobody learns of one that is not for them.
 
-    def __init__(self, model_name: str, *, now_ns: Callable[[], int] = time.time_ns) -> None:
+    ``current``: whether it knows what other copies know. Until then no adapter is chosen from it: one that was
+    unloaded, or kept for some, since the settings were written would be open to all again.
+    """
+
+    def __init__(self, model_name: str, *, now_ns: Callable[[], int] = time.time_ns, current: bool = True) -> None:
+        self.current = current
         self._model_name = model_name
         self._now_ns = now_ns
         self._entries: dict[str, AdapterEntry] = {}
@@ -43,16 +48,24 @@ class AdapterRegistry:
         return tuple(self._entries.values())
 
     def merge(self, entries: Iterable[AdapterEntry]) -> None:
-        """Take in what another copy knows; of two entries of one name the later stays."""
+        """Take in what another copy knows; of two entries of one name the later stays, in all copies the same one."""
         for entry in entries:
             known = self._entries.get(entry.name)
-            if known is None or entry.stamp > known.stamp:
+            if known is None or _order(entry) > _order(known):
                 self._entries[entry.name] = entry
 
     def next_entry(self, name: str, spec: AdapterSpec | None, tenants: tuple[str, ...] = ()) -> AdapterEntry:
         """Return an entry that supersedes what is known of ``name`` here; it is not merged yet."""
         known = self._entries.get(name)
         return AdapterEntry(name, spec, tenants, max(self._now_ns(), known.stamp + 1 if known is not None else 1))
+
+    def require_current(self) -> None:
+        """Raise Overloaded while this copy does not know yet what others know."""
+        if not self.current:
+            raise Overloaded(
+                "This ingress has just started and does not know the adapters yet; send the request again.",
+                retry_after_s=1.0,
+            )
 
     def get(self, name: str) -> AdapterEntry | None:
         """Return a name's entry while it is loaded."""
@@ -71,8 +84,11 @@ class AdapterRegistry:
         """Return the adapter that a request means; None for the base model.
 
         Raises ModelNotFound when ``model`` is neither the base model nor an adapter of this tenant's, and
-        InvalidRequest when ``lora_name`` is none, or contradicts ``model``. Both name what there is.
+        InvalidRequest when ``lora_name`` is none, or contradicts ``model``. Both name what there is. Raises Overloaded
+        for anything but the base model while this copy is not ``current``.
         """
+        if model != self._model_name or lora_name is not None:
+            self.require_current()
         chosen = self._of(model, tenant)
         if chosen is None and model != self._model_name:
             known = [self._model_name, *(spec.name for spec in self.visible(tenant))]
@@ -96,6 +112,17 @@ class AdapterRegistry:
     def _of(self, name: str, tenant: str) -> AdapterSpec | None:
         entry = self._entries.get(name)
         return entry.spec if entry is not None and (not entry.tenants or tenant in entry.tenants) else None
+
+
+def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:
+    """Return what orders the entries of one name: also two that were made in the same nanosecond, in every copy.
+
+    Those of the settings do not change each other: after an update of the settings each copy keeps its own.
+    """
+    if not entry.stamp:
+        return 0, False, "", "", ()
+    spec = entry.spec
+    return entry.stamp, spec is None, spec.digest if spec else "", spec.path if spec else "", entry.tenants
 
 
 def configured_adapters(paths: Mapping[str, Path]) -> list[AdapterEntry]:

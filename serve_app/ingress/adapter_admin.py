@@ -73,7 +73,8 @@ class AdapterAdmin:
     async def load(self, body: bytes) -> str:
         """Load an adapter; returns vLLM's sentence.
 
-        Raises InvalidRequest, also when a replica cannot serve it (then none keeps it), and PermissionDenied.
+        Raises InvalidRequest, also when a replica cannot serve it or another request was faster (then no replica keeps
+        it), PermissionDenied, and Overloaded at an ingress that has just started.
         """
         self._require_allowed()
         wanted = LoadAdapterBody.parse(body)
@@ -102,10 +103,16 @@ class AdapterAdmin:
                 tenants = before.tenants
             entry = self._registry.next_entry(name, spec, tenants)
             problems = [problem for problem in await self._tell_replicas("load_adapter", entry) if problem]
-            if problems:
-                if before is None or before.spec != spec:
+            now = self._registry.get(name)
+            if problems or now is not before:
+                if now is None or now.spec != spec:
                     await self._tell_replicas("drop_adapter", spec.key)
-                raise InvalidRequest(f"The adapter cannot be served: {problems[0]}.", param="lora_path")
+                if problems:
+                    raise InvalidRequest(f"The adapter cannot be served: {problems[0]}.", param="lora_path")
+                raise InvalidRequest(
+                    f"Another request has changed the lora adapter '{name}' meanwhile; see GET /v1/models.",
+                    param="lora_name",
+                )
             await self._announce(entry, replaced=before)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -133,6 +140,7 @@ class AdapterAdmin:
     def _require_allowed(self) -> None:
         if not self._config.allow_runtime_lora:
             raise PermissionDenied("Adapters are fixed in this deployment; set allow_runtime_lora to change them.")
+        self._registry.require_current()
 
     def _confined(self, path: str) -> Path:
         """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""

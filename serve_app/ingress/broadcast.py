@@ -39,24 +39,20 @@ class Broadcast:
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
     async def connect(self, adapters: AdapterRegistry) -> None:
-        """Return once a replica answers; ``adapters`` learns what replicas and ingresses know.
+        """Return once replicas and ingresses answer; ``adapters`` learns what they know, and is current then.
 
         A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
         """
         while True:
             try:
                 await self._replica.describe.remote()
-                for known in await self.replicas("known_adapters"):
+                # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
+                for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)
-                break
+                adapters.current = True
+                return
             except NoReplicaLeft:
                 logger.info("no replica has started yet")
-            except (RayError, DeploymentUnavailableError):
-                logger.warning("no replica answers yet", exc_info=True)
+            except (RayError, DeploymentUnavailableError, TimeoutError):
+                logger.warning("a replica or an ingress does not answer yet", exc_info=True)
             await asyncio.sleep(0.5)
-        try:
-            # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
-            for known in await self.ingresses("known_adapters"):
-                adapters.merge(known)
-        except (RayError, DeploymentUnavailableError, TimeoutError):
-            logger.info("no other ingress answers yet")

@@ -121,7 +121,7 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     if tenants.open:
         logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config)
-    adapters = AdapterRegistry(config.model_name)
+    adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters))
     metrics, traffic = IngressMetrics(), UsageTable()
     limits = Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s)

@@ -8,11 +8,13 @@ import json
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope
 from router.protocol.events import BlocksStored
@@ -24,10 +26,11 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterError, AdapterSpec, EngineRequest, UnknownAdapter
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.errors import InvalidRequest, ModelNotFound, NotFound, PermissionDenied
+from serve_app.errors import InvalidRequest, ModelNotFound, NotFound, Overloaded, PermissionDenied
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.broadcast import Broadcast
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -75,19 +78,82 @@ entries = st.builds(
     AdapterEntry,
     st.sampled_from("ab"),
     st.one_of(st.none(), st.builds(spec, st.just("a"), st.sampled_from("01"))),
-    stamp=st.integers(0, 5),
+    tenants=st.sampled_from([(), ("acme",)]),
+    stamp=st.integers(1, 5),
 )
 
 
-@given(news=st.lists(entries, unique_by=lambda entry: (entry.name, entry.stamp)), order=st.randoms())
+@given(news=st.lists(entries), order=st.randoms())
 def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], order: Any) -> None:
-    """Merging is commutative and idempotent: late, repeated and reordered news change nothing."""
+    """Merging is commutative and idempotent: late, repeated and reordered news change nothing.
+
+    Nor do two entries of one name that were made at the same time by two ingresses.
+    """
     shuffled = news * 2
     order.shuffle(shuffled)
     first, second = registry(*news), registry(*shuffled)
     assert set(first.entries()) == set(second.entries())
     for entry in news:
         assert first.next_entry(entry.name, None).stamp > entry.stamp
+
+
+def test_settings_that_changed_do_not_change_each_other() -> None:
+    """A new ingress keeps what its own settings say, whatever older replicas tell; what was loaded since beats both."""
+    held = registry(AdapterEntry("a", spec("a", "5")))
+    for digest in "19":
+        held.merge([AdapterEntry("a", spec("a", digest))])
+        assert held.choose("a", None, "t") == spec("a", "5")
+    held.merge([AdapterEntry("a", None, stamp=1)])
+    assert held.get("a") is None
+
+
+def test_an_ingress_that_has_just_started_serves_no_adapter_before_it_knows_what_others_know() -> None:
+    """One of the settings may have been unloaded, or another kept for some: 503 until then. The base is served."""
+    old = registry(AdapterEntry("a", spec("a")))
+    old.merge([old.next_entry("a", None)])
+    config = AppConfig.model_validate({"model": "demo", "allow_runtime_lora": True})
+    new = AdapterRegistry("base", current=False)
+    new.merge([AdapterEntry("a", spec("a"))])
+    admin = AdapterAdmin(config, new, _nobody, _nobody)
+    for model, lora_name in (("a", None), ("base", "a"), ("gone", None)):
+        with pytest.raises(Overloaded) as refused:
+            new.choose(model, lora_name, "t")
+        assert refused.value.retry_after_s
+    with pytest.raises(Overloaded):
+        asyncio.run(admin.load(b'{"lora_name": "b", "lora_path": "/b"}'))
+    assert new.choose("base", None, "t") is None
+
+    class Others(Broadcast):
+        """The first call finds no replica that answers, the second one an ingress that does not."""
+
+        calls = 0
+
+        def __init__(self) -> None:
+            self._replica = SimpleNamespace(describe=SimpleNamespace(remote=self.describe))
+
+        async def describe(self) -> None:
+            pass
+
+        async def replicas(self, method: str, *arguments: Any, timeout_s: float = 0) -> list[Any]:
+            self.calls += 1
+            if self.calls == 1:
+                raise ActorUnavailableError("not yet", None)
+            return [()]
+
+        async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 0) -> list[Any]:
+            assert not new.current
+            if self.calls == 2:
+                raise TimeoutError
+            return [new.entries(), old.entries()]
+
+    asyncio.run(Others().connect(new))
+    assert new.current
+    with pytest.raises(ModelNotFound):
+        new.choose("a", None, "t")
+
+
+async def _nobody(method: str, argument: Any) -> list[Any]:
+    return []
 
 
 class Deployment:
@@ -184,6 +250,31 @@ def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> No
     assert reload(5.0) == ()
     app.unload("style")
     assert reload(6.0) == (), "a new adapter is for all"
+
+
+def test_two_ingresses_that_load_one_name_at_once_end_with_one_entry(tmp_path: Path) -> None:
+    """Whoever comes second is told to look at what there is now, and leaves nothing in the replicas' memory."""
+    app = Deployment()
+    slow = AdapterAdmin(app.config, app.other_ingress, app._replicas, app._ingresses)
+    body = {"lora_name": "style", "lora_path": str(save_plain(tmp_path / "slow", 2.0))}
+
+    async def replicas(method: str, argument: Any) -> list[Any]:
+        answers = await app._replicas(method, argument)
+        if method == "load_adapter":
+            await app.admin.load(json.dumps({**body, "lora_path": str(fast)}).encode())
+        return answers
+
+    fast = save_plain(tmp_path / "fast", 1.0)
+    slow._tell_replicas = replicas
+    with pytest.raises(InvalidRequest, match="meanwhile"):
+        asyncio.run(slow.load(json.dumps(body).encode()))
+    kept = app.registry.get("style")
+    assert kept is not None
+    assert kept.spec is not None
+    assert Path(kept.spec.path) == fast
+    for copy in (app.registry, app.other_ingress, *(replica.registry for replica in app.replicas)):
+        assert copy.entries() == (kept,)
+    assert all(engine.adapters() == (kept.spec.key,) for engine in app.engines)
 
 
 def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: Path) -> None:
