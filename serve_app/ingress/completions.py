@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason, Usage
@@ -21,13 +21,16 @@ from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
-from serve_app.ingress.http import json_response, until_disconnect
+from serve_app.ingress.http import TimedStream, json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
+
+LAST_EVENT_S = 2.0
+"""How long a client has to take the last event of a stream whose time is over."""
 
 _SAVE_WARNINGS = {
     "over_budget": "not saved, because the pin budget of the replica is full",
@@ -82,7 +85,9 @@ class Completions:
             await pieces.aclose()
             raise
         headers = {**sse.HEADERS, **warning_headers(first.save)}
-        return StreamingResponse(self._events(answer, first), headers=headers, media_type=sse.CONTENT_TYPE)
+        # What ends an answer at its time is sent after that time.
+        deadline_s = arrived_s + self._request_timeout_s + LAST_EVENT_S
+        return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
 
     async def _timed(
         self, pieces: AsyncGenerator[Piece, None], generations: list[Generation], tenant: Tenant, arrived_s: float
@@ -121,7 +126,7 @@ class Completions:
         finally:
             metrics.in_flight.dec()
 
-    async def _events(self, answer: _Answer, first: Piece) -> AsyncIterator[bytes]:
+    async def _events(self, answer: _Answer, first: Piece) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
         stream, pieces, usage = answer.format.stream(answer.head), answer.pieces, answer.usage
         opened: set[int] = set()

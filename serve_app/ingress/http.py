@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from ray.serve.context import _get_serve_request_context
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Send
 
-from serve_app.errors import InvalidRequest, RequestTooLarge, WarmpathError
+from serve_app.errors import InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
 
 T = TypeVar("T")
+
+BODY_TIMEOUT_S = 30.0
+MIN_BODY_BYTES_PER_S = 65_536
+"""A body has ``BODY_TIMEOUT_S`` and, beyond that, the time that what has arrived takes at this rate."""
 
 
 def request_id_of(request: Request) -> str:
@@ -23,8 +29,11 @@ def request_id_of(request: Request) -> str:
     return str(context.request_id or request.headers.get("x-request-id", ""))[:128]
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Raises RequestTooLarge as soon as more than ``max_bytes`` are announced or seen."""
+async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """Return the body. Raises RequestTooLarge as soon as more than ``max_bytes`` are announced or seen.
+
+    Raises RequestTimeout when it stops for ``timeout_s``, or falls behind ``MIN_BODY_BYTES_PER_S`` by as much.
+    """
     too_large = RequestTooLarge(f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -33,11 +42,39 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if encoding not in ("", "identity"):
         raise InvalidRequest(f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed.")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    try:
+        async with asyncio.timeout_at(deadline_s) as deadline:
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_large
+                deadline.reschedule(deadline_s + len(body) / MIN_BODY_BYTES_PER_S)
+    except TimeoutError as error:
+        raise RequestTimeout(f"Only {len(body)} bytes of the request body arrived in time; send it again.") from error
     return bytes(body)
+
+
+class TimedStream(StreamingResponse):
+    """A stream that ends at its deadline, also where the client does not take what is sent.
+
+    ``content`` is closed then, and the answer left without its end. ``deadline_s``: on ``time.perf_counter``'s clock.
+    """
+
+    def __init__(
+        self, content: AsyncGenerator[bytes, None], headers: dict[str, str], *, media_type: str, deadline_s: float
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._content = content
+        self._deadline_s = deadline_s
+
+    async def stream_response(self, send: Send) -> None:
+        """Send it, until the deadline."""
+        try:
+            async with asyncio.timeout(self._deadline_s - time.perf_counter()):
+                await super().stream_response(send)
+        except TimeoutError:
+            await self._content.aclose()
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -46,10 +83,14 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def error_headers(error: WarmpathError) -> dict[str, str]:
-    """Return ``Retry-After`` (whole seconds, at least 1) where the error has one."""
-    if error.retry_after_s is None:
-        return {}
-    return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    """Return ``Retry-After`` (whole seconds, at least 1) where the error has one.
+
+    The connection ends with a request that did not arrive: its rest could come for ever.
+    """
+    headers = {"connection": "close"} if isinstance(error, RequestTimeout) else {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return headers
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:

@@ -78,7 +78,7 @@ class Services:
         return await self.completions.respond(request, wanted, answer_format, tenant, arrived_s)
 
     async def body(self, request: Request) -> bytes:
-        """Return the request's body. Raises RequestTooLarge."""
+        """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
         return await read_body(request, self.config.max_body_bytes)
 
     def models(self, request: Request) -> list[dict[str, Any]]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from serve_app.errors import InvalidRequest, RateLimited, RequestTooLarge
-from serve_app.ingress.http import error_headers, read_body, until_disconnect
+from serve_app.errors import InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
+from serve_app.ingress.http import TimedStream, error_headers, read_body, until_disconnect
+
+PATIENCE_S = 30
 
 
 def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> tuple[Request, list[Any]]:
@@ -86,3 +95,81 @@ def test_finished_work_is_returned_and_errors_are_raised() -> None:
     with pytest.raises(RateLimited) as caught:
         asyncio.run(until_disconnect(request([])[0], bad()))
     assert error_headers(caught.value) == {"retry-after": "1"}
+
+
+@asynccontextmanager
+async def server(answer: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to uvicorn, as Ray runs it, with what ``answer(request)`` returns behind."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        response: Response = await answer(Request(scope, receive))
+        await response(scope, receive, send)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(application, lifespan="off", log_level="critical"))
+    task = asyncio.create_task(running.serve([listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        running.should_exit = True
+        await task
+
+
+def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
+    """Eight megabytes are announced, one byte comes: the client is told so, and holds nothing."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            await read_body(request, 8_000_000, timeout_s=0.1)
+        except RequestTimeout as error:
+            return PlainTextResponse(error.message, error.status, error_headers(error))
+        raise AssertionError
+
+    async def run() -> bytes:
+        async with server(answer) as (reader, writer):
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\nx")
+            return await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+    told = asyncio.run(run())
+    assert told.startswith(b"HTTP/1.1 408 ")
+    assert b"Only 1 bytes" in told
+
+
+def test_a_body_that_arrives_has_more_time() -> None:
+    """What has come counts at the least rate: 64 KiB are one second more."""
+
+    async def run(size: int) -> int:
+        parts = asyncio.Queue[dict[str, Any]]()
+        parts.put_nowait(part(b"x" * size, True))
+        asyncio.get_running_loop().call_later(0.3, parts.put_nowait, part(b"end", False))
+        made = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, parts.get)
+        return len(await read_body(made, 8_000_000, timeout_s=0.05))
+
+    assert asyncio.run(run(1_000_000)) == 1_000_003
+    with pytest.raises(RequestTimeout, match="10 bytes"):
+        asyncio.run(run(10))
+
+
+def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
+    """Its source is closed: uvicorn's flow control would hold it as long as the client holds the connection."""
+
+    async def run() -> None:
+        ended = asyncio.Event()
+
+        async def endless() -> AsyncGenerator[bytes, None]:
+            try:
+                while True:
+                    yield b"x" * 100_000
+            finally:
+                ended.set()
+
+        async def answer(_: Request) -> Response:
+            return TimedStream(endless(), {}, media_type="text/plain", deadline_s=time.perf_counter() + 0.2)
+
+        async with server(answer) as (_, writer):
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.wait_for(ended.wait(), PATIENCE_S)
+
+    asyncio.run(run())
