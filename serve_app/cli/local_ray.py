@@ -20,6 +20,8 @@ from serve_app.cli.haproxy import PortBounds, write_wrapper
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports `ray start` gives to workers, below those that outgoing connections get."""
+CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
+"""What Ray puts around all it serves; only named here, as it imports Ray."""
 PORT_WINDOW = 100
 """Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
 
@@ -86,6 +88,7 @@ def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None
     os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
     # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CLIENT_HEADERS)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports

@@ -51,3 +51,27 @@ def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
 
     statuses = asyncio.run(run())
     assert statuses == [200] * len(statuses)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        ("x-request-id", b"\xff\xfe"),
+        ("x-request-timeout-seconds", b"\xff"),
+        ("x-request-timeout-seconds", b"0.000001"),
+        ("x-request-disconnect-disabled", b"\xff"),
+        ("x-session-id", b"\xff"),
+        ("serve_multiplexed_model_id", b"\xff"),
+    ],
+)
+def test_rays_headers_are_not_for_clients(url: str, header: tuple[str, bytes]) -> None:
+    """Neither obeyed nor a fault: the request is answered as it would be without them."""
+    answer = httpx.post(url + CHAT, json=GOOD, headers=[(header[0].encode(), header[1])], timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"].isascii()
+
+
+def test_a_request_id_comes_back(url: str) -> None:
+    """A client finds its own id in the answer."""
+    answer = httpx.post(url + CHAT, json=GOOD, headers={"x-request-id": "mine-1"}, timeout=PATIENCE_S)
+    assert answer.headers["x-request-id"] == "mine-1"

@@ -1,0 +1,73 @@
+"""Which headers clients may set: those that Ray Serve takes orders from are dropped before it reads them.
+
+Ray asks ``middlewares`` in every process that listens for HTTP, where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
+names it: an application's own middleware would come after Ray. Knows no routes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ray.serve._private.constants import (
+    SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+    SERVE_HTTP_REQUEST_ID_HEADER,
+    SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+    SERVE_INGRESS_ROUTER_HEADER_PREFIX,
+    SERVE_MULTIPLEXED_MODEL_ID,
+    SERVE_SESSION_ID,
+)
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+MAX_REQUEST_ID_BYTES = 128
+
+
+def _plain(name: bytes) -> bytes:
+    # Ray takes - and _ for the same in some of its names.
+    return name.lower().replace(b"_", b"-")
+
+
+_RAYS = frozenset(
+    _plain(name.encode())
+    for name in (
+        SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
+        SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
+        SERVE_MULTIPLEXED_MODEL_ID,
+        SERVE_SESSION_ID,
+    )
+)
+_RAYS_PREFIX = _plain(SERVE_INGRESS_ROUTER_HEADER_PREFIX.encode())
+_REQUEST_ID = SERVE_HTTP_REQUEST_ID_HEADER.encode()
+_VALID_REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_BYTES)
+
+
+def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return ``headers`` without Ray's, and without an ``x-request-id`` that is not one short printable word."""
+    kept = [
+        (name, value)
+        for name, value in headers
+        if (plain := _plain(name)) not in _RAYS and not plain.startswith(_RAYS_PREFIX)
+    ]
+    request_ids = [value for name, value in kept if name.lower() == _REQUEST_ID]
+    if request_ids and not (len(request_ids) == 1 and _VALID_REQUEST_ID.fullmatch(request_ids[0])):
+        return [(name, value) for name, value in kept if name.lower() != _REQUEST_ID]
+    return kept
+
+
+class ClientHeaders:
+    """ASGI middleware: the application behind it sees ``client_headers`` alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if "headers" in scope:
+            scope["headers"] = client_headers(scope["headers"])
+        await self._app(scope, receive, send)
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Ray is to put around the applications it serves."""
+    return [Middleware(ClientHeaders)]
