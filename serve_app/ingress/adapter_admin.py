@@ -95,7 +95,7 @@ class AdapterAdmin:
                     param="lora_name",
                 )
             try:
-                spec = await asyncio.to_thread(describe_adapter, name, where)
+                spec = await asyncio.to_thread(describe_adapter, name, where, root=self._config.lora_root)
             except AdapterError as error:
                 raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
             tenants = wanted.tenants

@@ -6,8 +6,10 @@ adapter without loading it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -66,48 +68,63 @@ class AdapterFile:
     digest: str
 
 
-def read_adapter(path: str | Path) -> AdapterFile:
+def read_adapter(path: str | Path, *, root: Path | None = None) -> AdapterFile:
     """Read an adapter's directory, or its safetensors file with the config beside it.
 
-    The digest is a SHA-256 over the file's bytes and the effective config. Raises AdapterError.
+    The digest is a SHA-256 over the file's bytes and the effective config. With a ``root``, links that lead out of it
+    are not followed. Raises AdapterError.
     """
-    raw_config, weights = _read_files(Path(path))
+    return _parsed(*_read_files(Path(path), root))
+
+
+def describe_adapter(name: str, path: str | Path, *, root: Path | None = None) -> AdapterSpec:
+    """Return the spec of the adapter at ``path``. Raises AdapterError, also for a name that cannot be used."""
+    if not NAME.fullmatch(name):
+        raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
+    where = Path(path).expanduser().resolve()
+    return AdapterSpec(name, read_adapter(where, root=root).digest, str(where))
+
+
+def read_described(spec: AdapterSpec) -> AdapterFile:
+    """Read what ``spec`` names. Raises AdapterError when the files are no longer those that were described."""
+    raw_config, weights = _read_files(Path(spec.path))
+    # What is wrong with a config that nobody described is not told: it could be any file by now.
+    with suppress(AdapterError):
+        found = _parsed(raw_config, weights)
+        if found.digest == spec.digest:
+            return found
+    raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
+
+
+def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
     config = parse_config(raw_config)
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
     return AdapterFile(config, weights, digest.hexdigest())
 
 
-def _read_files(where: Path) -> tuple[bytes, bytes]:
+def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:
     """Return the bytes of an adapter's config and of its weights. Raises AdapterError."""
     try:
-        file = where / WEIGHTS_FILE if where.is_dir() else where
-        if file.suffix != ".safetensors" or not file.is_file():
+        given = where / WEIGHTS_FILE if where.is_dir() else where
+        config_file, file = (_resolved(one, root) for one in (given.parent / CONFIG_FILE, given))
+        if given.suffix != ".safetensors" or not file.is_file():
             raise AdapterError(
                 f"there is no {WEIGHTS_FILE} at this path; give an adapter's directory, as PEFT saves it"
             )
-        config_file = file.parent / CONFIG_FILE
         if not config_file.is_file():
-            raise AdapterError(f"{CONFIG_FILE} is missing beside {file.name}; copy it too")
+            raise AdapterError(f"{CONFIG_FILE} is missing beside {given.name}; copy it too")
         return config_file.read_bytes(), file.read_bytes()
     except OSError as error:  # also of a path that is too long to be one
         raise AdapterError(f"the adapter's files cannot be read ({error.strerror})") from error
 
 
-def describe_adapter(name: str, path: str | Path) -> AdapterSpec:
-    """Return the spec of the adapter at ``path``. Raises AdapterError, also for a name that cannot be used."""
-    if not NAME.fullmatch(name):
-        raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
-    where = Path(path).expanduser().resolve()
-    return AdapterSpec(name, read_adapter(where).digest, str(where))
-
-
-def read_described(spec: AdapterSpec) -> AdapterFile:
-    """Read what ``spec`` names. Raises AdapterError when the files are no longer those that were described."""
-    found = read_adapter(spec.path)
-    if found.digest != spec.digest:
-        raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
-    return found
+def _resolved(file: Path, root: Path | None) -> Path:
+    """Return the file that is meant, links followed. Raises AdapterError for one outside ``root``."""
+    where = Path(os.path.realpath(file))
+    if root is not None and not where.is_relative_to(os.path.realpath(root)):
+        raise AdapterError(f"{file.name} is a link that leads out of lora_root; put the file itself there")
+    return where
 
 
 def parse_config(raw: bytes) -> AdapterConfig:

@@ -331,6 +331,33 @@ def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_ro
     assert "added" in app.load("same", inside)
 
 
+@pytest.mark.parametrize(
+    ("path", "linked"),
+    [
+        ("a", "adapter_config.json"),
+        ("a", "adapter_model.safetensors"),
+        ("a/adapter_model.safetensors", "adapter_config.json"),
+    ],
+)
+def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str, tmp_path: Path) -> None:
+    """A file outside ``lora_root`` is not read, whatever it is; links inside, as Hugging Face's cache has, are."""
+    app = Deployment(lora_root=str(tmp_path / "root"))
+    file = save_plain(tmp_path / "root" / "a") / linked
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"peft_type": "TOPSECRET"}')
+    (tmp_path / "fine").write_bytes(file.read_bytes())
+    for target in (secret, tmp_path / "fine", tmp_path / "missing"):
+        file.unlink()
+        file.symlink_to(target)
+        with pytest.raises(InvalidRequest, match=f"{linked} is a link that leads out of lora_root") as refused:
+            app.load("a", path)
+        assert "TOPSECRET" not in refused.value.message
+    blob = (tmp_path / "fine").rename(tmp_path / "root" / "blob")
+    file.unlink()
+    file.symlink_to(blob)
+    assert "added" in app.load("a", path)
+
+
 def test_settings_that_name_no_adapter_are_refused_at_start(tmp_path: Path) -> None:
     """With the name of the one that is wrong; the model's own name cannot be an adapter's."""
     with pytest.raises(AdapterError, match="'gone' of the settings"):

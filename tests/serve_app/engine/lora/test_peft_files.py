@@ -165,6 +165,10 @@ def test_ranks_over_the_limit_and_files_that_changed_are_refused(
     rewritten(saved, path, {"lora_alpha": 1})
     with pytest.raises(AdapterError, match="changed after it was loaded"):
         runner.adapters.load(spec)
+    (path / "adapter_config.json").write_text('{"peft_type": "TOPSECRET"}')
+    with pytest.raises(AdapterError, match="changed after it was loaded") as refused:
+        runner.adapters.load(spec)
+    assert "TOPSECRET" not in str(refused.value), "it could be a link by now"
 
 
 def slots(max_loras: int = 2, max_cpu_loras: int = 3) -> tuple[LoadedAdapters[str], list[str]]:
