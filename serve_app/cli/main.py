@@ -66,6 +66,9 @@ def serve(
         settings = load_settings(config, setting or [], model=model, replicas=replicas, engine=engine)
     except ValueError as error:
         fail(str(error))
+    if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
+        # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
+        settings.allowed_hosts = []
     if port_in_use(host, port):
         fail(f"port {port} is taken: stop what listens there, or choose another with --port")
     try:

@@ -28,6 +28,11 @@ class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, Engin
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    allowed_hosts: list[str] | None = Field(
+        None,
+        description="names of this server, in lower case, whose web pages may post to it, beside addresses and "
+        "localhost; default: any, but none for `warmpath serve` on loopback without tenants",
+    )
     enable_docs: bool | None = Field(
         None,
         description="serve /openapi.json, and /docs, a page whose script comes from a CDN; default: where nobody needs "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +12,7 @@ from starlette.responses import Response
 from router.protocol.request import NoReplicaLeft
 from serve_app.api.format import RenderError
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
+from serve_app.ingress.browsers import refuse_foreign_page
 from serve_app.ingress.http import error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
@@ -20,12 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class RouteGuard:
-    """Runs routes. ``has_operators``: operator keys are configured."""
+    """Runs routes. ``has_operators``: operator keys are configured; ``allowed_hosts``: of which pages may post."""
 
-    def __init__(self, tenants: Tenants, metrics: IngressMetrics, *, has_operators: bool) -> None:
+    def __init__(
+        self,
+        tenants: Tenants,
+        metrics: IngressMetrics,
+        *,
+        has_operators: bool,
+        allowed_hosts: Collection[str] | None = None,
+    ) -> None:
         self._tenants = tenants
         self._metrics = metrics
         self._has_operators = has_operators
+        self._allowed_hosts = allowed_hosts
 
     def tenant(self, request: Request) -> Tenant:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
@@ -57,6 +66,7 @@ class RouteGuard:
         request_id = request_id_of(request)
         error: WarmpathError
         try:
+            refuse_foreign_page(request, self._allowed_hosts)
             response = await work()
             self._count(request, endpoint, response.status_code)
             return response

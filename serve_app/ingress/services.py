@@ -140,7 +140,12 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
         core=core,
         metrics=metrics,
         traffic=traffic,
-        guard=RouteGuard(tenants, metrics, has_operators=bool(config.operator_key_sha256)),
+        guard=RouteGuard(
+            tenants,
+            metrics,
+            has_operators=bool(config.operator_key_sha256),
+            allowed_hosts=config.allowed_hosts,
+        ),
         broadcast=broadcast,
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
         explainer=Explainer(core, preparer, tenants),

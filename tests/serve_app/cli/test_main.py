@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from serve_app.cli import main
 from serve_app.cli.main import app, load_settings
 from serve_app.config.app import AppConfig
 
@@ -57,3 +59,25 @@ def test_keys_prints_a_pair_that_fits() -> None:
     settings = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [lines["sha256"]]}]})
     assert settings.tenants[0].name == "acme"
     assert lines["key"].startswith("wp-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        ([], []),
+        (["--host", "0.0.0.0"], None),
+        (["--set", "allowed_hosts=[chat.example]"], ["chat.example"]),
+        (["--set", f"tenants=[{{name: a, key_sha256: [{'a' * 64}]}}]"], None),
+    ],
+    ids=["alone", "network", "configured", "tenants"],
+)
+def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], allowed: list[str] | None
+) -> None:
+    """On loopback without tenants no name leads here but by DNS rebinding, unless it is configured."""
+    served: list[AppConfig] = []
+    monkeypatch.setattr(main, "local_environment", lambda **_: nullcontext())
+    monkeypatch.setattr(main, "_serve", lambda settings, *_: served.append(settings))
+    result = CliRunner().invoke(app, ["serve", "--port", "1", *arguments])
+    assert result.exit_code == 0, result.output
+    assert served[0].allowed_hosts == allowed

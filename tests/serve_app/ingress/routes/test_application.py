@@ -27,7 +27,9 @@ def get(
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
-    guard = RouteGuard(tenants, IngressMetrics(), has_operators=bool(config.operator_key_sha256))
+    guard = RouteGuard(
+        tenants, IngressMetrics(), has_operators=bool(config.operator_key_sha256), allowed_hosts=config.allowed_hosts
+    )
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
@@ -132,3 +134,25 @@ def test_a_trailing_slash_redirects_nowhere() -> None:
     answer = get("/v1/chat/completions/", AppConfig(), "POST", {"host": "elsewhere.example"})
     assert answer.status_code == 404
     assert "location" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/reset_prefix_cache",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/cache/explain",
+    ],
+)
+def test_pages_of_other_sites_post_nowhere(path: str) -> None:
+    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights."""
+    page = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type": "text/plain"}
+    refused = get(path, AppConfig(), "POST", page, "{}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+    rebound = page | {"host": "evil.example", "content-type": "application/json"}
+    refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound, "{}")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    assert "allowed_hosts" in refused.json()["error"]["message"]
