@@ -22,6 +22,7 @@ MODULES = {
     "flooding": "isolation.flooding",
     "timing_attack": "isolation.timing_attack",
     "admission": "isolation.admission",
+    "hostile": "isolation.hostile.run",
     "soak": "soak.run",
 }
 """A benchmark's name and its module below ``benchmarks``."""

@@ -1,0 +1,102 @@
+"""Nine polite tenants, first among themselves, then beside one who attacks in every way in turn.
+
+Each has three system prompts of its own, as an app has: what attacks could take from them is their cached prefixes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common.prompts import WORDS
+from benchmarks.isolation.hostile.attacker import Attacker
+from benchmarks.isolation.hostile.bodies import KINDS
+from benchmarks.isolation.hostile.stage import POLITE, Stage
+from benchmarks.isolation.hostile.verdicts import (
+    at_least,
+    at_most,
+    hit_rate,
+    paired,
+    ratio,
+    ttft_percentile,
+    verdict,
+)
+from benchmarks.isolation.hostile.watch import Ask, Seen, Watched
+
+HIT_RATE, TTFT = 0.98, 1.5
+SYSTEM_PROMPTS, SYSTEM_WORDS = 3, 500
+EVERY_S = 2.5
+
+KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("retry_storm", {}),
+    *(("big_bodies", {"kind": kind, "for_ever": True}) for kind in KINDS),
+    ("long_references", {}),
+    ("half_open", {}),
+    ("leavers", {"clients": 100_000}),
+)
+
+
+async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
+    """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
+    await _all(stage, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
+    without = await _all(stage, minutes * 60 / 3, 10_000)
+    beside: list[Seen] = []
+    attacks: dict[str, Any] = {}
+    ended_s = 0.0
+    for number, (name, options) in enumerate(KINDS_IN_TURN):
+        async with Attacker(name, stage.target(), **options) as attacker:
+            seen = await _all(stage, minutes * 60 / len(KINDS_IN_TURN), (number + 2) * 10_000)
+        beside += seen
+        outcome = attacker.outcome
+        ended_s = outcome.ended_s
+        attacks[" ".join([name, str(options.get("kind", ""))]).strip()] = {
+            **paired(without, seen),
+            "hit_rate_ratio": ratio(hit_rate(seen), hit_rate(without)),
+            "attacker_statuses": outcome.statuses(),
+            "attacker_notes": outcome.notes,
+        }
+    hits = ratio(hit_rate(beside), hit_rate(without))
+    slower = ratio(ttft_percentile(beside, 99), ttft_percentile(without, 99))
+    figures = {
+        **paired(without, beside),
+        "hit_rate": {"without": hit_rate(without), "beside": hit_rate(beside)},
+        "hit_rate_ratio": hits,
+        "attacks": attacks,
+        **await stage.left(ended_s),
+    }
+    bars = [
+        at_least(f"the nine: hit rate >= {HIT_RATE} of without", hits, HIT_RATE),
+        at_most(f"the nine: p99 TTFT <= {TTFT}x of without", slower, TTFT),
+    ]
+    return verdict(figures, bars)
+
+
+async def _all(stage: Stage, seconds: float, first: int) -> list[Seen]:
+    """Return what all nine saw in so many seconds, their requests spread evenly."""
+
+    async def one(number: int, tenant: str) -> Sequence[Seen]:
+        await asyncio.sleep(EVERY_S * number / len(POLITE))
+        watched = Watched(stage.url, stage.keys[tenant], _asks(tenant), EVERY_S)
+        return await watched.during(seconds - EVERY_S * number / len(POLITE), first)
+
+    everybody = await asyncio.gather(*(one(number, tenant) for number, tenant in enumerate(POLITE)))
+    return [seen for each in everybody for seen in each]
+
+
+def _asks(tenant: str) -> Ask:
+    """Return what a tenant asks: a question that nobody asked before, after its system prompts in turn."""
+    systems = [
+        " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=SYSTEM_WORDS)) for number in range(SYSTEM_PROMPTS)
+    ]
+
+    def ask(number: int) -> dict[str, Any]:
+        question = f"{number} {' '.join(random.Random(f'{tenant} {number}').choices(WORDS, k=20))}"
+        messages = [
+            {"role": "system", "content": systems[number % SYSTEM_PROMPTS]},
+            {"role": "user", "content": question},
+        ]
+        return {"model": "demo", "messages": messages, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+
+    return ask
