@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import grpc
@@ -42,6 +42,7 @@ class Dispatcher:
     """Streams generations from the replicas behind one Serve handle.
 
     ``count_retry(after_first_token)`` is called whenever a generation is sent again because its replica went away.
+    ``caller``: the name of the Serve actor that this runs in.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Dispatcher:
         decisions: RecentDecisions,
         block_size: int,
         count_retry: Callable[[bool], None],
+        caller: str,
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
         self._decisions = decisions
         self._block_size = block_size
         self._count_retry = count_retry
+        self._caller = caller
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
@@ -108,6 +111,7 @@ class Dispatcher:
         started_s = time.perf_counter()
         call = wire.GenerateCall(
             request_id=route.request_id,
+            caller=self._caller,
             token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
             scope=generation.scope,
             root=generation.root,
@@ -154,8 +158,10 @@ def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
 
     Where the router runs in the caller's loop, Ray's own ``cancel`` does nothing between the end of the assignment and
     the moment when the consumer hears of it: too late to cancel the assignment, and the call itself is not known yet.
+    Where it runs in another loop, ``cancel`` raises once more what the assignment raised.
     """
-    stream.cancel()
+    with suppress(Exception):
+        stream.cancel()
     assigned = stream._replica_result_future
     if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
         assigned.result().cancel()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
@@ -128,7 +129,8 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(config.routing()))
-    dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried)
+    caller = ray.get_runtime_context().get_actor_name() or ""
+    dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
     return Services(
         config=config,

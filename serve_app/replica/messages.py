@@ -19,13 +19,16 @@ ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavail
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
-    """One generation. ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
+    """One generation. ``caller``: the name of the Serve actor that asks, with whose death it ends.
+
+    ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared.
     """
 
     request_id: str
+    caller: str
     token_ids: bytes
     scope: PrefixScope
     root: bytes

@@ -37,6 +37,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.callers import Callers
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_pulls
@@ -79,6 +80,8 @@ class Replica:
             self._engine, self._adapters, self._puller, self._feed.put, self._config.load_report_interval_s
         )
         self._ending.callback(asyncio.create_task(reports).cancel)
+        self._callers = Callers(self._engine.cancel)
+        self._ending.callback(asyncio.create_task(self._callers.watch()).cancel)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
@@ -136,6 +139,7 @@ class Replica:
             request = replace(request, remote_kv=remote_kv)
         stream = TokenStream()
         self._streams[call.request_id] = stream
+        self._callers.began(call.caller, call.request_id)
         ended = False
         try:
             try:
@@ -150,6 +154,7 @@ class Replica:
                 yield wire.encode(chunk)
         finally:
             self._streams.pop(call.request_id, None)
+            self._callers.ended(call.caller, call.request_id)
             if not ended:
                 self._engine.cancel(call.request_id)
 

@@ -143,6 +143,7 @@ def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -
     for value in (True, False):
         call = wire.GenerateCall(
             request_id="r",
+            caller="me",
             token_ids=np.array([1], dtype="<i4").tobytes(),
             scope=PrefixScope("m"),
             root=PrefixScope("m").root(b"secret"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -139,7 +140,7 @@ def run(
     core = RoutingCore("router", RouterSettings(block_size=BLOCK))
     core.update_replicas(["a", "b", "c", "d", "e"])
     handle, retries = FakeHandle(core, chunks), Retries()
-    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried, "me")  # type: ignore[arg-type]
 
     async def collect() -> list[Tokens]:
         asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
@@ -263,7 +264,7 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     handle, retries = FakeHandle(core, chunks), Retries()
 
     async def collect() -> None:
-        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, retries.retried, "me")  # type: ignore[arg-type]
         async for _ in dispatcher.generate(generation()):
             pass
 
@@ -313,6 +314,29 @@ def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatc
     assert wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0).timeout_s == 25.5
 
 
+@pytest.mark.parametrize("separate_loop", [True, False])
+def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) -> None:
+    """Refused by Serve while a replica is chosen, which Ray says once more when the call is cancelled."""
+    error = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+    core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+
+    class Refusing(FakeHandle):
+        def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+            refused: Future[Any] | asyncio.Future[Any] = Future() if separate_loop else asyncio.Future()
+            refused.set_exception(error)
+            metadata = RequestMetadata(request_id="r", internal_request_id="r")
+            return DeploymentResponseGenerator(refused, metadata, _is_router_running_in_separate_loop=separate_loop)
+
+    async def ask() -> None:
+        handle = Refusing(core, lambda call, _, replica: answer(call, replica))
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried, "me")  # type: ignore[arg-type]
+        await anext(dispatcher.generate(generation()))
+
+    with pytest.raises(RateLimited) as refused:
+        asyncio.run(ask())
+    assert refused.value.retry_after_s
+
+
 @pytest.mark.parametrize("raised", [BackPressureError(num_queued_requests=1, max_queued_requests=1)])
 def test_backpressure_is_429(raised: Exception) -> None:
     """Serve's own bound on waiting requests reads as a full queue."""
@@ -349,7 +373,7 @@ def test_closing_early_cancels_the_call() -> None:
     handle = FakeHandle(core, chunks)
 
     async def leave() -> None:
-        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried, "me")  # type: ignore[arg-type]
         stream = dispatcher.generate(generation())
         await anext(stream)
         await stream.aclose()
@@ -374,7 +398,7 @@ def test_leaving_between_the_assignment_and_its_news_cancels_the_call() -> None:
 
     async def leave() -> FakeHandle:
         handle = FakeHandle(core, chunks)
-        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried)  # type: ignore[arg-type]
+        dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried, "me")  # type: ignore[arg-type]
         stream = dispatcher.generate(generation())
         waiting = asyncio.ensure_future(anext(stream))
         # Waiters of the event come before those of the task that sets it.

@@ -1,0 +1,61 @@
+"""The calls that each ingress has at this replica, which end when that ingress has died.
+
+With calls between actors Ray lets a streaming call run on after its caller's death. Whether an ingress lives is asked
+of Ray, not of the ingress: one that is busy is not dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import ray
+from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+
+
+def actor_lives(name: str) -> bool:
+    """Return False once Ray knows that a Serve actor of that name has died; while Ray does not answer, it lives."""
+    try:
+        ray.get_actor(name, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    except RayError:
+        logger.warning("Ray does not say whether %s lives", name, exc_info=True)
+    return True
+
+
+class Callers:
+    """Ids of the requests under way, by caller. ``cancel`` ends one; ``lives`` may block."""
+
+    def __init__(self, cancel: Callable[[str], None], lives: Callable[[str], bool] = actor_lives) -> None:
+        self._cancel = cancel
+        self._lives = lives
+        self._requests: dict[str, set[str]] = {}
+
+    def began(self, caller: str, request_id: str) -> None:
+        """Note a request under way."""
+        self._requests.setdefault(caller, set()).add(request_id)
+
+    def ended(self, caller: str, request_id: str) -> None:
+        """Note the end of a request that began."""
+        self._requests[caller].remove(request_id)
+        if not self._requests[caller]:
+            del self._requests[caller]
+
+    async def watch(self) -> None:
+        """Look after the callers for ever. What cannot be cancelled yet is cancelled the next time."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for caller in list(self._requests):
+                if await asyncio.to_thread(self._lives, caller):
+                    continue
+                requests = list(self._requests.get(caller, ()))
+                logger.warning("%s died; %d of its requests end", caller, len(requests))
+                for request_id in requests:
+                    self._cancel(request_id)

@@ -1,0 +1,66 @@
+"""Requests end with the ingress that asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import RpcError
+
+from serve_app.replica import callers
+from serve_app.replica.callers import Callers
+
+
+def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
+    monkeypatch.setattr(callers, "LOOK_EVERY_S", 0.0)
+    dead: set[str] = set()
+    asked: list[str] = []
+    cancelled: list[str] = []
+    watched = Callers(cancelled.append, lambda name: bool(asked.append(name)) or name not in dead)
+
+    async def looked() -> None:
+        """Wait until everybody has been looked after twice from now on."""
+        before = asked.count("a")
+        while asked.count("a") < before + 2:  # noqa: ASYNC110 (each look is a turn of the loop)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        watching = asyncio.create_task(watched.watch())
+        for caller, request_id in (("a", "a1"), ("b", "b1"), ("b", "b2"), ("b", "over"), ("gone", "g")):
+            watched.began(caller, request_id)
+        watched.ended("b", "over")
+        watched.ended("gone", "g")
+        await looked()
+        assert not cancelled
+        dead.add("b")
+        await looked()
+        assert {"b1", "b2"} <= set(cancelled)
+        cancelled.clear()
+        await looked()
+        assert set(cancelled) == {"b1", "b2"}, "not taken yet: once more"
+        watched.ended("b", "b1")
+        watched.ended("b", "b2")
+        await looked()
+        cancelled.clear()
+        await looked()
+        assert not cancelled
+        assert "gone" not in asked
+        watching.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("said", "lives"), [(None, True), (ValueError("no such actor"), False), (RpcError("x"), True)])
+def test_nobody_is_dead_while_ray_does_not_say_so(
+    said: Exception | None, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generations do not end because Ray's control plane is away."""
+
+    def get_actor(name: str, namespace: str) -> object:
+        if said is not None:
+            raise said
+        return name
+
+    monkeypatch.setattr(callers.ray, "get_actor", get_actor)
+    assert callers.actor_lives("x") is lives
