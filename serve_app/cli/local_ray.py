@@ -107,6 +107,13 @@ def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None
         yield run_dir
 
 
+def keep_token_private() -> None:
+    """Close to other users the token that opens Ray's ports, where Ray has made one: it leaves it readable."""
+    token = Path.home() / ".ray" / "auth_token"
+    if token.exists():
+        token.chmod(0o600)
+
+
 def _end_haproxy(run_dir: Path) -> None:
     """Kill HAProxy processes of this instance that outlived Serve: a reload during shutdown can leave one behind."""
     pids = run_dir / "haproxy.pids"

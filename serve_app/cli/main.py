@@ -26,7 +26,7 @@ from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS, PortBounds
-from serve_app.cli.local_ray import local_environment, port_in_use
+from serve_app.cli.local_ray import keep_token_private, local_environment, port_in_use
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import AdapterError
 from serve_app.tenants.tenants import make_api_key
@@ -127,6 +127,7 @@ def _serve(settings: AppConfig, host: str, port: int) -> None:
             logging_level=logging.ERROR,
             configure_logging=False,
         )
+        keep_token_private()
     # Again, for Ray takes SIGTERM for itself, and leaves at once: what replicas have in memory only would be lost.
     _on_signals(stop)
     console.print("[2/4] Ray: started")

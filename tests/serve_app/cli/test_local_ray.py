@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.cli import local_ray as launch
-from serve_app.cli.local_ray import held_port, held_window, local_environment
+from serve_app.cli.local_ray import held_port, held_window, keep_token_private, local_environment
 
 CONFIG = """
     stats socket {socket} mode 666 level admin
@@ -147,3 +147,14 @@ def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
     """Only this user may run or change what Ray will execute."""
     with local_environment():
         assert Path(os.environ["RAY_SERVE_HAPROXY_BINARY_PATH"]).stat().st_mode & 0o777 == 0o700
+
+
+def test_rays_token_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one: it opens Ray's ports."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keep_token_private()
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.touch(0o644)
+    keep_token_private()
+    assert token.stat().st_mode & 0o777 == 0o600
