@@ -23,9 +23,9 @@ def build_app(args: AppConfig) -> Application:
         Replica,
         name=REPLICA_NAME,
         num_replicas=args.replicas,
-        # The engine bounds its own queue and answers 429 from it; Serve's bound is only a backstop above that.
+        # Engines bound their own queues, and ingresses what waits for them, by tenant; Serve's bounds know no tenants.
         max_ongoing_requests=args.max_num_seqs + args.max_waiting_requests + 16,
-        max_queued_requests=args.max_queued_requests,
+        max_queued_requests=-1,
         ray_actor_options={"num_cpus": args.replica_num_cpus, "num_gpus": args.replica_num_gpus},
         health_check_period_s=5,
         health_check_timeout_s=30,

@@ -27,6 +27,8 @@ from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest, QueueFull
 from serve_app.errors import GenerationFailed, InvalidRequest, RateLimited, WarmpathError
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.completions import Completions
@@ -104,12 +106,16 @@ def application(config: AppConfig) -> FastAPI:
         AdapterRegistry(config.model_name),
         Limits(max_model_len(config, info), config.default_max_tokens),
     )
+    front_door = FrontDoor(
+        Shares({}), places=lambda: config.max_num_seqs + config.max_waiting_requests, max_waiting=512, max_bytes=1 << 30
+    )
     completions = Completions(
         preparer,
         LocalEngine(engine),
         tokenizer,
         IngressMetrics(),
         UsageTable(),
+        front_door,
         request_timeout_s=config.request_timeout_s,
     )
     model = model_body(config.model_name, int(time.time()), max_model_len(config, info))
@@ -118,8 +124,10 @@ def application(config: AppConfig) -> FastAPI:
     async def answer(request: Request, parse: Callable[[bytes], GenerateRequest], shape: AnswerFormat) -> Response:
         arrived_s = time.perf_counter()
         try:
-            wanted = parse(await read_body(request, config.max_body_bytes))
-            return await completions.respond(request, wanted, shape, tenants.authenticate(None), arrived_s)
+            tenant = tenants.authenticate(None)
+            with front_door.arrive(tenant.name) as arrival:
+                wanted = parse(await read_body(request, config.max_body_bytes, arrival.grow))
+                return await completions.respond(request, wanted, shape, tenant, arrival, arrived_s)
         except WarmpathError as error:
             shown = shape.error(error, "")
             return json_response(shown.body, shown.status, error_headers(error))

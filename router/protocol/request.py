@@ -30,6 +30,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
     cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
     ``avoid``: replicas that already failed this request. ``adapter``: the key of its LoRA adapter, "" for none.
+    ``tenant``: whose it is, for the turns of those that wait.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     placement_key: bytes
     avoid: tuple[str, ...] = ()
     adapter: str = ""
+    tenant: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):

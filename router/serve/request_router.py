@@ -84,7 +84,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """
         if is_retry:
             self._undo(pending_request)
-        return await self._wait_queue.take(lambda: self._choose(pending_request), ahead=is_retry)
+        route = _route_of(pending_request)
+        tenant = "" if route is None else route.tenant
+        return await self._wait_queue.take(lambda: self._choose(pending_request), tenant, ahead=is_retry)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,4 +1,4 @@
-"""Requests that no replica can take yet: first come, first served, and only the first of them asks again.
+"""Requests that no replica can take yet: tenants take turns, each first come, first served; one at a time asks again.
 
 One asyncio loop uses it.
 """
@@ -6,7 +6,7 @@ One asyncio loop uses it.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -18,37 +18,47 @@ class WaitQueue:
 
     def __init__(self, pause: Callable[[int], Awaitable[None]]) -> None:
         self._pause = pause
-        self._queue: deque[asyncio.Event] = deque()
+        self._lines: OrderedDict[str, deque[asyncio.Event]] = OrderedDict()
+        self._asking: asyncio.Event | None = None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return sum(map(len, self._lines.values()))
 
-    async def take(self, choose: Callable[[], T | None], *, ahead: bool = False) -> T:
+    async def take(self, choose: Callable[[], T | None], tenant: str = "", *, ahead: bool = False) -> T:
         """Return what ``choose`` returns, asked in turn until it is not None; its exceptions end the wait.
 
         ``ahead``: in front of all that wait, for a request that has had its turn before.
         """
-        if not self._queue or ahead:
+        if not self._lines or ahead:
             found = choose()
             if found is not None:
                 return found
         place = asyncio.Event()
+        line = self._lines.setdefault(tenant, deque())
         if ahead:
-            self._queue.appendleft(place)
+            line.appendleft(place)
+            self._lines.move_to_end(tenant, last=False)
+            self._asking = place
         else:
-            self._queue.append(place)
+            line.append(place)
+            self._asking = self._asking or place
         try:
             attempt = 0
             while True:
-                while self._queue[0] is not place:
+                while self._asking is not place:
                     await place.wait()
                     place.clear()
                 found = choose()
                 if found is not None:
+                    self._lines.move_to_end(tenant)
                     return found
                 await self._pause(attempt)
                 attempt += 1
         finally:
-            self._queue.remove(place)
-            if self._queue:
-                self._queue[0].set()
+            line.remove(place)
+            if not line:
+                del self._lines[tenant]
+            if self._asking is place:
+                self._asking = next(iter(self._lines.values()))[0] if self._lines else None
+                if self._asking is not None:
+                    self._asking.set()

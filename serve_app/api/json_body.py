@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import is_typeddict
@@ -18,6 +19,9 @@ from typing_extensions import is_typeddict
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
+
+_LARGE_BYTES = 64 << 10
+_skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 Refused = Mapping[str, tuple[Any, ...]]
 """Field -> the values that ask for nothing."""
@@ -57,19 +61,21 @@ class JsonBody(BaseModel):
     """The JSON object that a request's body is, or an object inside it.
 
     ``refused``: fields of the outermost object that would change the answer, but have no effect here.
+    ``bounded``: the most values, nested ones counted, in fields of it that a client could make very many of.
     ``nullable``: fields of it in which null says something; absent ones are not in ``model_fields_set``.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     refused: ClassVar[Refused] = {}
+    bounded: ClassVar[Mapping[str, int]] = {}
     nullable: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """Read a body. Raises InvalidRequest for anything but one valid JSON object with the fields it should have."""
         try:
-            value = msgspec.json.decode(raw)
+            value = cls._decode(raw)
         except (ValueError, RecursionError) as error:  # also: invalid UTF-8, lone surrogates, numbers out of range
             said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:120]
             raise InvalidRequest(f"The body is not valid JSON in UTF-8 ({said}); send one JSON object.") from error
@@ -83,6 +89,30 @@ class JsonBody(BaseModel):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise _refusal(cls, error.errors(include_url=False, include_input=False)[0]) from None
+
+    @classmethod
+    def _decode(cls, raw: bytes) -> Any:
+        """Return a body's value; of a large object only the fields that somebody reads, once their size is known.
+
+        Millions of values in one body would take a gigabyte, and hold the interpreter for a second.
+        """
+        if len(raw) <= _LARGE_BYTES or raw[:256].lstrip()[:1] != b"{":
+            return msgspec.json.decode(raw)
+        fields = _skim(raw)
+        for name, most in cls.bounded.items():
+            if name in fields and _count_values(bytes(fields[name])) > most:
+                raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
+        read = (name for name in fields if name in cls.model_fields or name in cls.refused)
+        return {name: msgspec.json.decode(fields[name]) for name in read}
+
+
+def _count_values(raw: bytes) -> int:
+    """Return the commas outside of strings, and one: at least as many values as lists and objects hold."""
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
+    text = np.frombuffer(raw, np.uint8)
+    in_string = np.cumsum(text == ord('"'), dtype=np.uint8) & 1  # odd after an opening quote; wraps, and stays so
+    return 1 + int(np.count_nonzero((text == ord(",")) > in_string))
 
 
 def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:

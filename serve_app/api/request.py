@@ -46,6 +46,11 @@ class RequestFields:
         """What an answer names as its model: the adapter, where there is one."""
         return self.lora_name or self.model
 
+    @property
+    def choices(self) -> int:
+        """Sequences to generate, over all prompts."""
+        return self.n
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
@@ -66,6 +71,11 @@ class CompletionRequest(RequestFields):
     prompt_field = "prompt"
 
     prompts: tuple[Prompt, ...]
+
+    @property
+    def choices(self) -> int:
+        """Sequences to generate, over all prompts."""
+        return self.n * len(self.prompts)
 
 
 GenerateRequest = ChatRequest | CompletionRequest

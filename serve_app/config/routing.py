@@ -18,7 +18,9 @@ class RoutingSection(BaseModel):
         5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
     )
     directory_max_blocks: int = Field(2_000_000, ge=1000, le=100_000_000, description="block hashes a router remembers")
-    max_queued_requests: int = Field(512, ge=1, description="requests an ingress holds while every replica is full")
+    max_queued_requests: int = Field(
+        512, ge=1, description="requests that wait in an ingress; a tenant with more than its share of them gets 429"
+    )
     load_report_interval_s: float = Field(
         0.05, gt=0, le=10, description="seconds between a replica's load reports to the routers"
     )

@@ -11,6 +11,7 @@ from typing import Protocol
 from serve_app.api.format import FinishReason
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed
+from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
@@ -57,38 +58,50 @@ async def choice_pieces(
 
 
 async def answer_pieces(
-    generations: list[Generation], source: TokenSource, make_decoder: Callable[[], Detokenizer], stop: tuple[str, ...]
+    generations: list[Generation],
+    source: TokenSource,
+    make_decoder: Callable[[], Detokenizer],
+    stop: tuple[str, ...],
+    place: Place,
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they come. One failing choice ends all; closing it cancels all."""
-    streams = [choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations)]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
-            async for piece in stream:
-                yield piece
-        return
-    ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+    """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
 
-    async def pump(stream: AsyncGenerator[Piece, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for piece in stream:
-                    ready.put_nowait(piece)
-            ready.put_nowait(None)
-        except Exception as error:  # handed to the consumer, who raises it
-            ready.put_nowait(error)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    One failing choice ends all; closing it cancels all.
+    """
     try:
-        open_streams = len(tasks)
-        while open_streams:
-            item = await ready.get()
-            if item is None:
-                open_streams -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
+        if len(generations) == 1:
+            async with aclosing(choice_pieces(0, generations[0], source, make_decoder(), stop)) as stream:
+                async for piece in stream:
+                    yield piece
+            return
+        ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        streams = (choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations))
+
+        async def pump() -> None:
+            try:
+                for stream in streams:
+                    async with aclosing(stream):
+                        async for piece in stream:
+                            ready.put_nowait(piece)
+                place.give_back(1)
+                ready.put_nowait(None)
+            except Exception as error:  # handed to the consumer, who raises it
+                ready.put_nowait(error)
+
+        pumps = [asyncio.create_task(pump()) for _ in range(min(place.units, len(generations)))]
+        try:
+            at_work = len(pumps)
+            while at_work:
+                item = await ready.get()
+                if item is None:
+                    at_work -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        place.give_back()

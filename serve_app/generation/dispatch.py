@@ -5,6 +5,7 @@ Owns retries, the reservation's release, and the mapping of replica errors to cl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -35,7 +36,10 @@ from serve_app.replica import messages as wire
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Times one generation is sent, the first included: more replicas than that dying at once is an outage."""
+"""Times one generation is lost: more replicas than that dying at once is an outage."""
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
+"""Between two times that a generation is sent to replicas whose lines are full."""
 
 
 class Dispatcher:
@@ -65,15 +69,17 @@ class Dispatcher:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
 
         A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
-        token depends only on (seed, position) the client's stream goes on as if nothing had happened.
+        token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
+        full is asked again, until the generation's deadline.
         Raises a ``WarmpathError`` when the generation cannot be done.
         """
         received: list[int] = []
         avoid: tuple[str, ...] = ()
         cached_reported = False
-        for attempt in range(MAX_ATTEMPTS):
+        losses = refusals = 0
+        while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = route_of(current, attempt, avoid)
+            route = route_of(current, losses + refusals, avoid)
             reservation = _Reservation(self._core, self._decisions, route)
             try:
                 async with aclosing(self._attempt(current, route, reservation)) as chunks:
@@ -88,6 +94,13 @@ class Dispatcher:
                         if chunk.finish_reason is not None:
                             return
                 raise _ReplicaLost("the stream ended without a finish reason")
+            except RateLimited:
+                # The request was admitted, and other choices of it may be under way: this one waits for its replica.
+                pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**refusals)
+                if time.perf_counter() + pause_s >= generation.deadline_s:
+                    raise
+                refusals += 1
+                await asyncio.sleep(pause_s)
             except _ReplicaLost as error:
                 lost = reservation.replica_id
                 logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)
@@ -96,7 +109,8 @@ class Dispatcher:
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return
-                if attempt + 1 < MAX_ATTEMPTS:
+                losses += 1
+                if losses < MAX_ATTEMPTS:
                     self._count_retry(bool(received))
         raise Overloaded(
             "Every replica that was given this request went away; send it again.",
@@ -211,6 +225,7 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
         placement_key=generation.placement_key,
         avoid=avoid,
         adapter=generation.scope.lora,
+        tenant=generation.tenant,
     )
 
 

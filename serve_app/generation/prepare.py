@@ -5,16 +5,19 @@ Owns scope roots (cached per tenant and salt) and placement keys.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
+from serve_app.api.request import CompletionRequest, GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save
@@ -84,9 +87,9 @@ class Preparer:
         keys = self._keys(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         generations: list[Generation] = []
-        for encoded, system_text in await self._encode(self._with_reference(request), keys):
-            save = await self._save(request, keys.root, encoded, system_text)
+        async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = self._sampling(request, len(encoded.token_ids), seed)
+            save = await self._save(request, keys.root, tenant.name, encoded, system_text)
             placement_key = self._placement_key(request, keys, encoded, system_text)
             public_blocks = encoded.public_blocks
             for choice in range(request.n):
@@ -122,45 +125,57 @@ class Preparer:
             self._scopes.move_to_end(key)
         return found
 
-    def _with_reference(self, request: GenerateRequest) -> GenerateRequest:
-        """Put the prompt that a request refers to before its messages, or before its text."""
-        if request.prompt_ref is None:
-            return request
-        text = self._prompts.text(request.prompt_ref)
-        if isinstance(request, ChatRequest):
-            return replace(request, messages=({"role": "system", "content": text}, *request.messages))
-        texts = tuple(text + prompt for prompt in request.prompts if isinstance(prompt, str))
-        if len(texts) < len(request.prompts):
-            raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
-        return replace(request, prompts=texts)
+    async def _encode(
+        self, request: GenerateRequest, keys: _Keys, tenant: str
+    ) -> AsyncIterator[tuple[EncodedPrompt, str]]:
+        """Yield each prompt, with the formatted system prompt that it begins with, "" for none.
 
-    async def _encode(self, request: GenerateRequest, keys: _Keys) -> list[tuple[EncodedPrompt, str]]:
-        """Return each prompt, with the formatted system prompt that it begins with, "" for none."""
-        tokenizer, root, public_root = self._tokenizer, keys.root, keys.public_root
+        The prompt that a request refers to goes before its messages, or before its text.
+        """
+        before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
+        root, public_root = keys.root, keys.public_root
+        encode = partial(self._tokenizer.encode_async, root=root, tenant=tenant, public_root=public_root)
         if isinstance(request, CompletionRequest):
-            return [
-                (
-                    await tokenizer.encode_async(prompt, root, public_root=public_root, add_special_tokens=True)
-                    if isinstance(prompt, str)
-                    else tokenizer.encode_ids(prompt, root, public_root),
-                    "",
-                )
-                for prompt in request.prompts
-            ]
+            if before and not all(isinstance(prompt, str) for prompt in request.prompts):
+                raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
+            for prompt in request.prompts:
+                if isinstance(prompt, str):
+                    self._check_size(request, len(before) + len(prompt))
+                    yield await encode(before + prompt, add_special_tokens=True), ""
+                else:
+                    self._check_size(request, 0, at_least_tokens=len(prompt))
+                    yield self._tokenizer.encode_ids(prompt, root, public_root), ""
+                await asyncio.sleep(0)  # many long prompts, all of them known, must not hold up the loop
+            return
+        messages = request.messages if not before else ({"role": "system", "content": before}, *request.messages)
+        contents = [str(message.get("content") or "") for message in messages]
+        self._check_size(request, sum(map(len, contents)), at_least_tokens=len(messages))
         if not request.apply_chat_template:
-            text = "".join(str(message.get("content") or "") for message in request.messages)
-            leading = takewhile(lambda message: message["role"] == "system", request.messages)
-            system_text = "".join(str(message.get("content") or "") for message in leading)
-            encoded = await tokenizer.encode_async(text, root, public_root=public_root, add_special_tokens=True)
-            return [(encoded, system_text)]
-        rendered = tokenizer.render_chat(
-            request.messages, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
+            leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+            yield await encode("".join(contents), add_special_tokens=True), "".join(contents[:leading])
+            return
+        rendered = await self._tokenizer.render_async(
+            messages, tenant, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
         )
-        encoded = await tokenizer.encode_async(rendered.text, root, public_root=public_root)
-        return [(encoded, rendered.system_text)]
+        yield await encode(rendered.text), rendered.system_text
+
+    def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
+        """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded.
+
+        ``at_least_tokens``: a chat's messages have one each, whatever the template makes of them.
+        """
+        longest, max_model_len = self._tokenizer.longest_token_chars, self._limits.max_model_len
+        if longest is not None:
+            at_least_tokens = max(at_least_tokens, -(-chars // longest))
+        if at_least_tokens >= max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has at least {at_least_tokens} tokens, and this model takes {max_model_len} for prompt "
+                "and answer together; shorten the prompt.",
+                param=request.prompt_field,
+            )
 
     async def _save(
-        self, request: GenerateRequest, root: bytes, encoded: EncodedPrompt, system_text: str
+        self, request: GenerateRequest, root: bytes, tenant: str, encoded: EncodedPrompt, system_text: str
     ) -> Save | None:
         """Return what to keep of a prompt: the tokens that the formatted system prompt alone has in common with it.
 
@@ -170,7 +185,7 @@ class Preparer:
         if isinstance(request, CompletionRequest) or not request.save_system_prompt_kv_cache or not system_text:
             return None
         alone = await self._tokenizer.encode_async(
-            system_text, root, add_special_tokens=not request.apply_chat_template
+            system_text, root, tenant, add_special_tokens=not request.apply_chat_template
         )
         tokens = common_tokens(alone.token_ids, encoded.token_ids)
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)

@@ -18,6 +18,7 @@ from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason,
 from serve_app.api.request import GenerateRequest
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed, WarmpathError
+from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
@@ -50,6 +51,7 @@ class Completions:
         tokenizer: PromptTokenizer,
         metrics: IngressMetrics,
         traffic: UsageTable,
+        front_door: FrontDoor,
         *,
         request_timeout_s: float,
     ) -> None:
@@ -58,10 +60,17 @@ class Completions:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._traffic = traffic
+        self._front_door = front_door
         self._request_timeout_s = request_timeout_s
 
     async def respond(
-        self, request: Request, wanted: GenerateRequest, answer_format: AnswerFormat, tenant: Tenant, arrived_s: float
+        self,
+        request: Request,
+        wanted: GenerateRequest,
+        answer_format: AnswerFormat,
+        tenant: Tenant,
+        arrival: Arrival,
+        arrived_s: float,
     ) -> Response:
         """Return the answer, whole or as a stream that has its first piece already.
 
@@ -69,31 +78,58 @@ class Completions:
         """
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
-        generations = await self._preparer.prepare(
-            wanted, tenant, answer_id, deadline_s=arrived_s + self._request_timeout_s
-        )
-        pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop)
-        pieces = self._timed(pieces, generations, tenant, arrived_s)
-        head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
-        answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted, generations))
-        if not wanted.stream:
-            return await until_disconnect(request, _collect(answer))
+        body_bytes = arrival.body_bytes
+        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s + self._request_timeout_s)
+        generations = await until_disconnect(request, begun)
+        place = arrival.hand_over()
         try:
-            # Errors before the first token still have a status of their own.
-            first = await until_disconnect(request, anext(pieces))
+            pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop, place)
+            pieces = self._timed(pieces, generations, tenant, arrived_s, body_bytes)
+            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
+            answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
+            if not wanted.stream:
+                return await until_disconnect(request, _collect(answer))
+            try:
+                # Errors before the first token still have a status of their own.
+                first = await until_disconnect(request, anext(pieces))
+            except BaseException:
+                await pieces.aclose()
+                raise
         except BaseException:
-            await pieces.aclose()
+            place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
             raise
         headers = {**sse.HEADERS, **warning_headers(first.save)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + self._request_timeout_s + LAST_EVENT_S
         return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
 
+    async def _begin(
+        self, wanted: GenerateRequest, tenant: Tenant, arrival: Arrival, answer_id: str, deadline_s: float
+    ) -> list[Generation]:
+        """Wait for the request's turn, then make its generations. Raises GenerationFailed when that takes too long."""
+        try:
+            async with asyncio.timeout(deadline_s - time.perf_counter()):
+                await arrival.turn(wanted.choices)
+                return await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
+        except TimeoutError as error:
+            raise self._took_too_long() from error
+
+    def _took_too_long(self) -> GenerationFailed:
+        return GenerationFailed(
+            f"The answer took over {self._request_timeout_s:.0f} s; ask for fewer tokens.", code="timeout"
+        )
+
     async def _timed(
-        self, pieces: AsyncGenerator[Piece, None], generations: list[Generation], tenant: Tenant, arrived_s: float
+        self,
+        pieces: AsyncGenerator[Piece, None],
+        generations: list[Generation],
+        tenant: Tenant,
+        arrived_s: float,
+        body_bytes: int,
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises GenerationFailed when they take longer than a request may."""
         metrics, name = self._metrics, tenant.name
+        uncached_tokens = 0
         deadline_s = arrived_s + self._request_timeout_s
         last_s: dict[int, float] = {}
         metrics.in_flight.inc()
@@ -106,14 +142,12 @@ class Completions:
                     except StopAsyncIteration:
                         return
                     except TimeoutError as error:
-                        raise GenerationFailed(
-                            f"The answer took over {self._request_timeout_s:.0f} s; ask for fewer tokens.",
-                            code="timeout",
-                        ) from error
+                        raise self._took_too_long() from error
                     now_s = time.perf_counter()
                     if piece.cached_tokens is not None:
                         generation = generations[piece.index]
                         prompt_tokens = len(generation.token_ids)
+                        uncached_tokens += prompt_tokens - piece.cached_tokens
                         metrics.ttft_s.labels(name).observe(now_s - arrived_s)
                         metrics.prompt_tokens.labels(name).inc(prompt_tokens)
                         metrics.cached_tokens.labels(name).inc(piece.cached_tokens)
@@ -125,6 +159,7 @@ class Completions:
                     yield piece
         finally:
             metrics.in_flight.dec()
+            self._front_door.learn(name, body_bytes, uncached_tokens)
 
     async def _events(self, answer: _Answer, first: Piece) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
@@ -185,9 +220,9 @@ def warning_headers(save: SaveOutcome | None) -> dict[str, str]:
 class _Usage:
     """Adds up a request's usage; a prompt counts once, however many choices it has."""
 
-    def __init__(self, wanted: GenerateRequest, generations: list[Generation]) -> None:
-        self._choices = wanted.n
-        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
+    def __init__(self, n: int, generations: list[Generation]) -> None:
+        self._choices = n
+        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0
         self._cached_tokens = 0
         self.save: SaveOutcome | None = None

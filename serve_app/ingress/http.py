@@ -29,10 +29,13 @@ def request_id_of(request: Request) -> str:
     return str(context.request_id or request.headers.get("x-request-id", ""))[:128]
 
 
-async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+async def read_body(
+    request: Request, max_bytes: int, grow: Callable[[int], None] = lambda _: None, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
     """Return the body. Raises RequestTooLarge as soon as more than ``max_bytes`` are announced or seen.
 
     Raises RequestTimeout when it stops for ``timeout_s``, or falls behind ``MIN_BODY_BYTES_PER_S`` by as much.
+    ``grow`` is told of bytes before they are kept: of all that are announced, or of each part.
     """
     too_large = RequestTooLarge(f"The request body is over the limit of {max_bytes} bytes; send a shorter prompt.")
     announced = request.headers.get("content-length", "")
@@ -43,12 +46,18 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float = BODY_TI
         raise InvalidRequest(f"Content-Encoding {encoding[:32]!r} is not supported; send the body uncompressed.")
     body = bytearray()
     deadline_s = asyncio.get_running_loop().time() + timeout_s
+    counted = int(announced) if announced.isdecimal() else 0
+    if counted:
+        grow(counted)
     try:
         async with asyncio.timeout_at(deadline_s) as deadline:
             async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
+                if len(body) + len(part) > max_bytes:
                     raise too_large
+                body += part
+                if len(body) > counted:
+                    grow(len(body) - counted)
+                    counted = len(body)
                 deadline.reschedule(deadline_s + len(body) / MIN_BODY_BYTES_PER_S)
     except TimeoutError as error:
         raise RequestTimeout(f"Only {len(body)} bytes of the request body arrived in time; send it again.") from error

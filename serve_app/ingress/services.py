@@ -28,6 +28,9 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_a
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
@@ -48,6 +51,12 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
+INLINE_BODY_BYTES = 64 << 10
+"""Longer bodies are parsed off the loop."""
+
+BODIES = 8
+"""How many bodies of the greatest size an ingress holds before they are admitted, over all tenants."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
@@ -63,6 +72,8 @@ class Services:
     metrics: IngressMetrics
     traffic: UsageTable
     guard: RouteGuard
+    front_door: FrontDoor
+    workers: FairWorkers
     broadcast: Broadcast
     adapter_admin: AdapterAdmin
     explainer: Explainer
@@ -75,8 +86,14 @@ class Services:
         """Answer a request for text in an API's format. Raises a ``WarmpathError`` before the first token."""
         arrived_s = time.perf_counter()
         tenant = self.guard.tenant(request)
-        wanted = parse(await self.body(request))
-        return await self.completions.respond(request, wanted, answer_format, tenant, arrived_s)
+        with self.front_door.arrive(tenant.name) as arrival:
+            body = await read_body(request, self.config.max_body_bytes, arrival.grow)
+            if len(body) <= INLINE_BODY_BYTES:
+                wanted = parse(body)
+            else:
+                wanted = await self.workers.run(tenant.name, len(body), parse, body)
+            del body
+            return await self.completions.respond(request, wanted, answer_format, tenant, arrival, arrived_s)
 
     async def body(self, request: Request) -> bytes:
         """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
@@ -121,7 +138,9 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
     if tenants.open:
         logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
-    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config)
+    shares = Shares({tenant.name: tenant.cache_share for tenant in config.tenants})
+    workers = FairWorkers(shares)
+    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters))
     metrics, traffic = IngressMetrics(), UsageTable()
@@ -132,6 +151,12 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     caller = ray.get_runtime_context().get_actor_name() or ""
     dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
+    front_door = FrontDoor(
+        shares,
+        places=lambda: places(config, len(core.replica_ids)),
+        max_waiting=config.max_queued_requests,
+        max_bytes=BODIES * config.max_body_bytes,
+    )
     return Services(
         config=config,
         name=context.replica_id.unique_id,
@@ -148,18 +173,28 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
             has_operators=bool(config.operator_key_sha256),
             allowed_hosts=config.allowed_hosts,
         ),
+        front_door=front_door,
+        workers=workers,
         broadcast=broadcast,
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
         explainer=Explainer(core, preparer, tenants),
         completions=Completions(
-            preparer, dispatcher, tokenizer, metrics, traffic, request_timeout_s=config.request_timeout_s
+            preparer, dispatcher, tokenizer, metrics, traffic, front_door, request_timeout_s=config.request_timeout_s
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
     )
 
 
-def _load_tokenizer(path: Path, config: AppConfig) -> tuple[PromptTokenizer, PublicPrompts]:
-    tokenizer = PromptTokenizer(path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size)
+def places(config: AppConfig, replicas: int) -> int:
+    """Return the generations that one of the ingresses may have under way: its part of what the replicas take."""
+    by_replica = config.max_num_seqs + config.max_waiting_requests
+    return max(1, max(config.replicas, replicas) * by_replica // config.ingress_replicas)
+
+
+def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, PublicPrompts]:
+    tokenizer = PromptTokenizer(
+        path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size, workers=workers
+    )
     prompts = PublicPrompts(config.public_prompts)
     prompts.install(tokenizer)
     return tokenizer, prompts

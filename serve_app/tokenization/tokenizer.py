@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,21 @@ from transformers import AutoTokenizer
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from serve_app.errors import InvalidRequest
+from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
 from serve_app.tokenization.public_tokens import PublicTokens
 from serve_app.tokenization.segment_cache import ChainLink, SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter
+from serve_app.tokenization.token_bounds import longest_token_chars
 
 INLINE_BYTES = 4096
 """``encode_async`` leaves the event loop's thread once more text than this must be tokenized (about 1 ms)."""
+
+INLINE_RENDER_CHARS = 64 << 10
+"""``render_async`` leaves it once the messages have more characters than this."""
+MESSAGE_CHARS = 64
+"""What a message costs to render besides its content, in characters of content."""
 
 _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 
@@ -87,10 +94,18 @@ class _Lookup:
 class PromptTokenizer:
     """The tokenizer of one checkpoint, safe to use from many threads and one event loop.
 
-    ``cache_bytes`` bounds what is remembered; ``block_size`` is the deployment's.
+    ``cache_bytes`` bounds what is remembered; ``block_size`` is the deployment's. ``workers``: threads for what would
+    hold up the loop, in turns of tenants. ``longest_token_chars``: see there.
     """
 
-    def __init__(self, path: Path, *, cache_bytes: int = 64 << 20, block_size: int = 16) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        cache_bytes: int = 64 << 20,
+        block_size: int = 16,
+        workers: FairWorkers | None = None,
+    ) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -109,8 +124,9 @@ class PromptTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         self._reserved = frozenset((*parameters, *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
-        self._workers = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tokenize")
-        self._in_flight: dict[bytes, Future[EncodedPrompt]] = {}
+        self.longest_token_chars = longest_token_chars(backend)
+        self._workers = workers or FairWorkers(Shares({}))
+        self._in_flight: dict[bytes, asyncio.Future[None]] = {}
 
     def set_public(self, prompts: Iterable[TokenArray]) -> None:
         """Take the token ids of all public prompts; chains remembered under earlier ones are not used again."""
@@ -162,10 +178,24 @@ class PromptTokenizer:
         """
         return self._complete(self._look_up(text, root, public_root, add_special_tokens), add_special_tokens)
 
+    async def render_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tenant: str,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> RenderedPrompt:
+        """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn."""
+        size = sum(len(str(message.get("content") or "")) + MESSAGE_CHARS for message in messages)
+        render = partial(self.render_chat, messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
+
     async def encode_async(
-        self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
+        self, text: str, root: bytes, tenant: str, *, public_root: bytes = b"", add_special_tokens: bool = False
     ) -> EncodedPrompt:
-        """Like ``encode``, but a text with much unknown in it is tokenized in a thread.
+        """Like ``encode``, but a text with much unknown in it is tokenized in a thread, when it is the tenant's turn.
 
         Calls that wait for the same unknown text share one tokenization.
         """
@@ -176,16 +206,19 @@ class PromptTokenizer:
             longest = max(lookup.missing, key=lambda index: len(lookup.segment(index)))
             key = lookup.ids_keys[longest]
             leader = self._in_flight.get(key)
-            if leader is None:
-                work = self._workers.submit(self._complete, lookup, add_special_tokens)
-                self._in_flight[key] = work
-                work.add_done_callback(lambda _, key=key: self._in_flight.pop(key, None))  # type: ignore[misc]
-                return await asyncio.shield(asyncio.wrap_future(work))
-            await asyncio.wait([asyncio.wrap_future(leader)])
+            if leader is not None:
+                await asyncio.wait([leader])
+                continue
+            ended = self._in_flight[key] = asyncio.get_running_loop().create_future()
+            try:
+                return await self._workers.run(tenant, lookup.missing_bytes, self._complete, lookup, add_special_tokens)
+            finally:  # also when this caller left: the next one takes its place
+                del self._in_flight[key]
+                ended.set_result(None)
 
     def encode_ids(self, ids: Sequence[int], root: bytes, public_root: bytes = b"") -> EncodedPrompt:
         """Hash a prompt given as token ids. Raises InvalidRequest for an id this tokenizer does not have."""
-        if any(not 0 <= token_id < self.vocab_size for token_id in ids):
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
         public_blocks = self._public.count(token_ids) // self._block_size if public_root else 0

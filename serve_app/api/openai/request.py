@@ -6,6 +6,7 @@ give another answer than the client asked for. Fields that change nothing here a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -162,6 +163,7 @@ class GenerationBody(JsonBody):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
+    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17}
     refused: ClassVar[Refused] = {
         **_REFUSED,
         "tools": ([],),
@@ -206,6 +208,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
+    bounded: ClassVar[Mapping[str, int]] = {"prompt": 1 << 20}
     refused: ClassVar[Refused] = {
         **_REFUSED,
         "logprobs": (),  # 0 asks for the chosen tokens' own

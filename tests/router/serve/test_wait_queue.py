@@ -133,3 +133,18 @@ def test_a_fault_ends_one_wait_only() -> None:
         assert await waiting == 1
 
     asyncio.run(main())
+
+
+def test_tenants_take_turns() -> None:
+    """One request of a tenant waits for one of each other, however many of theirs came before it."""
+
+    async def main() -> None:
+        room = Room()
+        flood = [asyncio.create_task(room.queue.take(room.choose(f"a{number}"), "a")) for number in range(20)]
+        other = [asyncio.create_task(room.queue.take(room.choose(f"b{number}"), "b")) for number in range(3)]
+        await asyncio.gather(*flood, *other)
+        assert room.served[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+        assert room.served[6:] == [f"a{number}" for number in range(3, 20)]
+        assert len(room.queue) == 0
+
+    asyncio.run(main())

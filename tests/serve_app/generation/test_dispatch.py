@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
@@ -281,7 +282,6 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     ("chunk", "error"),
     [
         (wire.GenerateChunk(error="too_long", message="too long"), ContextLengthExceeded),
-        (wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0), RateLimited),
         (wire.GenerateChunk(error="failed", message="bad"), GenerationFailed),
         (wire.GenerateChunk(error="timeout", message="took too long"), GenerationFailed),
     ],
@@ -330,23 +330,49 @@ def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) ->
     async def ask() -> None:
         handle = Refusing(core, lambda call, _, replica: answer(call, replica))
         dispatcher = Dispatcher(handle, core, handle.decisions, BLOCK, Retries().retried, "me")  # type: ignore[arg-type]
-        await anext(dispatcher.generate(generation()))
+        await anext(dispatcher.generate(replace(generation(), deadline_s=time.perf_counter())))
 
     with pytest.raises(RateLimited) as refused:
         asyncio.run(ask())
     assert refused.value.retry_after_s
 
 
-@pytest.mark.parametrize("raised", [BackPressureError(num_queued_requests=1, max_queued_requests=1)])
-def test_backpressure_is_429(raised: Exception) -> None:
-    """Serve's own bound on waiting requests reads as a full queue."""
+FULL = wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0)
+
+
+@pytest.mark.parametrize("by_serve", [False, True])
+def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was admitted waits for its replica, longer each time, and is no lost call; Serve's own bound reads alike."""
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+    asked = 0
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
-        raise raised
-        yield
+        nonlocal asked
+        asked += 1
+        if asked <= MAX_ATTEMPTS + 2:
+            if by_serve:
+                raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+            yield FULL
+            return
+        async for chunk in answer(call, replica):
+            yield chunk
 
-    with pytest.raises(RateLimited):
-        run(chunks)
+    got, handle, retries = run(chunks)
+    assert [token for tokens in got for token in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
+    assert retries.after_first_token == []
+    assert len({route.request_id for _, route in handle.calls}) == MAX_ATTEMPTS + 3
+    assert not any(route.avoid for _, route in handle.calls)
+
+
+def test_a_line_that_stays_full_is_429_at_the_deadline() -> None:
+    """The client hears of it before its time is over."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        yield FULL
+
+    with pytest.raises(RateLimited) as caught:
+        run(chunks, deadline_s=time.perf_counter() + 0.2)
+    assert caught.value.retry_after_s == 3.0
 
 
 def test_an_exception_in_the_replica_is_a_plain_500() -> None:

@@ -14,7 +14,7 @@ from serve_app.api.request import ChatRequest, CompletionRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.errors import InvalidRequest
+from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, PublicPrompts
@@ -205,3 +205,46 @@ def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -
     assert other.block_hashes == keyed[0].block_hashes == ask(shop, ACME, ("user", LONG)).block_hashes
     assert other.placement_key != keyed[0].placement_key
     assert ask(shop, ACME, ("user", "Else."), prompt_cache_key="k").placement_key == keyed[0].placement_key
+
+
+@pytest.mark.parametrize("kind", ["messages", "text", "prompt", "ids", "reference"])
+def test_what_cannot_fit_is_refused_before_it_is_read(
+    kind: str, model_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together."""
+    prompts = PublicPrompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
+    preparer = Preparer(
+        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
+        AdapterRegistry("demo"), Limits(4096, 8, 300.0), prompts,
+    )  # fmt: skip
+    asyncio.run(prompts.keep_current(tokenizer))
+    for name in ("render_chat", "_look_up", "encode_ids"):
+        monkeypatch.setattr(tokenizer, name, lambda *_, **__: pytest.fail("it was read"))
+    text = "x" * 1_000_000
+    request: ChatRequest | CompletionRequest
+    match kind:
+        case "messages":
+            request = ChatRequest(model="demo", messages=({"role": "user", "content": ""},) * 4096)
+        case "text":
+            request = ChatRequest(model="demo", messages=({"role": "user", "content": text},))
+        case "prompt":
+            request = CompletionRequest(model="demo", prompts=(text,))
+        case "ids":
+            request = CompletionRequest(model="demo", prompts=((1,) * 4096,))
+        case _:
+            request = CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1")
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
+
+
+def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
+    preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred long prompts cost as much as one until that is known to fit."""
+    looked_up: list[str] = []
+    look_up = tokenizer._look_up
+    monkeypatch.setattr(tokenizer, "_look_up", lambda text, *more: looked_up.append(text) or look_up(text, *more))
+    request = CompletionRequest(model="demo", prompts=("a b c d e f " * 2000,) * 100)
+    with pytest.raises(ContextLengthExceeded, match="The prompt has"):
+        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
+    assert len(looked_up) == 1

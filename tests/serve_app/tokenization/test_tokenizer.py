@@ -300,11 +300,11 @@ def test_cold_text_is_tokenized_off_the_loop_once(tokenizer: PromptTokenizer, mo
     monkeypatch.setattr(tokenizer, "_complete", watched)
 
     async def ask() -> list[EncodedPrompt]:
-        return await asyncio.gather(*(tokenizer.encode_async(text, ROOT) for _ in range(10)))
+        return await asyncio.gather(*(tokenizer.encode_async(text, ROOT, "a") for _ in range(10)))
 
     answers = asyncio.run(ask())
     assert len(threads) == 1
-    assert threads[0].startswith("tokenize")
+    assert threads[0].startswith("prepare")
     expected = tokenizer._tokenizer(text)["input_ids"]
     assert all(answer.token_ids.tolist() == expected for answer in answers)
     assert tokenizer._in_flight == {}
@@ -316,17 +316,16 @@ def test_a_cancelled_caller_does_not_take_the_others_down(tokenizer: PromptToken
     release = threading.Event()
 
     async def ask() -> EncodedPrompt:
-        for _ in range(8):  # every worker is busy
-            tokenizer._workers.submit(release.wait, 10)
-        first = asyncio.create_task(tokenizer.encode_async(text, ROOT))
-        second = asyncio.create_task(tokenizer.encode_async(text, ROOT))
+        busy = [asyncio.create_task(tokenizer._workers.run("a", 1, release.wait, 10)) for _ in range(8)]
+        first = asyncio.create_task(tokenizer.encode_async(text, ROOT, "a"))
+        second = asyncio.create_task(tokenizer.encode_async(text, ROOT, "a"))
         await asyncio.sleep(0.01)
-        (work,) = tokenizer._in_flight.values()
+        assert len(tokenizer._in_flight) == 1
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert not work.cancelled()
         release.set()
+        await asyncio.gather(*busy)
         return await second
 
     assert asyncio.run(ask()).token_ids.tolist() == tokenizer._tokenizer(text)["input_ids"]
@@ -337,7 +336,7 @@ def test_the_loop_runs_on_while_a_megabyte_is_tokenized(tokenizer: PromptTokeniz
     text = _conversation(40, 25_000)
 
     async def longest_gap() -> tuple[float, float]:
-        task = asyncio.create_task(tokenizer.encode_async(text, ROOT))
+        task = asyncio.create_task(tokenizer.encode_async(text, ROOT, "a"))
         start = last = time.perf_counter()
         gap = 0.0
         while not task.done():

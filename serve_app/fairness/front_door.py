@@ -1,0 +1,114 @@
+"""What a request passes before anything expensive is done for it: bounds by tenant on what waits, then a line.
+
+Owns an ingress' part of the replicas' places, the requests and bytes that wait for one, and what requests cost.
+One asyncio loop uses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from serve_app.errors import RateLimited
+from serve_app.fairness.shares import Budget, Shares
+from serve_app.fairness.waiting_line import Place, WaitingLine
+
+_FIRST_GUESS = 0.25
+"""Uncached tokens a byte of body, for a tenant that was not seen before."""
+_WEIGHT = 0.2
+"""Of the newest request in a tenant's average."""
+
+
+class FrontDoor:
+    """Admits requests. ``places``: generations that may be under way at once; ``max_waiting``: requests in line,
+    ``max_bytes``: of their bodies; all three by tenant, by the rule of ``Budget``.
+    """
+
+    def __init__(self, shares: Shares, *, places: Callable[[], int], max_waiting: int, max_bytes: int) -> None:
+        self._shares = shares
+        self._requests = Budget(shares, lambda: max_waiting)
+        self._bytes = Budget(shares, lambda: max_bytes)
+        self._line = WaitingLine(Budget(shares, places))
+        self._uncached: dict[str, float] = {}
+
+    def waiting(self) -> Counter[str]:
+        """Return the requests in line by tenant."""
+        return self._line.waiting()
+
+    def arrive(self, tenant: str) -> Arrival:
+        """Let a request in that has just come. Raises RateLimited where too many of its tenant's wait."""
+        self._shares.touch(tenant)
+        if self._requests.verdict(tenant, 1) != "granted":
+            raise self._refusal(tenant, "requests")
+        return Arrival(self, tenant)
+
+    def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
+        """Note what a request cost that was answered."""
+        before = self._uncached.get(tenant, _FIRST_GUESS)
+        self._uncached[tenant] = before + _WEIGHT * (uncached_tokens / max(1, body_bytes) - before)
+
+    def cost_tokens(self, tenant: str, body_bytes: int) -> int:
+        """Return the uncached tokens that a body of a tenant should have, by its earlier ones."""
+        return int(self._uncached.get(tenant, _FIRST_GUESS) * body_bytes)
+
+    def _refusal(self, tenant: str, what: str) -> RateLimited:
+        retry_after_s = self._line.retry_after_s(tenant)
+        return RateLimited(
+            f"Too many of your {what} wait for an answer already; send this one again after {retry_after_s:.0f} s, or "
+            "send fewer at once.",
+            retry_after_s=retry_after_s,
+        )
+
+
+class Arrival:
+    """One request on its way in; leaving the ``with`` block frees all that it holds and has not handed over."""
+
+    def __init__(self, door: FrontDoor, tenant: str) -> None:
+        self._door = door
+        self._tenant = tenant
+        self._waits = True
+        self._place: Place | None = None
+        self.body_bytes = 0
+        door._requests.take(tenant, 1)
+
+    def __enter__(self) -> Arrival:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.release()
+
+    def grow(self, size_bytes: int) -> None:
+        """Count bytes of the body, before they are read. Raises RateLimited where too many of its tenant's wait."""
+        if self._door._bytes.verdict(self._tenant, size_bytes) != "granted":
+            raise self._door._refusal(self._tenant, "bytes")
+        self._door._bytes.take(self._tenant, size_bytes)
+        self.body_bytes += size_bytes
+
+    async def turn(self, choices: int) -> None:
+        """Wait for the turn of a request of ``choices``: for a place of as many, or of the tenant's share."""
+        cost = max(choices, self._door.cost_tokens(self._tenant, self.body_bytes))
+        self._place = await self._door._line.enter(self._tenant, choices, cost)
+        self._stop_waiting()
+
+    def hand_over(self) -> Place:
+        """Return the place there was a turn for, which is the caller's from now on; everything else is freed."""
+        place, self._place = self._place, None
+        assert place is not None, "a place comes with a turn"
+        self.release()
+        return place
+
+    def release(self) -> None:
+        """Free what was taken; harmless when that was done."""
+        self._stop_waiting()
+        if self.body_bytes:
+            self._door._bytes.give_back(self._tenant, self.body_bytes)
+            self.body_bytes = 0
+        if self._place is not None:
+            self._place.give_back()
+            self._place = None
+
+    def _stop_waiting(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._door._requests.give_back(self._tenant, 1)

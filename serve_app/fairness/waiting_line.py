@@ -1,0 +1,160 @@
+"""One line by tenant for a bounded number of places; whose turn it is goes by deficit round robin over cost.
+
+Laws: places are conserved; a tenant within its share waits for nobody who borrows; with n tenants in line each gets a
+quantum of cost in n, whatever the length of its line. One asyncio loop uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+
+from serve_app.fairness.shares import Budget
+
+QUANTUM = 512
+"""Cost a turn: the prompt tokens that a replica gives a tenant in its turn."""
+
+_REMEMBERED_STARTS = 32
+
+
+class Place:
+    """What one request holds: ``units`` of the line's budget, given back one by one or all at once."""
+
+    __slots__ = ("_line", "tenant", "units")
+
+    def __init__(self, line: WaitingLine, tenant: str, units: int) -> None:
+        self._line = line
+        self.tenant = tenant
+        self.units = units
+
+    def give_back(self, units: int | None = None) -> None:
+        """Give units back, None: all that are left; harmless when none are."""
+        units = self.units if units is None else min(units, self.units)
+        if units:
+            self.units -= units
+            self._line._returned(self.tenant, units)
+
+
+class _Waiter:
+    __slots__ = ("cost", "granted", "units")
+
+    def __init__(self, units: int, cost: int, granted: asyncio.Future[Place]) -> None:
+        self.units = units
+        self.cost = cost
+        self.granted = granted
+
+
+class WaitingLine:
+    """Lines of requests for the units of one budget."""
+
+    def __init__(self, budget: Budget, quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._quantum = quantum
+        self._clock = clock
+        self._lines: dict[str, deque[_Waiter]] = {}
+        self._credit: OrderedDict[str, int] = OrderedDict()
+        self._starts_s: dict[str, deque[float]] = {}
+
+    def waiting(self) -> Counter[str]:
+        """Return the requests in line by tenant."""
+        return Counter({tenant: len(line) for tenant, line in self._lines.items()})
+
+    def retry_after_s(self, tenant: str) -> float:
+        """Return how long a tenant's line takes at the rate at which its requests started lately, 1 to 60 s."""
+        starts_s = self._starts_s.get(tenant)
+        if not starts_s:
+            return 1.0
+        a_request_s = (self._clock() - starts_s[0]) / len(starts_s)
+        return min(60.0, max(1.0, a_request_s * (1 + len(self._lines.get(tenant, ())))))
+
+    async def enter(self, tenant: str, units: int = 1, cost: int = 1) -> Place:
+        """Wait for a place of ``units``, or of the tenant's whole share where that is less.
+
+        Cancelling the wait gives back whatever was granted.
+        """
+        shares = self._budget.shares
+        shares.touch(tenant)
+        waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
+        if self._lines or not self._fits(tenant, waiter):
+            self._lines.setdefault(tenant, deque()).append(waiter)
+            self._credit.setdefault(tenant, 0)
+            self._grant()
+        else:
+            self._start(tenant, waiter)
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            self._leave(tenant, waiter)
+            raise
+
+    def _returned(self, tenant: str, units: int) -> None:
+        self._budget.give_back(tenant, units)
+        self._grant()
+
+    def _units(self, tenant: str, waiter: _Waiter) -> int:
+        return min(waiter.units, self._budget.share(tenant))
+
+    def _fits(self, tenant: str, waiter: _Waiter) -> bool:
+        return self._budget.verdict(tenant, self._units(tenant, waiter)) == "granted"
+
+    def _start(self, tenant: str, waiter: _Waiter) -> None:
+        if waiter.granted.cancelled():  # whoever waited has left, and was not heard yet
+            return
+        units = self._units(tenant, waiter)
+        self._budget.take(tenant, units)
+        self._starts_s.setdefault(tenant, deque(maxlen=_REMEMBERED_STARTS)).append(self._clock())
+        waiter.granted.set_result(Place(self, tenant, units))
+
+    def _leave(self, tenant: str, waiter: _Waiter) -> None:
+        granted = waiter.granted
+        if granted.done() and not granted.cancelled():
+            granted.result().give_back()
+        elif waiter in (line := self._lines.get(tenant, deque[_Waiter]())):
+            line.remove(waiter)
+            self._drop_if_empty(tenant)
+            self._grant()
+
+    def _drop_if_empty(self, tenant: str) -> None:
+        if not self._lines[tenant]:
+            # Without work nobody has credit, nor debt.
+            del self._lines[tenant], self._credit[tenant]
+
+    def _grant(self) -> None:
+        """Start whoever can, in turns."""
+        while able := self._able():
+            credit, quantum = self._credit, self._quantum
+            if all(credit[tenant] <= 0 for tenant in able):
+                # As many rounds at once as it takes until somebody has credit.
+                rounds = min(-credit[tenant] // quantum + 1 for tenant in able)
+                for tenant in able:
+                    credit[tenant] += rounds * quantum
+            tenant = next(tenant for tenant in able if credit[tenant] > 0)
+            waiter = self._lines[tenant].popleft()
+            self._start(tenant, waiter)
+            credit[tenant] -= waiter.cost
+            if credit[tenant] <= 0:
+                credit.move_to_end(tenant)
+            self._drop_if_empty(tenant)
+
+    def _able(self) -> list[str]:
+        """Return the tenants whose first request fits, in the order of their turns.
+
+        While somebody within their share finds no room nobody borrows: else small requests of those who have more
+        than their share would keep a large one of somebody who has less waiting for ever.
+        """
+        budget = self._budget
+        able: list[str] = []
+        borrowers: set[str] = set()
+        owed = False
+        for tenant in self._credit:
+            units = self._units(tenant, self._lines[tenant][0])
+            verdict = budget.verdict(tenant, units)
+            within = budget.within(tenant, units)
+            owed = owed or (within and verdict == "no_room")
+            if verdict == "granted":
+                able.append(tenant)
+                if not within:
+                    borrowers.add(tenant)
+        return [tenant for tenant in able if tenant not in borrowers] if owed else able

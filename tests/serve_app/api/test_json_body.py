@@ -1,0 +1,105 @@
+"""Large bodies are read field by field, and only once they are known to hold no more values than they may."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.api.json_body import _count_values
+from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
+from serve_app.errors import InvalidRequest
+
+LARGE = 70_000
+"""More bytes than a body has that is decoded at once."""
+
+
+@pytest.mark.parametrize(
+    ("body", "parse", "field"),
+    [
+        (
+            b'{"messages": [' + b",".join([b'{"role": "user", "content": "x"}'] * 100_000) + b"]}",
+            parse_chat,
+            "messages",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [' + b",".join([b'{"type":"text"}'] * 140_000) + b"]}]}",
+            parse_chat,
+            "messages",
+        ),
+        (b'{"prompt": [' + b",".join([b"1"] * 1_100_000) + b"]}", parse_completion, "prompt"),
+    ],
+)
+def test_a_body_of_very_many_values_is_refused_unread(
+    body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is decoded of the field that has too many; the error names it and says what to do."""
+    decoded: list[int] = []
+    decode = msgspec.json.decode
+    monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))
+    with pytest.raises(InvalidRequest, match="send fewer") as refused:
+        parse(body)
+    assert refused.value.param == field
+    assert sum(decoded) < 100
+
+
+def test_what_nobody_reads_is_not_decoded() -> None:
+    """Millions of values in an unknown field cost nothing; refused fields are seen, whatever the size."""
+    unknown = b'"metadata_of_mine": [' + b",".join([b"{}"] * 300_000) + b"]"
+    assert parse_completion(b'{"model": "demo", "prompt": "a", ' + unknown + b"}").prompts == ("a",)
+    with pytest.raises(InvalidRequest, match="echo is not supported"):
+        parse_completion(b'{"model": "demo", "prompt": "a", "echo": true, ' + unknown + b"}")
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text('a,"\\\n{é', max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text('k"\\,', max_size=3), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+def commas(value: Any) -> int:
+    """The commas between values of a JSON text, counted by going through what it means."""
+    if isinstance(value, dict):
+        return max(0, len(value) - 1) + sum(map(commas, value.values()))
+    if isinstance(value, list):
+        return max(0, len(value) - 1) + sum(map(commas, value))
+    return 0
+
+
+@settings(deadline=None)
+@given(value=VALUES, ascii_only=st.booleans())
+def test_commas_in_strings_do_not_count(value: Any, ascii_only: bool) -> None:
+    """Quotes and backslashes of any kind inside them."""
+    assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas(value) + 1
+
+
+@settings(deadline=None, max_examples=200)
+@given(fields=st.dictionaries(st.sampled_from([*ChatBody.model_fields, "echo", "logprobs", "x"]), VALUES, max_size=6))
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:
+    """A body with blanks enough to be large is accepted and refused as the small one is, in the same words."""
+
+    def outcome(raw: bytes) -> Any:
+        try:
+            return body.parse(raw)
+        except InvalidRequest as error:
+            return error.message, error.param
+
+    raw = json.dumps(fields).encode()
+    assert outcome(raw) == outcome(raw[:-1] + b" " * LARGE + raw[-1:])
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" + b" " * LARGE + b"]", b'{"a": ' + b" " * LARGE, b'"' + b"x" * LARGE + b'"', b"{" * LARGE]
+)
+def test_large_nonsense_is_refused_with_the_same_sentences(raw: bytes) -> None:
+    """Lists, strings, unfinished and endlessly nested bodies."""
+    with pytest.raises(InvalidRequest, match="JSON"):
+        parse_chat(raw)

@@ -1,0 +1,88 @@
+"""The front door: 429 for whoever floods and for nobody else, and nothing is counted for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_app.errors import RateLimited
+from serve_app.fairness.front_door import Arrival, FrontDoor
+from serve_app.fairness.shares import Shares
+
+MIB = 1 << 20
+
+
+def door_of(places: int = 4, max_waiting: int = 16, max_bytes: int = 64 * MIB) -> FrontDoor:
+    return FrontDoor(Shares({"a": 1.0, "b": 1.0}), places=lambda: places, max_waiting=max_waiting, max_bytes=max_bytes)
+
+
+def test_the_flooder_is_refused_and_nobody_else() -> None:
+    """Of one line for all the last eighth is for others; the refusal says when to come back."""
+
+    async def main() -> None:
+        door = door_of()
+        inside: list[Arrival] = []
+        with pytest.raises(RateLimited) as refused:
+            while True:
+                inside.append(door.arrive("a"))
+        assert len(inside) == 14
+        assert refused.value.retry_after_s is not None
+        assert refused.value.retry_after_s >= 1
+        with door.arrive("b") as other:
+            await other.turn(1)
+            other.hand_over().give_back()
+        for arrival in inside:
+            arrival.release()
+        assert not door._requests.used
+
+    asyncio.run(main())
+
+
+def test_bodies_are_bounded_by_tenant() -> None:
+    """One tenant's large bodies leave room for another's; bytes that come unannounced are counted as they come."""
+    door = door_of()
+    bodies = [door.arrive("a") for _ in range(7)]
+    for arrival in bodies:
+        arrival.grow(4 * MIB)
+        arrival.grow(4 * MIB)
+    with door.arrive("a") as one_more, pytest.raises(RateLimited, match="bytes"):
+        one_more.grow(8 * MIB)
+    with door.arrive("b") as other:
+        other.grow(8 * MIB)
+    for arrival in bodies:
+        arrival.release()
+        arrival.release()
+    assert not door._bytes.used
+
+
+def test_leaving_frees_everything_but_what_was_handed_over() -> None:
+    """A request that fails after its turn gives its place back; one that goes on keeps it until its end."""
+
+    async def main() -> None:
+        door = door_of()
+        with pytest.raises(KeyError), door.arrive("a") as arrival:
+            arrival.grow(100)
+            await arrival.turn(3)
+            raise KeyError
+        assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 0)
+        with door.arrive("a") as arrival:
+            arrival.grow(100)
+            await arrival.turn(2)
+            place = arrival.hand_over()
+        assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 2)
+        place.give_back()
+        assert not door._line._budget.used
+
+    asyncio.run(main())
+
+
+def test_costs_are_learned_by_tenant() -> None:
+    """A tenant whose prompts are cached is charged less for as many bytes than one whose prompts are new."""
+    door = door_of()
+    assert door.cost_tokens("a", 4000) == door.cost_tokens("b", 4000) == 1000
+    for _ in range(40):
+        door.learn("a", 4000, 10)
+        door.learn("b", 4000, 1300)
+    assert door.cost_tokens("a", 4000) < 20
+    assert door.cost_tokens("b", 4000) > 1200

@@ -1,0 +1,90 @@
+"""Shares follow who is there; budgets give what is within a share, and lend all but an eighth."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.fairness.shares import ACTIVE_S, Budget, Shares
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+
+
+class Clock:
+    """Time that a test moves."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_shares_are_those_of_whoever_was_seen_lately() -> None:
+    """One that is alone counts as one of two; whoever was not seen for a minute has no share."""
+    clock = Clock()
+    shares = Shares(WEIGHTS, clock)
+    shares.touch("b")
+    assert shares.fraction("b") == 2 / 3
+    shares.touch("a")
+    assert (shares.fraction("a"), shares.fraction("b")) == (1 / 3, 2 / 3)
+    assert shares.fraction("c") == 1 / 4
+    clock.now_s = ACTIVE_S
+    shares.touch("a")
+    clock.now_s += 1
+    shares.touch("a")
+    assert shares.fraction("a") == 1 / 2
+
+
+def test_where_there_is_one_tenant_all_is_its() -> None:
+    """Nobody else can come, so nothing is held back."""
+    shares = Shares({})
+    budget = Budget(shares, lambda: 8)
+    shares.touch("default")
+    assert shares.fraction("default") == 1.0
+    budget.take("default", 7)
+    assert budget.verdict("default", 1) == "granted"
+    assert budget.verdict("default", 2) == "over_share" or budget.verdict("default", 2) == "no_room"
+
+
+def test_what_is_larger_than_everything_fits_where_nothing_is_taken() -> None:
+    """A bound must keep nobody out for ever."""
+    shares = Shares(WEIGHTS)
+    shares.touch("a")
+    budget = Budget(shares, lambda: 10)
+    assert budget.verdict("a", 50) == "granted"
+    budget.take("b", 1)
+    assert budget.verdict("a", 50) == "no_room"
+
+
+@settings(deadline=None)
+@given(
+    total=st.integers(1, 40),
+    steps=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12), st.booleans()), max_size=60),
+)
+def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, int, bool]]) -> None:
+    """What is held adds up; who borrows leaves an eighth; who is within its share gets whatever is free."""
+    shares = Shares(WEIGHTS)
+    budget = Budget(shares, lambda: total)
+    held: Counter[str] = Counter()
+    for tenant, amount, back in steps:
+        shares.touch(tenant)
+        if back:
+            amount = min(amount, held[tenant])
+            budget.give_back(tenant, amount)
+            held[tenant] -= amount
+        else:
+            free = total - held.total()
+            share = max(1, int(total * shares.fraction(tenant)))
+            within = not held[tenant] or held[tenant] + amount <= share
+            granted = budget.verdict(tenant, amount) == "granted"
+            if within:
+                assert granted == (amount <= free or not held.total())
+            else:
+                assert granted == (free - amount >= max(1, total // 8))
+            if granted:
+                budget.take(tenant, amount)
+                held[tenant] += amount
+        assert budget.used == held.total()
+        assert {name: budget.held(name) for name in "abc"} == {name: held[name] for name in "abc"}

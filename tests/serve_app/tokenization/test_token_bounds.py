@@ -1,0 +1,66 @@
+"""A text has never fewer tokens than its length by the longest token allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from serve_app.tokenization.token_bounds import longest_token_chars
+
+
+def by_bytes(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path / "tokenizer.json"))
+
+
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=20), st.sampled_from(["<|im_start|>", " " * 40, "\u1112\u1161\u11ab" * 9, "e\u0301" * 9])
+    ),
+    max_size=8,
+).map("".join)
+
+
+@settings(deadline=None)
+@given(text=TEXTS, composed=st.booleans())
+def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bool) -> None:
+    """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing."""
+    tokenizer = by_bytes(demo_model_path)
+    if composed:
+        tokenizer.normalizer = normalizers.NFC()
+    longest = longest_token_chars(tokenizer)
+    assert longest is not None
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) * longest >= len(text)
+
+
+def test_where_nothing_is_known_nothing_is_claimed(demo_model_path: Path) -> None:
+    """Words, stripping, removed text, tokens that swallow blanks: any length can become one token, or none."""
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    assert longest_token_chars(words) is None
+    for change in ("strip", "lower", "removed", "rstrip", "shrink"):
+        tokenizer = by_bytes(demo_model_path)
+        if change == "strip":
+            tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+        elif change == "lower":
+            tokenizer.normalizer = normalizers.NFKC()
+        elif change == "removed":
+            splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+        elif change == "rstrip":
+            tokenizer.add_special_tokens([AddedToken("<|greedy|>", rstrip=True)])
+        else:
+            tokenizer.normalizer = normalizers.Replace("     ", " ")
+        assert longest_token_chars(tokenizer) is None, change
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_byte_fallback_is_what_bounds_a_sentencepiece_model(fallback: bool) -> None:
+    """Without it an unknown character is one token, or none, and neighbours may be fused."""
+    bytes_ = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE({**bytes_, "▁": 256, "a": 257}, [], byte_fallback=fallback))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.ByteFallback()
+    assert longest_token_chars(tokenizer) == (6 if fallback else None)
