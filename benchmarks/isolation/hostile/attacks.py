@@ -10,11 +10,12 @@ import random
 import resource
 import select
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from benchmarks.isolation.hostile.bodies import KINDS, short_prompts
 from benchmarks.isolation.hostile.raw_http import (
+    CHAT,
     COMPLETIONS,
     Connection,
     Reply,
@@ -29,6 +30,7 @@ TIMEOUT_S = 60.0
 RECONNECT_S = 0.05
 REOPENED_PER_S = 200
 _SPARE_FILES = 200
+_PATIENCE_S = (0.03, 0.1, 0.3, 1.0, 4.0)
 
 
 @dataclass(slots=True)
@@ -148,32 +150,13 @@ async def half_open(attack: Attack, *, connections: int = 10_000, source: str = 
                 open_one.close()
 
 
-async def leavers(
-    attack: Attack,
-    *,
-    clients: int = 1000,
-    burst: int = 250,
-    within_s: float = 1.0,
-    prompts: Sequence[int] = (1, 1, 4, 16),
-    seed: int = 0,
-) -> None:
-    """Send long streamed requests in bursts and leave each within so many seconds, at random."""
+async def leavers(attack: Attack, *, clients: int = 1000, burst: int = 100, seed: int = 0) -> None:
+    """Ask for long answers in bursts, streamed or whole, one or many, and leave each at a random moment.
+
+    Moments lie in the line, before the first token, and in mid-stream; of every other burst most are one and the same.
+    """
     generator = random.Random(seed)
-    texts = [f"{seed} {number} tell me all" for number in range(clients)]
-    requests = [
-        post_json(
-            attack.target,
-            COMPLETIONS,
-            {
-                "model": "demo",
-                "prompt": [f"{text} {part}" for part in range(generator.choice(prompts))],
-                "max_tokens": 4000,
-                "ignore_eos": True,
-                "stream": True,
-            },
-        )
-        for text in texts
-    ]
+    requests = [_long_request(attack.target, generator, f"{seed} {number}") for number in range(clients)]
     attack.ready()
 
     async def one(request: bytes, after_s: float) -> None:
@@ -190,8 +173,22 @@ async def leavers(
 
     for first in range(0, clients, burst):
         leaving = requests[first : first + burst]
-        await asyncio.gather(*(one(request, within_s * generator.random()) for request in leaving))
+        moments = [generator.choice(_PATIENCE_S) * generator.random() for _ in leaving]
+        if first // burst % 2:
+            moments = [generator.choice((moments[0], moments[0], moment)) for moment in moments]
+        await asyncio.gather(*map(one, leaving, moments))
         attack.notes["left"] = first + len(leaving)
+
+
+def _long_request(target: Target, generator: random.Random, text: str) -> bytes:
+    """Return a request that would run for minutes; some ask for many choices or prompts."""
+    common = {"model": "demo", "max_tokens": 4000, "ignore_eos": True, "stream": generator.random() < 0.7}
+    kind = generator.random()
+    if kind < 0.85:
+        messages = [{"role": "user", "content": f"{text} {'word ' * generator.choice((5, 50, 500))}"}]
+        return post_json(target, CHAT, {**common, "messages": messages, "n": 1 if kind < 0.7 else 16})
+    prompts = [f"{text} {part}" for part in range(generator.choice((8, 128)))]
+    return post_json(target, COMPLETIONS, {**common, "prompt": prompts})
 
 
 def _begin(target: Target, source: str) -> socket.socket | None:

@@ -19,7 +19,7 @@ from benchmarks.common.report import names_of, parser_of, write
 from benchmarks.common.server import Checkout
 from benchmarks.isolation.hostile.neighbours import neighbours
 from benchmarks.isolation.hostile.one_tenant import one_tenant
-from benchmarks.isolation.hostile.scenarios import SCENARIOS, Plan
+from benchmarks.isolation.hostile.scenarios import SCENARIOS, SETTINGS, Plan
 from benchmarks.isolation.hostile.stage import stage
 from serve_app.checkpoints.checkpoint import resolve_model
 
@@ -58,7 +58,7 @@ def measure(engine: str, name: str, options: argparse.Namespace) -> dict[str, An
         if name == ONE_TENANT:
             baseline = checkout_of(options.baseline_root, options.baseline_python)
             return one_tenant(engine, checkout, baseline, options.pairs)
-        with stage(engine, checkout) as made:
+        with stage(engine, checkout, **SETTINGS.get(name, {})) as made:
             if name == NEIGHBOURS:
                 return asyncio.run(neighbours(made, options.minutes))
             return asyncio.run(SCENARIOS[name](made, plan))

@@ -42,6 +42,7 @@ CONNECTIONS = 10_000
 LEAST_CONNECTIONS = 1000
 OWN_ADDRESS = "127.0.0.1"
 BODY_TIMEOUT_S = 60.0
+TOLD_S = 5.0
 SETTLE_S = 5.0
 """After it the memory of a refused body counts as kept."""
 _LONG_ANSWER = 3.0
@@ -233,6 +234,7 @@ async def leavers(stage: Stage, plan: Plan) -> dict[str, Any]:
     bars = [
         at_most("sequences left 2 s after the last client: 0", left["left_running"], 0),
         at_most("blocks left 2 s after the last client: 0", left["left_blocks"], 0),
+        at_most(f"the ingress is free to tell so within {TOLD_S:g} s", left["left_told_after_s"], TOLD_S),
     ]
     return verdict(figures, bars)
 
@@ -244,6 +246,8 @@ SCENARIOS: dict[str, Scenario] = {
     "half_open": half_open,
     "leavers": leavers,
 }
+SETTINGS: dict[str, dict[str, Any]] = {"leavers": {"max_num_seqs": 16, "max_waiting_requests": 16}}
+"""What scenarios need beside defaults: leavers find sequences that run, a waiting line, and refusals."""
 
 
 async def _under(

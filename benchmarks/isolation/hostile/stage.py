@@ -33,6 +33,7 @@ LEFT_AFTER_S = 2.0
 REPORTED_EVERY_S = 0.5
 """How often replicas tell their counters: what is read so much later is not older than asked for."""
 _LEFT_LONGEST_S = 20.0
+_LEFT = ("left_running", "left_blocks", "left_told_after_s", "seconds_to_nothing")
 _INGRESS = "ServeReplica:warmpath:Ingress"
 _SAMPLE = re.compile(r"^(\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -54,26 +55,26 @@ class Stage:
     async def left(self, ended_s: float) -> dict[str, Any]:
         """Return the sequences and blocks in use ``LEFT_AFTER_S`` after the last client's end, and when none was.
 
-        ``ended_s``: by time.monotonic. ``seconds_to_nothing`` None: not within a third of a minute.
+        ``ended_s``: by time.monotonic. ``left_told_after_s`` is larger where the ingress was too busy to tell sooner;
+        ``seconds_to_nothing`` None: not within a third of a minute.
         """
         headers = {"authorization": f"Bearer {self.operator_key}"}
-        figures: dict[str, Any] = {"left_running": None, "left_blocks": None, "seconds_to_nothing": None}
+        figures: dict[str, Any] = dict.fromkeys(_LEFT)
         async with httpx.AsyncClient(headers=headers, timeout=_LEFT_LONGEST_S) as client:
             while figures["left_running"] is None or figures["seconds_to_nothing"] is None:
                 after_s = time.monotonic() - ended_s
                 if after_s > _LEFT_LONGEST_S:
                     break
+                await asyncio.sleep(0.1)
                 try:
                     response = await client.get(f"{self.url}/metrics")
                 except httpx.HTTPError:
                     continue
-                used = in_use(response.text)
-                seen_s = after_s - REPORTED_EVERY_S
-                if seen_s >= LEFT_AFTER_S and figures["left_running"] is None and used is not None:
-                    figures["left_running"], figures["left_blocks"] = used
-                if used == (0, 0) and figures["seconds_to_nothing"] is None and seen_s > 0:
-                    figures["seconds_to_nothing"] = seen_s
-                await asyncio.sleep(0.1)
+                used, told_s = in_use(response.text), time.monotonic() - ended_s
+                if used is not None and figures["left_running"] is None and told_s >= LEFT_AFTER_S + REPORTED_EVERY_S:
+                    figures |= dict(zip(_LEFT, (*used, told_s), strict=False))
+                if used == (0, 0) and figures["seconds_to_nothing"] is None and after_s > REPORTED_EVERY_S:
+                    figures["seconds_to_nothing"] = told_s
         return figures
 
     def ingress_bytes(self) -> int:
@@ -97,13 +98,17 @@ class Stage:
 
 @contextmanager
 def stage(
-    engine: str, checkout: Checkout | None = None, tenants: Sequence[str] = (ATTACKER, *POLITE)
+    engine: str, checkout: Checkout | None = None, tenants: Sequence[str] = (ATTACKER, *POLITE), **more: Any
 ) -> Iterator[Stage]:
-    """Start an instance of the demo model with those tenants, an operator and public prompts, one of 1 MiB."""
+    """Start an instance of the demo model with those tenants, an operator and public prompts, one of 1 MiB.
+
+    ``more``: settings by name.
+    """
     keys = {name: make_api_key() for name in (*tenants, "operator")}
     operator_key, operator_digest = keys.pop("operator")
     long_text = " ".join(WORDS)
     settings = {
+        **more,
         "model": "demo",
         "engine": engine,
         "replicas": REPLICAS,
