@@ -149,7 +149,10 @@ def _audit_tiers(tiers: Any) -> None:
     host, disk = tiers._host, tiers.disk
     if host is not None:
         _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
+        _hold(sum(host.index.holdings().values()) == host.used_bytes, "tenants hold other bytes than host memory")
     if disk is not None:
+        held = sum(disk.tier.index.holdings().values())
+        _hold(held == disk.tier.used_bytes, f"tenants hold {held} bytes on disk, where {disk.tier.used_bytes} are used")
         _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
 
 

@@ -83,11 +83,11 @@ class KvFormat(msgspec.Struct, frozen=True):
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "simulated": 0}
 
 
-class ChainHeader(msgspec.Struct, frozen=True):
+class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``prefix_digest``: of the last block.
 
     ``prefix_digest`` is called "lineage" in the bytes of version 1. ``checksum``: xxh3_128 of the payload. A file holds
-    one block from anywhere in a chain, an export a chain's start.
+    one block from anywhere in a chain, an export a chain's start. ``owner``: of a file, as in ``TierBlock``.
     """
 
     format: KvFormat
@@ -97,6 +97,7 @@ class ChainHeader(msgspec.Struct, frozen=True):
     token_ids: bytes
     prefix_digest: bytes = msgspec.field(name="lineage")
     checksum: bytes
+    owner: str = ""
 
     @property
     def blocks(self) -> int:

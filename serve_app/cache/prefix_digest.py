@@ -47,7 +47,7 @@ def extend_digests(parent: bytes, scope: PrefixScope, token_ids: TokenArray, blo
 class TierBlock:
     """A block's name, the digest that it is verified by, and what a file's header says of it besides.
 
-    ``scope``: the scope's digest.
+    ``scope``: the scope's digest. ``owner``: the key of the account that it is on (see ``TierIndex``); "": unknown.
     """
 
     block_hash: bytes
@@ -55,3 +55,4 @@ class TierBlock:
     scope: bytes
     lora: str
     token_bytes: bytes
+    owner: str

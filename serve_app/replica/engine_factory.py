@@ -63,6 +63,7 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
             disk_dir=config.disk_cache_dir,
             disk_queue_bytes=config.disk_queue_bytes,
             load_ratio=config.tier_load_ratio,
+            save_ttl_s=config.save_ttl_s,
         ),
         num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
         speculative_model=str(drafter or ""),

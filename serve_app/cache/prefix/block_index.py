@@ -17,13 +17,17 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, spli
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line."""
+    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line.
+
+    ``tenant``: on whose account it is.
+    """
 
     block_hash: bytes
     block: int
     parent: int | None
     token_bytes: bytes
     scope: PrefixScope
+    tenant: str
     children: int = 0
     released_at: int = 0
     prefix_digest: bytes = b""

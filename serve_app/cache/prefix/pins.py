@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -57,6 +57,8 @@ class Pins:
         self._tails: dict[int, list[Pin]] = {}
         self._expiries: list[tuple[float, int, Pin]] = []
         self._entries = 0
+        self.on_end: Callable[[list[int]], None] | None = None
+        """Called with the blocks that no pin keeps any more, while they are indexed still."""
 
     def __len__(self) -> int:
         """How many prefixes are pinned."""
@@ -75,6 +77,10 @@ class Pins:
     def next_expiry_s(self) -> float | None:
         """A time at or before the next pin's end; None when no pin will end."""
         return self._expiries[0][0] if self._expiries else None
+
+    def soonest_first(self) -> list[Pin]:
+        """Return all pins by their ends."""
+        return sorted(self._pins.values(), key=lambda pin: pin.expires_s)
 
     def counts(self) -> dict[int, int]:
         """Return the pins each pinned block is under (any thread)."""
@@ -159,6 +165,8 @@ class Pins:
                 counts[block] -= 1
                 if not counts[block]:
                     del counts[block]
+        if self.on_end is not None:
+            self.on_end([block for block in pin.blocks if block not in self._counts])
         if not account.pins:
             del self._accounts[pin.tenant]
         tails = self._tails[pin.blocks[-1]]

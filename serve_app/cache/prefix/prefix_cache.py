@@ -176,9 +176,10 @@ class PrefixCache:
             own_scope = public if i < scope.public_blocks else private
             entry = self.index.of_hash(block_hash)
             if entry is None:
-                self.index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope))
                 if i < scope.public_blocks:
                     self.quota.hand_over(blocks[i], PUBLIC)
+                tenant = self.quota.tenant_of(blocks[i])
+                self.index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope, tenant))
                 stored += block_hash
             elif not entry.equals(parent, content, own_scope):
                 break

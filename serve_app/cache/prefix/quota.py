@@ -1,17 +1,16 @@
 """Tenants' shares of a block pool: who holds which blocks, and whose block is evicted next.
 
-Owns the tenants' accounts and their leaves in LRU order. Laws: the accounts add up to the pool's taken blocks; nobody
-at or under their share gives up a block while somebody over theirs has one to give; room that nobody needs can be
-borrowed. Not thread-safe, except ``holdings``.
+Owns whose account each block is on, and each tenant's leaves in LRU order. Laws: the accounts add up to the pool's
+taken blocks; nobody at or under their share gives up a block while somebody over theirs has one to give; room that
+nobody needs can be borrowed. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from serve_app.cache.prefix.accounts import Account, Accounts
 
 ACTIVE_S = 600.0
 """Seconds without a request after which a tenant has no share, and its blocks are the first to go, until the next."""
@@ -27,45 +26,17 @@ longer guard would leave a replica idle for the sake of caches that may never be
 Evictable = Callable[[int, int], bool]
 """(tick of the block's last release, block) -> whether that entry of a line still stands for an evictable leaf."""
 
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """One tenant's blocks: ``held`` in all, ``idle`` of them held by the cache alone."""
-
-    tenant: str
-    weight: float
-    held: int = 0
-    idle: int = 0
-    active: bool = False
-    used_s: float = 0.0
-    leaves: list[tuple[int, int]] = field(default_factory=list)
-    queued: float | None = None
-
-    @property
-    def excess(self) -> float:
-        """How far over its share: blocks by weight, which orders tenants as excess over any common share does."""
-        return self.held / self.weight if self.active else math.inf
+Leaves = list[tuple[int, int]]
+"""A heap of (tick of the block's last release, block)."""
 
 
-class Quota:
-    """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Every call is O(log n) or better."""
+class Quota(Accounts[Leaves]):
+    """Accounts of the pool's blocks by tenant; ``weights`` as in ``Accounts``."""
 
     def __init__(self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
-        if any(not 0.0 < weight < math.inf for weight in weights.values()):
-            raise ValueError("a tenant's share must be a finite number over 0")
+        super().__init__(weights, clock, ACTIVE_S, list)
         self._total_blocks = total_blocks
-        self._weights = dict(weights)
-        self._clock = clock
-        self._owners: list[Account | None] = [None] * total_blocks
-        self._accounts: dict[str, Account] = {}
-        self._recent: OrderedDict[str, Account] = OrderedDict()
-        self._active_weight = 0.0
-        self._line: list[tuple[float, int, Account]] = []
-        self._ticks = 0
-
-    def holdings(self) -> dict[str, int]:
-        """Return the blocks each tenant holds (any thread)."""
-        return {tenant: account.held for tenant, account in self._accounts.copy().items() if account.held}
+        self._owners: list[Account[Leaves] | None] = [None] * total_blocks
 
     def fraction(self, tenant: str) -> float:
         """Return the part of the pool that is ``tenant``'s share among the tenants active now.
@@ -82,6 +53,10 @@ class Quota:
         if len(self._recent) - (shared is not None) <= 1 and len(self._weights) > 1:
             others = max(others, 1.0)
         return weight / (weight + max(others, 0.0))
+
+    def tenant_of(self, block: int) -> str:
+        """Return whose account a taken block is on."""
+        return self._owner(block).tenant
 
     def in_use(self, tenant: str) -> int:
         """Return the tenant's blocks that cannot be evicted now."""
@@ -105,22 +80,6 @@ class Quota:
                 within = int(self._total_blocks * account.weight / self._active_weight) - (account.held - account.idle)
                 kept += min(account.idle, max(0, within))
         return kept
-
-    def touch(self, tenant: str) -> Account:
-        """Note a request of a tenant: it is active from now on."""
-        now_s = self._clock()
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
-        account.used_s = now_s
-        if not account.active:
-            account.active = True
-            self._active_weight += account.weight
-            self._recent[tenant] = account
-        else:
-            self._recent.move_to_end(tenant)
-        self._retire(now_s)
-        return account
 
     def take(self, blocks: Sequence[int], tenant: str) -> None:
         """Enter blocks that were free under a tenant."""
@@ -178,46 +137,14 @@ class Quota:
         """
         self._retire(self._clock())
         while True:
-            key, _, account = heapq.heappop(self._line)
-            if account.queued != -key:
-                continue
-            account.queued = None
-            if account.excess < -key:
-                self._queue(account)
-                continue
+            account = self._furthest()
             while account.leaves:
                 leaf = heapq.heappop(account.leaves)
                 if evictable(*leaf):
                     self._queue(account)
                     return leaf[1]
 
-    def _owner(self, block: int) -> Account:
+    def _owner(self, block: int) -> Account[Leaves]:
         account = self._owners[block]
         assert account is not None, f"block {block} belongs to nobody"
         return account
-
-    def _queue(self, account: Account) -> None:
-        """See that the account stands in the line at least as far ahead as its excess asks for."""
-        excess = account.excess
-        if not account.leaves or (account.queued is not None and account.queued >= excess):
-            return
-        account.queued = excess
-        self._ticks += 1
-        heapq.heappush(self._line, (-excess, self._ticks, account))
-        if len(self._line) > 2 * len(self._accounts) + 64:
-            self._line = [entry for entry in self._line if entry[2].queued == -entry[0]]
-            heapq.heapify(self._line)
-
-    def _retire(self, now_s: float) -> None:
-        """Take their shares from tenants that have not been seen for long."""
-        while self._recent:
-            tenant, account = next(iter(self._recent.items()))
-            if now_s - account.used_s <= ACTIVE_S:
-                return
-            del self._recent[tenant]
-            account.active = False
-            self._active_weight = self._active_weight - account.weight if self._recent else 0.0
-            if not account.held:
-                del self._accounts[tenant]
-            else:
-                self._queue(account)

@@ -1,23 +1,24 @@
-"""Blocks in files: the index, its order, its bound, and what it announces.
+"""Blocks in files: the index, its bound by tenants' shares, the ends of saves, and what it announces.
 
 Owns which block has a file. One thread (the queue's) stores, loads and marks; any thread may look up. Events are
-gathered under the lock that guards the index, in its order. Saved blocks go after all others, and never for one that is
-not saved.
+gathered under the lock that guards the index, in its order. While a save lasts its engine says when it ends; the end in
+a file's name counts after a restart.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
 
 from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.kv_chain import Row, TransferError, WrongChain
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk_files import BlockFiles, FoundFile
+from serve_app.cache.tiers.tier_index import UNKNOWN, Entry, TierIndex
 
 _log = logging.getLogger(__name__)
 
@@ -25,40 +26,50 @@ TIER = "disk"
 SCAN_LIMIT_S = 10.0
 """How long a start may read headers; files not reached by then, the longest unused, are dropped."""
 
-
-@dataclass(slots=True)
-class _IndexedFile:
-    block: TierBlock
-    size: int
+ACTIVE_S = 86400.0
+"""Seconds without a request after which a tenant has no share here: what a disk is for is there again the next day."""
 
 
 class DiskTier:
-    """At most ``capacity_bytes`` of files, headers included."""
+    """At most ``capacity_bytes`` of files, headers included.
+
+    ``shares``: weights by tenant. ``save_ttl_s``: how long a save of an earlier life stays one at most.
+    """
 
     def __init__(
         self,
         files: BlockFiles,
         capacity_bytes: int,
         *,
+        shares: Mapping[str, float] | None = None,
+        save_ttl_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         scan_limit_s: float = SCAN_LIMIT_S,
     ) -> None:
         """Index what an earlier life left in the directory."""
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
         self.refused_files = 0
         self.failed_writes = 0
         self.evicted_blocks = 0
+        self.index: TierIndex[Entry] = TierIndex(shares or {}, clock, ACTIVE_S)
         self._files = files
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._index: dict[bool, OrderedDict[bytes, _IndexedFile]] = {False: OrderedDict(), True: OrderedDict()}
+        self._inherited: dict[bytes, float] = {}
+        """Saves of an earlier life that will end, by Unix time, the soonest first: nobody will say that they do."""
         self._events: list[BlocksStored | BlocksRemoved] = []
         self._life = 0
         self._used_ns = 0
-        self._scan(clock, scan_limit_s)
+        self._scan(clock, scan_limit_s, save_ttl_s)
 
     def __len__(self) -> int:
-        return len(self._index[False]) + len(self._index[True])
+        return len(self.index)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the files."""
+        return self.index.used_bytes
 
     @property
     def has_events(self) -> bool:
@@ -67,13 +78,22 @@ class DiskTier:
 
     def get(self, block_hash: bytes) -> TierBlock | None:
         """Return what is known of a block that has a file (any thread)."""
-        filed = self._index[False].get(block_hash) or self._index[True].get(block_hash)
+        filed = self.index.get(block_hash)
         return filed.block if filed else None
 
     def hashes(self, *, saved: bool | None = None) -> frozenset[bytes]:
         """Return the hashes of all blocks, or of those that are saved, or not."""
         with self._lock:
-            return frozenset(h for kind, held in self._index.items() if saved in (None, kind) for h in held)
+            return frozenset(
+                filed.block.block_hash
+                for filed in self.index
+                if saved is None or saved == (filed.saved_until_s is not None)
+            )
+
+    def seen(self, owner: str) -> None:
+        """Note a request of who has this account (any thread)."""
+        with self._lock:
+            self.index.touch(owner)
 
     def take_events(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events since the last call (any thread)."""
@@ -83,7 +103,7 @@ class DiskTier:
             events, self._events = self._events, []
         return events
 
-    def store(self, block: TierBlock, row: Row, *, saved: bool = False) -> bool:
+    def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:
         """Write a block, making room; return whether it is filed now. A failed write is logged and counted."""
         block_hash = block.block_hash
         known = self.get(block_hash)
@@ -91,146 +111,174 @@ class DiskTier:
             if known.prefix_digest != block.prefix_digest:
                 return False
             self.touch([block_hash])
-            return self.mark_saved([block_hash]) == 1 if saved else True
+            return saved_until_s is None or self.mark([block_hash], saved_until_s) == 1
         content = self._files.encode(block, row)
         life = self._life
-        if not self._make_room(len(content), for_saved=saved):
+        if not self._make_room(len(content), block.owner, saved=saved_until_s is not None):
             return False
         try:
-            self._files.write(block_hash, content, saved=saved, used_ns=self._now_ns())
+            self._files.write(block_hash, content, saved_until_s, self._now_ns())
         except OSError as error:
             self.failed_writes += 1
             _log.warning("a KV block could not be written to disk: %s", error.strerror)
             return False
         with self._lock:
             if life == self._life:
-                self._index[saved][block_hash] = _IndexedFile(block, len(content))
-                self.used_bytes += len(content)
+                self.index.add(Entry(block, len(content), saved_until_s))
                 self._events.append(BlocksStored(block_hash, TIER))
                 return True
-        self._files.remove(block_hash, saved=saved)
+        self._files.remove(block_hash, saved_until_s)
         return False
 
     def load(self, block_hash: bytes) -> tuple[TierBlock, Row] | None:
         """Read a block; one whose file is gone, torn or foreign is forgotten with a warning."""
-        saved = block_hash in self._index[True]
-        filed = self._index[saved].get(block_hash)
+        filed = self.index.get(block_hash)
         if filed is None:
             return None
         try:
-            block, row = self._files.read(block_hash, saved=saved)
+            block, row = self._files.read(block_hash, filed.saved_until_s)
             if block.prefix_digest != filed.block.prefix_digest:
                 raise WrongChain("the file was exchanged")
             return block, row
         except (OSError, TransferError) as error:
-            if self._forget(block_hash):
+            with self._lock:
+                forgotten = self._forget(block_hash)
+            if forgotten:
                 self.refused_files += 1
                 _log.warning("a KV block's file was dropped: %s", error)
-                self._files.remove(block_hash, saved=saved)
+                self._files.remove(block_hash, filed.saved_until_s)
             return None
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Make blocks the most recently used ones, in that order: children before their parents."""
         for block_hash in block_hashes:
             with self._lock:
-                saved = block_hash in self._index[True]
-                if block_hash not in self._index[saved]:
+                filed = self.index.get(block_hash)
+                if filed is None:
                     continue
-                self._index[saved].move_to_end(block_hash)
+                self.index.use(block_hash)
             try:
-                self._files.touch(block_hash, saved=saved, used_ns=self._now_ns())
+                self._files.touch(block_hash, filed.saved_until_s, self._now_ns())
             except OSError as error:
                 _log.warning("a KV block's time of use was not noted: %s", error.strerror)
 
-    def mark_saved(self, block_hashes: Iterable[bytes]) -> int:
-        """Mark blocks as saved, on disk too; return how many of them are saved now."""
+    def mark(self, block_hashes: Iterable[bytes], saved_until_s: float | None) -> int:
+        """Note until when (Unix time) blocks are saved, on disk too; None: no more. Return how many are marked so."""
         marked = 0
         for block_hash in block_hashes:
-            if block_hash in self._index[False]:
+            filed = self.index.get(block_hash)
+            if filed is None:
+                continue
+            if filed.saved_until_s != saved_until_s:
                 try:
-                    self._files.mark_saved(block_hash)
+                    self._files.mark(block_hash, filed.saved_until_s, saved_until_s)
                 except OSError as error:
                     _log.warning("a KV block could not be marked: %s", error.strerror)
                     continue
-                with self._lock:
-                    filed = self._index[False].pop(block_hash, None)
-                    if filed is not None:
-                        self._index[True][block_hash] = filed
-            marked += block_hash in self._index[True]
+            with self._lock:
+                self._inherited.pop(block_hash, None)
+                if block_hash in self.index:
+                    self.index.mark(block_hash, saved_until_s)
+                    marked += 1
+                else:  # forgotten meanwhile: who unlinks it has to know its new name
+                    filed.saved_until_s = saved_until_s
         return marked
 
     def forget_all(self) -> Callable[[], None]:
         """Forget every block at once (any thread) and return what unlinks the files, for the queue's thread."""
         with self._lock:
             self._life += 1
-            gone = [(block_hash, saved) for saved, held in self._index.items() for block_hash in held]
-            for held in self._index.values():
-                held.clear()
-            self.used_bytes = 0
+            gone = [(filed.block.block_hash, filed) for filed in self.index]
+            self.index.clear()
+            self._inherited.clear()
             if gone:
                 self._events.append(BlocksRemoved(b"".join(block_hash for block_hash, _ in gone), TIER))
 
         def unlink() -> None:
-            for block_hash, saved in gone:
-                self._files.remove(block_hash, saved=saved)
+            for block_hash, filed in gone:
+                self._files.remove(block_hash, filed.saved_until_s)
 
         return unlink
 
     def announce(self) -> BlocksStored | None:
         """Return an event that names everything held, parents first (any thread)."""
         with self._lock:
-            held = [h for kind in (True, False) for h in reversed(self._index[kind])]
-        return BlocksStored(b"".join(held), TIER) if held else None
+            newest_first = list(reversed(self.index))
+        held = sorted(newest_first, key=lambda filed: filed.saved_until_s is None)
+        return BlocksStored(b"".join(filed.block.block_hash for filed in held), TIER) if held else None
 
-    def _make_room(self, size: int, *, for_saved: bool) -> bool:
-        while self.used_bytes + size > self.capacity_bytes:
+    def _make_room(self, size: int, owner: str, *, saved: bool) -> bool:
+        """Evict until ``size`` bytes fit; False where they are not worth what would have to go."""
+        if self.used_bytes + size > self.capacity_bytes:
+            self._end_inherited()
+        while True:
             with self._lock:
-                saved = not self._index[False]
-                if saved and not (for_saved and self._index[True]):
+                if self.used_bytes + size <= self.capacity_bytes:
+                    return True
+                victim = self.index.next_victim(owner, saved=saved)
+                if victim is None:
                     return False
-                block_hash = next(iter(self._index[saved]))
-            self._forget(block_hash)
+                self._forget(victim.block.block_hash)
             self.evicted_blocks += 1
-            self._files.remove(block_hash, saved=saved)
-        return True
+            self._files.remove(victim.block.block_hash, victim.saved_until_s)
+
+    def _end_inherited(self) -> None:
+        now_s = self._wall_clock()
+        with self._lock:
+            ended = [one for one, _ in takewhile(lambda item: item[1] <= now_s, self._inherited.items())]
+        self.mark(ended, None)
 
     def _forget(self, block_hash: bytes) -> bool:
-        with self._lock:
-            filed = self._index[False].pop(block_hash, None) or self._index[True].pop(block_hash, None)
-            if filed is None:
-                return False
-            self.used_bytes -= filed.size
-            self._events.append(BlocksRemoved(block_hash, TIER))
-            return True
+        """Take a block out of the index, if it is there. The lock is held."""
+        if block_hash not in self.index:
+            return False
+        self.index.remove(block_hash)
+        self._inherited.pop(block_hash, None)
+        self._events.append(BlocksRemoved(block_hash, TIER))
+        return True
 
     def _now_ns(self) -> int:
         """Return a time that rises with every call: file times are all that is left of the order after a restart."""
         self._used_ns = max(self._used_ns + 1, time.time_ns())
         return self._used_ns
 
-    def _scan(self, clock: Callable[[], float], limit_s: float) -> None:
-        """Index the files of an earlier life, saved and recent ones first, within the bound and the time."""
-        deadline_s = clock() + limit_s
-        found = sorted(self._files.scan(), key=lambda file: (file.saved, file.used_ns), reverse=True)
-        kept: list[tuple[FoundFile, TierBlock]] = []
-        seen: set[bytes] = set()
+    def _scan(self, clock: Callable[[], float], limit_s: float, save_ttl_s: float | None) -> None:
+        """Index the files of an earlier life, saved and recent ones first, within the time; then evict to the bound."""
+        deadline_s, now_s = clock() + limit_s, self._wall_clock()
+        found = sorted(
+            self._files.scan(), key=lambda file: (file.saved_until_s is not None, file.used_ns), reverse=True
+        )
+        kept: dict[bytes, tuple[FoundFile, TierBlock]] = {}
         for file in found:
-            block = None
             late = clock() > deadline_s
-            if file.block_hash not in seen and not late and self.used_bytes + file.size <= self.capacity_bytes:
-                block = self._believe(file)
+            block = self._believe(file) if file.block_hash not in kept and not late else None
             if block is None:
-                self._files.remove(file.block_hash, saved=file.saved)
-                continue
-            seen.add(file.block_hash)
-            kept.append((file, block))
-            self.used_bytes += file.size
-        for file, block in reversed(kept):
-            self._index[file.saved][file.block_hash] = _IndexedFile(block, file.size)
-            self._used_ns = max(self._used_ns, file.used_ns)
+                self._files.remove(file.block_hash, file.saved_until_s)
+            else:
+                kept[file.block_hash] = (file, block)
+        used_ns: dict[str, int] = {}
+        for file, block in sorted(kept.values(), key=lambda one: one[0].used_ns):
+            self.index.add(Entry(block, file.size, file.saved_until_s))
+            used_ns.pop(block.owner, None)
+            used_ns[block.owner] = self._used_ns = file.used_ns
+        used_ns.pop(UNKNOWN, None)
+        for owner, last_ns in used_ns.items():
+            self.index.touch(owner, max(0.0, now_s - last_ns / 1e9))
+        self._inherit(now_s, math.inf if save_ttl_s is None else now_s + save_ttl_s)
+        self._make_room(0, UNKNOWN, saved=True)
+        self._events.clear()
         event = self.announce()
         if event is not None:
             self._events.append(event)
+
+    def _inherit(self, now_s: float, latest_s: float) -> None:
+        """Let no save of an earlier life last longer than ``latest_s``, and end what is over."""
+        saved = [(filed.saved_until_s, filed) for filed in self.index if filed.saved_until_s is not None]
+        for until_s, filed in sorted(saved, key=lambda one: one[0]):
+            bounded_s = min(until_s, float(math.floor(latest_s)) if latest_s < math.inf else math.inf)
+            self.mark([filed.block.block_hash], bounded_s if bounded_s > now_s else None)
+            if now_s < bounded_s < math.inf:
+                self._inherited[filed.block.block_hash] = bounded_s
 
     def _believe(self, file: FoundFile) -> TierBlock | None:
         try:

@@ -1,14 +1,16 @@
 """The disk tier's directory: one KV block a file, in a slot that one engine holds.
 
 Owns names, modes, the atomic write and the slot's lock. A file is written whole or not at all, and checked before it
-is believed. A saved block's name ends in ``.saved``: a rename is all it takes to mark one. Paths of blocks are plain
-strings: pathlib's own work would be a third of a small file's time and more, and it interns every name.
+is believed. A saved block's name ends in ``.saved``, or ``.TIME.saved`` if the save ends (Unix time): a rename is all
+it takes to mark one. Paths of blocks are plain strings: pathlib's own work would be a third of a small file's time and
+more, and it interns every name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import stat
@@ -35,7 +37,7 @@ from serve_app.cache.kv_chain import (
 )
 from serve_app.cache.prefix_digest import TierBlock
 
-_NAME = re.compile(r"([0-9a-f]{32})\.(kv|saved)")
+_NAME = re.compile(r"([0-9a-f]{32})\.(?:kv|(?P<saved>(?:(?P<until_s>[0-9]{1,12})\.)?saved))")
 _TEMPORARY = re.compile(r"[0-9a-f]{32}\.tmp")
 
 MAX_SLOTS = 1024
@@ -47,10 +49,10 @@ class DiskTierError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file with one of our names. ``used_ns``: when it was last used."""
+    """A file with one of our names. ``saved_until_s``: as in ``Entry``; ``used_ns``: when it was last used."""
 
     block_hash: bytes
-    saved: bool
+    saved_until_s: float | None
     size: int
     used_ns: int
 
@@ -73,10 +75,11 @@ class BlockFiles:
             token_ids=block.token_bytes,
             prefix_digest=block.prefix_digest,
             checksum=checksum(row),
+            owner=block.owner,
         )
         return encode_header(header) + row.tobytes()
 
-    def write(self, block_hash: bytes, content: bytes, *, saved: bool, used_ns: int) -> None:
+    def write(self, block_hash: bytes, content: bytes, saved_until_s: float | None, used_ns: int) -> None:
         """Make a block's file appear, whole, with its time of use. Raises OSError and leaves nothing half-done."""
         temporary = f"{self._prefix}{block_hash.hex()}.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -86,15 +89,15 @@ class BlockFiles:
                 while view:
                     view = view[file.write(view) or 0 :]
             os.utime(temporary, ns=(used_ns, used_ns))
-            os.replace(temporary, self._path(block_hash, saved))
+            os.replace(temporary, self._path(block_hash, saved_until_s))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
 
-    def read(self, block_hash: bytes, *, saved: bool) -> tuple[TierBlock, Row]:
+    def read(self, block_hash: bytes, saved_until_s: float | None) -> tuple[TierBlock, Row]:
         """Return a block and its bytes. Raises OSError or a TransferError: then the file is worth nothing."""
-        with open(self._path(block_hash, saved), "rb") as file:
+        with open(self._path(block_hash, saved_until_s), "rb") as file:
             return self.decode(file.read(), block_hash)
 
     def decode(self, data: bytes, block_hash: bytes) -> tuple[TierBlock, Row]:
@@ -109,7 +112,7 @@ class BlockFiles:
 
     def read_header(self, found: FoundFile) -> TierBlock:
         """Return what a file's header says, its payload unread. Raises OSError or a TransferError."""
-        with open(self._path(found.block_hash, found.saved), "rb") as file:
+        with open(self._path(found.block_hash, found.saved_until_s), "rb") as file:
             prefix = file.read(PREFIX_BYTES)
             data = prefix + file.read(header_bytes(prefix) - PREFIX_BYTES)
         header, start = decode_header(data)
@@ -117,18 +120,18 @@ class BlockFiles:
             raise Truncated(f"{found.size} bytes where the header names {start + header.payload_bytes}")
         return self._check_block(header, found.block_hash)
 
-    def mark_saved(self, block_hash: bytes) -> None:
-        """Rename a block's file from unsaved to saved. Raises OSError."""
-        os.replace(self._path(block_hash, False), self._path(block_hash, True))
+    def mark(self, block_hash: bytes, before_s: float | None, saved_until_s: float | None) -> None:
+        """Rename a block's file, from the end of its save as the name says it to another. Raises OSError."""
+        os.replace(self._path(block_hash, before_s), self._path(block_hash, saved_until_s))
 
-    def touch(self, block_hash: bytes, *, saved: bool, used_ns: int) -> None:
+    def touch(self, block_hash: bytes, saved_until_s: float | None, used_ns: int) -> None:
         """Note a use. Raises OSError."""
-        os.utime(self._path(block_hash, saved), ns=(used_ns, used_ns))
+        os.utime(self._path(block_hash, saved_until_s), ns=(used_ns, used_ns))
 
-    def remove(self, block_hash: bytes, *, saved: bool) -> None:
+    def remove(self, block_hash: bytes, saved_until_s: float | None) -> None:
         """Unlink a block's file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path(block_hash, saved))
+            os.unlink(self._path(block_hash, saved_until_s))
 
     def scan(self) -> Iterator[FoundFile]:
         """Yield every file with a block's name; remnants of torn writes are unlinked, other files left alone."""
@@ -137,19 +140,24 @@ class BlockFiles:
                 name = _NAME.fullmatch(entry.name)
                 if name is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
-                    yield FoundFile(bytes.fromhex(name[1]), name[2] == "saved", stat.st_size, stat.st_mtime_ns)
+                    until_s = float(name["until_s"] or math.inf) if name["saved"] else None
+                    yield FoundFile(bytes.fromhex(name[1]), until_s, stat.st_size, stat.st_mtime_ns)
                 elif _TEMPORARY.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)
 
-    def _path(self, block_hash: bytes, saved: bool) -> str:
-        return f"{self._prefix}{block_hash.hex()}.{'saved' if saved else 'kv'}"
+    def _path(self, block_hash: bytes, saved_until_s: float | None) -> str:
+        if saved_until_s is None:
+            return f"{self._prefix}{block_hash.hex()}.kv"
+        if saved_until_s == math.inf:
+            return f"{self._prefix}{block_hash.hex()}.saved"
+        return f"{self._prefix}{block_hash.hex()}.{int(saved_until_s)}.saved"
 
     def _check_block(self, header: ChainHeader, block_hash: bytes) -> TierBlock:
         check_format(header, self.format)
         if header.hashes != block_hash or len(header.hashes) != HASH_BYTES:
             raise WrongChain("the file holds another block than its name says")
-        return TierBlock(block_hash, header.prefix_digest, header.scope, header.lora, header.token_ids)
+        return TierBlock(block_hash, header.prefix_digest, header.scope, header.lora, header.token_ids, header.owner)
 
 
 class DiskSlot:

@@ -78,14 +78,14 @@ class DiskQueue:
         """Return how many blocks may be offered now."""
         return self._max_blocks - len(self._pending)
 
-    def offer(self, block: TierBlock, row: Row, *, saved: bool = False) -> bool:
+    def offer(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:
         """Queue a block to be written; ``row`` is the queue's from now on. False, and counted, when it is full."""
         with self._changed:
             if self._stopping or self.room() <= 0:
                 self.dropped_blocks += 1
                 return False
             self._pending[block.block_hash] = (block, row)
-            self._tasks.append(_Task(lambda: self._store(block, row, saved)))
+            self._tasks.append(_Task(lambda: self._store(block, row, saved_until_s)))
             self._changed.notify_all()
         return True
 
@@ -102,10 +102,10 @@ class DiskQueue:
         wanted = list(hashes)
         self._enqueue(lambda: self.tier.touch(wanted))
 
-    def mark_saved(self, hashes: Iterable[bytes]) -> None:
-        """Mark blocks as saved, those offered before included."""
+    def mark(self, hashes: Iterable[bytes], saved_until_s: float | None) -> None:
+        """Note until when blocks are saved, those offered before included; None: no more."""
         wanted = list(hashes)
-        self._enqueue(lambda: self.tier.mark_saved(wanted))
+        self._enqueue(lambda: self.tier.mark(wanted, saved_until_s))
 
     def clear(self) -> None:
         """Forget every block, filed or waiting."""
@@ -170,9 +170,9 @@ class DiskQueue:
             except Exception:
                 _log.exception("the disk tier failed at one piece of work")
 
-    def _store(self, block: TierBlock, row: Row, saved: bool) -> None:
+    def _store(self, block: TierBlock, row: Row, saved_until_s: float | None) -> None:
         try:
-            if self.tier.store(block, row, saved=saved):
+            if self.tier.store(block, row, saved_until_s):
                 self.stored_blocks += 1
             else:
                 self.dropped_blocks += 1

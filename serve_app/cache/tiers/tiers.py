@@ -7,7 +7,7 @@ the disk queue has a thread. A batch comes children before parents, so the heads
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from serve_app.cache.tiers.disk import DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot
 from serve_app.cache.tiers.disk_queue import DiskLoad, DiskQueue, Wake
 from serve_app.cache.tiers.host import HostTier
+from serve_app.cache.tiers.tier_index import account_key
 
 TierEvent = BlocksStored | BlocksRemoved
 ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
@@ -29,13 +30,17 @@ ReadRows = Callable[[Sequence[int], Sequence[Row]], None]
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Bounds of the tiers; 0 bytes is off. ``load_ratio``: see ``LoadRule``."""
+    """Bounds of the tiers; 0 bytes is off. ``load_ratio``: see ``LoadRule``.
+
+    ``save_ttl_s``: how long a save that an earlier life left on disk stays one at most; None: for ever.
+    """
 
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: Path | None = None
     disk_queue_bytes: int = 256 * 1024 * 1024
     load_ratio: float = 1.0
+    save_ttl_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -49,10 +54,18 @@ class TierCounts:
 
 
 class Tiers:
-    """Host memory and disk under one pool. ``size_bytes``: what a block counts."""
+    """Host memory and disk under one pool. ``size_bytes``: what a block counts. ``shares``: weights by tenant."""
 
     def __init__(
-        self, settings: TierSettings, kv_format: KvFormat, size_bytes: int, wake: Wake, *, start: bool = True
+        self,
+        settings: TierSettings,
+        kv_format: KvFormat,
+        size_bytes: int,
+        wake: Wake,
+        *,
+        shares: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        start: bool = True,
     ) -> None:
         """Open the tiers, the disk's with what an earlier life left. Raises DiskTierError or ValueError."""
         for name, bound in (("host_cache_bytes", settings.host_bytes), ("disk_cache_bytes", settings.disk_bytes)):
@@ -61,7 +74,9 @@ class Tiers:
         self.size_bytes = size_bytes
         self._row_bytes = kv_format.block_bytes
         self.counts = {"host": TierCounts(), "disk": TierCounts()}
-        self._host = HostTier(settings.host_bytes, size_bytes, self._row_bytes) if settings.host_bytes else None
+        self._host: HostTier | None = None
+        if settings.host_bytes:
+            self._host = HostTier(settings.host_bytes, size_bytes, self._row_bytes, shares or {}, clock)
         self._slot: DiskSlot | None = None
         self.disk: DiskQueue | None = None
         """The disk tier's queue, where there is one."""
@@ -70,7 +85,8 @@ class Tiers:
             if settings.disk_dir is None:
                 raise ValueError("disk_cache_bytes needs disk_cache_dir")
             self._slot = DiskSlot(settings.disk_dir)
-            tier = DiskTier(BlockFiles(self._slot.path, kv_format), settings.disk_bytes)
+            files = BlockFiles(self._slot.path, kv_format)
+            tier = DiskTier(files, settings.disk_bytes, shares=shares, save_ttl_s=settings.save_ttl_s, clock=clock)
             self.disk = DiskQueue(tier, settings.disk_queue_bytes, size_bytes, wake)
             if start:
                 self.disk.start()
@@ -79,6 +95,14 @@ class Tiers:
     def has_news(self) -> bool:
         """Whether ``take_events`` has anything."""
         return bool(self._events) or (self.disk is not None and self.disk.tier.has_events)
+
+    def seen(self, tenants: Iterable[str]) -> None:
+        """Note requests of tenants: each has a share from now on."""
+        for owner in map(account_key, tenants):
+            if self._host is not None:
+                self._host.index.touch(owner)
+            if self.disk is not None:
+                self.disk.tier.seen(owner)
 
     def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
         """Return what is known of a block and its fastest tier."""
@@ -113,12 +137,17 @@ class Tiers:
         for start in range(0, len(blocks), step):
             self._to_host(self._host, blocks[start : start + step], start, read)
 
-    def save(self, blocks: Sequence[TierBlock], read: ReadRows) -> bool:
-        """Write blocks of the pool (children first) to disk as saved; False without a disk tier or room in its queue.
+    def save(self, blocks: Sequence[TierBlock], read: ReadRows, until_s: float) -> bool:
+        """Write or mark blocks of the pool (children first) on disk as saved until a Unix time (inf: for ever).
 
-        What is filed already is marked.
+        False without a disk tier or room in its queue.
         """
-        return self._to_disk(blocks, read, saved=True) if self.disk is not None else False
+        return self._to_disk(blocks, read, until_s) if self.disk is not None else False
+
+    def end_save(self, hashes: Sequence[bytes]) -> None:
+        """Let blocks on disk be evicted as others are."""
+        if self.disk is not None:
+            self.disk.mark(hashes, None)
 
     def clear(self) -> None:
         """Forget everything, the saved too."""
@@ -197,32 +226,36 @@ class Tiers:
             self._events.append(event)
 
     def _to_host(self, host: HostTier, batch: Sequence[TierBlock], base: int, read: ReadRows) -> None:
-        """Put a batch that fits the tier; reading comes last, since rows of the batch itself are never evicted."""
+        """Put a batch that fits the tier."""
         for block in batch:
             if block.block_hash in host:
                 host.touch(block.block_hash)
-        wanted: list[int] = []
-        rows: list[Row] = []
-        stored: list[bytes] = []
+        fresh: dict[bytes, tuple[int, Row]] = {}
         for i, block in enumerate(batch):
             held = host.get(block.block_hash)
             if held is None:
                 if host.full:
-                    self._evict_host(host)
-                rows.append(host.put(block))
-                wanted.append(base + i)
-                stored.append(block.block_hash)
+                    victim = host.next_victim(block.owner)
+                    if victim.block_hash in fresh:  # of the batch itself: its owner has no room left but its own
+                        self._fill(fresh, read)
+                    self._evict_host(host, victim)
+                fresh[block.block_hash] = (base + i, host.put(block))
             elif held.prefix_digest == block.prefix_digest:
                 host.touch(block.block_hash)
             else:
                 self.counts["host"].drops += 1
-        if rows:
-            read(wanted, rows)
-        self.counts["host"].stores += len(rows)
-        self._tell(BlocksStored(b"".join(reversed(stored)), "host"))
+        self._fill(fresh, read)
 
-    def _evict_host(self, host: HostTier) -> None:
-        block = host.oldest()
+    def _fill(self, fresh: dict[bytes, tuple[int, Row]], read: ReadRows) -> None:
+        """Read what was put (children first) and tell of it; ``fresh`` is empty afterwards."""
+        if fresh:
+            wanted, rows = zip(*fresh.values(), strict=True)
+            read(wanted, rows)
+            self.counts["host"].stores += len(rows)
+            self._tell(BlocksStored(b"".join(reversed(fresh)), "host"))
+            fresh.clear()
+
+    def _evict_host(self, host: HostTier, block: TierBlock) -> None:
         if self.disk is not None:
             self._write_to_disk(self.disk, block, host.row(block.block_hash))
         host.evict(block.block_hash)
@@ -239,7 +272,7 @@ class Tiers:
         else:
             disk.offer(block, row.copy())
 
-    def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, *, saved: bool = False) -> bool:
+    def _to_disk(self, batch: Sequence[TierBlock], read: ReadRows, saved_until_s: float | None = None) -> bool:
         """Offer a batch straight from the pool. Where the queue is short of room, the heads go in and tails do not."""
         disk = self.disk
         if disk is None:
@@ -257,13 +290,13 @@ class Tiers:
                 foreign += 1
         if held:
             disk.touch(held)
-            if saved:
-                disk.mark_saved(held)
+            if saved_until_s is not None:
+                disk.mark(held, saved_until_s)
         excess = max(0, len(fresh) - max(0, disk.room()))
         disk.dropped_blocks += excess + foreign
         fresh = fresh[excess:]
         rows = list(np.empty((len(fresh), self._row_bytes), dtype=np.uint8))
         if fresh:
             read(fresh, rows)
-        taken = [disk.offer(batch[i], row, saved=saved) for i, row in zip(fresh, rows, strict=True)]
+        taken = [disk.offer(batch[i], row, saved_until_s) for i, row in zip(fresh, rows, strict=True)]
         return all(taken) and not excess and not foreign

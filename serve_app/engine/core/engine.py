@@ -67,11 +67,11 @@ class TorchEngine:
         self._meters = EngineMeters()
         self._inbox = Inbox(self.settings)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake)
+        self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake, clock)
         fetch = save = host_rows = None
         if self._tier_loader is not None:
-            fetch, save, host_rows = self._tier_loader.fetch, self._tier_loader.save, self._tier_loader.host_rows
-            self._cache.on_evict = self._tier_loader.spill
+            fetch, host_rows = self._tier_loader.fetch, self._tier_loader.host_rows
+            save = self._tier_loader.spiller.save
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
         self._saves = PromptSaves(self._cache, self._meters, save)
         transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
@@ -273,7 +273,7 @@ class TorchEngine:
             call()
         self.deliver()
         if self._tier_loader is not None:
-            self._tier_loader.close()
+            self._tier_loader.spiller.close()
 
     def _reset(self, tiers: bool) -> bool:
         if self._tier_loader is not None and tiers:

@@ -22,6 +22,8 @@ from serve_app.engine.scheduling.sequence import SequenceState
 
 _log = logging.getLogger(__name__)
 
+Write = Callable[[list[CachedBlock], float | None], bool]
+
 
 @dataclass(slots=True)
 class _UnderWay:
@@ -35,12 +37,10 @@ class _UnderWay:
 class PromptSaves:
     """Starts and ends saves; belongs to the engine's loop.
 
-    ``write``: writes what is saved for good (children first) to disk (``TierLoader.save``); None without tiers.
+    ``write``: writes what is saved (children first) to disk, for how long (``TierSpiller.save``); None without tiers.
     """
 
-    def __init__(
-        self, cache: PrefixCache, meters: EngineMeters, write: Callable[[list[CachedBlock]], bool] | None = None
-    ) -> None:
+    def __init__(self, cache: PrefixCache, meters: EngineMeters, write: Write | None = None) -> None:
         self._cache = cache
         self._meters = meters
         self._under_way: dict[str, _UnderWay] = {}
@@ -83,8 +83,8 @@ class PromptSaves:
                 save.key, sequence.blocks[: under_way.blocks], save.ttl_s, tenant=sequence.request.tenant
             )
             outcome = "saved" if pinned == "pinned" else pinned
-            if outcome == "saved" and save.ttl_s is None:
-                self._write_to_disk(sequence.blocks[: under_way.blocks])
+            if outcome == "saved":
+                self._write_to_disk(sequence.blocks[: under_way.blocks], save.ttl_s)
         for follower in under_way.followers:
             self._record_outcome(follower, outcome)
             outcome = "present" if outcome == "saved" else outcome
@@ -125,12 +125,12 @@ class PromptSaves:
             min(under_way.blocks, self._cache.reusable_blocks(sequence.prompt_tokens)),
         )
 
-    def _write_to_disk(self, blocks: list[int]) -> None:
-        """Have a save without an end on disk too, so that it outlives this process; a save with a TTL ends with it."""
+    def _write_to_disk(self, blocks: list[int], ttl_s: float | None) -> None:
+        """Have a save on disk too, so that it outlives this process, by what is left of its TTL if it has one."""
         if self._write is None:
             return
         entries = [self._cache.index.of_block(block) for block in reversed(blocks)]
-        if not self._write([entry for entry in entries if entry is not None]):
+        if not self._write([entry for entry in entries if entry is not None], ttl_s):
             _log.info(
                 "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
             )

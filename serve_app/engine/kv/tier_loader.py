@@ -1,4 +1,4 @@
-"""The engine's side of the tiers: evicted blocks are spilled, and loaded again before a prefill.
+"""The engine's way up from the tiers: blocks that were evicted are loaded again before a prefill.
 
 Owns which request waits for which load. Called by the loop alone, except ``samples``. A block comes up only if its
 prefix digest is the request's.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic, perf_counter
+from time import perf_counter
 
 from router.protocol.block_hash import hash_at
 from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import Row
-from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.cache.prefix_digest import TierBlock, extend_digests, next_digest, scope_digest
+from serve_app.cache.prefix_digest import TierBlock, extend_digests
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
-from serve_app.cache.tiers.tiers import ReadRows, Tiers
+from serve_app.cache.tiers.tiers import Tiers
 from serve_app.engine.kv.install import HashedTokens, install_blocks
+from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import Clock
 from serve_app.engine.scheduling.scheduler import FetchOutcome
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -31,11 +32,6 @@ STEP_BYTES = 64 * 1024 * 1024
 
 LOADING_BYTES = 512 * 1024 * 1024
 """Read from disk and not yet in the pool at most; who would exceed it waits."""
-
-CLOSE_S = 5.0
-"""How long a stopping engine may write to disk what only memory holds."""
-
-CLOSE_BLOCKS = 64
 
 MOST_LOADS = 64
 """Loads for one request: what is evicted again before its admission is not brought up for ever."""
@@ -54,12 +50,19 @@ class _Fetch:
 
 
 class TierLoader:
-    """Spills, loads and waits of one engine."""
+    """Loads and waits of one engine; ``spiller``: the way down."""
 
     def __init__(
-        self, cache: PrefixCache, runner: Runner, tiers: Tiers, load_ratio: float, prefill_rate: Callable[[], float]
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        tiers: Tiers,
+        spiller: TierSpiller,
+        load_ratio: float,
+        prefill_rate: Callable[[], float],
     ) -> None:
         self.tiers = tiers
+        self.spiller = spiller
         self._cache = cache
         self._runner = runner
         self._rule = LoadRule(load_ratio)
@@ -80,7 +83,8 @@ class TierLoader:
         )
 
     def begin_step(self) -> None:
-        """Allow another step's worth of copying."""
+        """Allow another step's worth of copying, and let who has asked since the last one have a share."""
+        self.spiller.note_activity()
         self._room_blocks = self._step_blocks
 
     def forget(self, request_id: str) -> None:
@@ -115,14 +119,6 @@ class TierLoader:
         fetch.loads += 1
         return FetchOutcome.LOADED if self._install(sequence, matched, run, staged) else FetchOutcome.NOTHING
 
-    def spill(self, evicted: Sequence[CachedBlock]) -> None:
-        """Take what is evicted from the pool, children first."""
-        self.tiers.spill(self.describe(evicted), self._reader(evicted))
-
-    def save(self, entries: Sequence[CachedBlock]) -> bool:
-        """Write blocks of the pool, children first, to disk as saved; False where they cannot all be."""
-        return self.tiers.save(self.describe(entries), self._reader(entries))
-
     def host_rows(self, tokens: HashedTokens, matched: Sequence[int], first: int, last: int) -> list[Row]:
         """Return the rows of blocks ``first`` to ``last`` - 1 that host memory has, up to the first it lacks.
 
@@ -145,48 +141,12 @@ class TierLoader:
         self.tiers.use(hashes)
         return rows
 
-    def describe(self, entries: Sequence[CachedBlock]) -> list[TierBlock]:
-        """Return what tiers know of pool blocks; a parent is in ``entries`` or still in the cache."""
-        batch = {entry.block: entry for entry in entries}
-        described = []
-        for entry in entries:
-            unknown: list[CachedBlock] = []
-            above: CachedBlock | None = entry
-            while above is not None and not above.prefix_digest:
-                unknown.append(above)
-                parent = above.parent
-                above = None if parent is None else batch.get(parent) or self._cache.index.of_block(parent)
-            digest = above.prefix_digest if above is not None else b""
-            for block in reversed(unknown):
-                digest = block.prefix_digest = next_digest(digest, scope_digest(block.scope), block.token_bytes)
-            scope = entry.scope
-            described.append(
-                TierBlock(entry.block_hash, entry.prefix_digest, scope_digest(scope), scope.lora, entry.token_bytes)
-            )
-        return described
-
-    def close(self) -> None:
-        """Let pool and host memory go to disk, where there is one, and end its thread."""
-        self._cache.on_evict = None
-        for key in self._cache.pins:
-            self._cache.unpin(key)
-        deadline_s = monotonic() + CLOSE_S
-        if self.tiers.disk is not None:
-            idle = self._cache.idle_leaves_first()
-            for start in range(0, len(idle), CLOSE_BLOCKS):
-                self.tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
-                self.spill(idle[start : start + CLOSE_BLOCKS])
-        self.tiers.close(deadline_s)
-
     def samples(self, labels: Labels) -> list[Sample]:
         """Return the tiers' gauges, counters and load times (any thread)."""
         found = list(self.tiers.samples(labels))
         for tier, histogram in self._times.items():
             found.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
         return found
-
-    def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:
-        return lambda wanted, rows: self._runner.read_blocks([entries[i].block for i in wanted], rows)
 
     def _under_way(self) -> list[DiskLoad]:
         loads = {id(f.load): f.load for f in self._fetches.values() if f.load is not None and not f.load.done}
@@ -218,7 +178,7 @@ class TierLoader:
             return b""
         last = self._cache.index.of_block(matched[-1])
         assert last is not None
-        return self.describe([last])[0].prefix_digest
+        return describe(self._cache, [last])[0].prefix_digest
 
     def _worthwhile(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> bool:
         """Decide once a request, so that nobody waits for a load and then computes it after all."""
@@ -293,10 +253,17 @@ class TierLoader:
 
 
 def open_tiers(
-    settings: EngineSettings, cache: PrefixCache, runner: Runner, meters: EngineMeters, wake: Callable[[], None]
+    settings: EngineSettings,
+    cache: PrefixCache,
+    runner: Runner,
+    meters: EngineMeters,
+    wake: Callable[[], None],
+    clock: Clock,
 ) -> TierLoader | None:
     """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
     if not settings.enable_prefix_caching or not (settings.tiers.host_bytes or settings.tiers.disk_bytes):
         return None
-    tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake)
-    return TierLoader(cache, runner, tiers, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)
+    shares = settings.tenant_shares
+    tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake, shares=shares, clock=clock)
+    spiller = TierSpiller(cache, runner, tiers, clock)
+    return TierLoader(cache, runner, tiers, spiller, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

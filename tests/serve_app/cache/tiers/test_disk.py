@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import stat
@@ -32,7 +33,7 @@ def tier(directory: Path, blocks: int = 100, kv_format: KvFormat = FORMAT) -> Di
 
 def fill(disk: DiskTier, blocks: list[TierBlock], *, saved: bool = False) -> None:
     for block in reversed(blocks):
-        assert disk.store(block, content(block), saved=saved)
+        assert disk.store(block, content(block), math.inf if saved else None)
 
 
 def on_disk(directory: Path) -> int:
@@ -109,7 +110,7 @@ def test_saved_blocks_go_last(tmp_path: Path) -> None:
     disk = tier(tmp_path, blocks=3)
     fill(disk, path(1), saved=True)
     fill(disk, path(2))
-    assert disk.mark_saved([path(2)[0].block_hash, b"unknown"]) == 1
+    assert disk.mark([path(2)[0].block_hash, b"unknown"], math.inf) == 1
     fill(disk, path(3))
     fill(disk, path(4))
     assert disk.hashes() == {p[0].block_hash for p in (path(1), path(2), path(4))}

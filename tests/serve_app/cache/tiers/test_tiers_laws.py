@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -102,7 +103,7 @@ class TierMachine(RuleBasedStateMachine):
         wanted = {block.block_hash for block in blocks}
         self.known.update({block.block_hash: block for block in blocks})
         self.work()
-        complete = self.tiers.save(blocks, Source(blocks))
+        complete = self.tiers.save(blocks, Source(blocks), math.inf)
         assert complete == (self.tiers.disk is not None)
         self.work()
         if len(self.saved | wanted) <= self.disk_blocks:

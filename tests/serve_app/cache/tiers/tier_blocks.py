@@ -9,6 +9,7 @@ import numpy as np
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_digest
+from serve_app.cache.tiers.tier_index import account_key
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
@@ -17,14 +18,15 @@ SCOPE = PrefixScope("m", salt=b"a")
 ROOT = SCOPE.root(b"k")
 
 
-def path(*branches: int, scope: PrefixScope = SCOPE) -> list[TierBlock]:
-    """The blocks of the prefix that takes these branches, parents first."""
+def path(*branches: int, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[TierBlock]:
+    """The blocks of the prefix that takes these branches, parents first, on a tenant's account."""
     ids = np.repeat(np.array(branches, dtype=np.int32), SIZE)
     hashes = hash_blocks(scope.root(b"k"), ids, SIZE)
     raw = ids.astype("<i4").tobytes()
+    about = scope_digest(scope), scope.lora
     return [
-        TierBlock(hashes[16 * i : 16 * i + 16], prefix_digest, scope_digest(scope), scope.lora, raw[8 * i : 8 * i + 8])
-        for i, prefix_digest in enumerate(extend_digests(b"", scope, ids, SIZE))
+        TierBlock(hashes[16 * i : 16 * i + 16], digest, *about, raw[8 * i : 8 * i + 8], account_key(tenant))
+        for i, digest in enumerate(extend_digests(b"", scope, ids, SIZE))
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -295,7 +297,7 @@ def test_a_request_has_to_fit_beside_the_pin_budget() -> None:
 def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
     tmp_path: Path, make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """It is filed as saved at once, not when the engine stops; one with a TTL is not. The next engine finds both."""
+    """It is filed as saved at once, not when the engine stops; one with a TTL until then. The next one finds both."""
     settings = {"tiers": tiers("disk", tmp_path), "num_blocks": 64, "pin_budget_blocks": 16}
     first = make_engine(**settings)
     run(first, saving("forever", 1))
@@ -305,7 +307,9 @@ def test_a_save_without_an_end_outlives_the_engine_on_its_disk(
     settle(first)
     assert first._tier_loader is not None
     assert first._tier_loader.tiers.disk is not None
-    assert len(first._tier_loader.tiers.disk.tier.hashes(saved=True)) == 6
+    ends = [filed.saved_until_s for filed in first._tier_loader.tiers.disk.tier.index]
+    assert ends.count(math.inf) == 6
+    assert sum(1 for end_s in ends if end_s is not None and end_s <= time.time() + 300.0) == 6
     first.stop()
     second = make_engine(**settings)
     later = run(second, asking("later", 6), asking("other", 6, scope=other))

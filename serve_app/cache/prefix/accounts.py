@@ -1,0 +1,135 @@
+"""Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
+
+Owns who is active, what each tenant holds, and who is most over their share. Does not know what is held: who counts it
+and keeps the line of what goes first (``leaves``) is a subclass. Not thread-safe, except ``holdings``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Leaves = TypeVar("Leaves", bound=Sized)
+
+
+@dataclass(slots=True, eq=False)
+class Account(Generic[Leaves]):
+    """What one tenant holds: ``held`` in all, ``idle`` of it (in the pool) by the cache alone.
+
+    ``leaves``: what it can give, in its order.
+    """
+
+    tenant: str
+    weight: float
+    leaves: Leaves
+    held: int = 0
+    idle: int = 0
+    active: bool = False
+    used_s: float = 0.0
+    queued: float | None = None
+
+    @property
+    def excess(self) -> float:
+        """How far over its share: what it holds by weight, which orders tenants as excess over any common share."""
+        return self.held / self.weight if self.active else math.inf
+
+
+class Accounts(Generic[Leaves]):
+    """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Every call is O(log n) or better.
+
+    ``active_s``: seconds without a request after which a tenant has no share, and gives first, until the next.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        clock: Callable[[], float],
+        active_s: float,
+        new_leaves: Callable[[], Leaves],
+    ) -> None:
+        if any(not 0.0 < weight < math.inf for weight in weights.values()):
+            raise ValueError("a tenant's share must be a finite number over 0")
+        self._weights = dict(weights)
+        self._clock = clock
+        self._active_s = active_s
+        self._new_leaves = new_leaves
+        self._accounts: dict[str, Account[Leaves]] = {}
+        self._recent: OrderedDict[str, Account[Leaves]] = OrderedDict()
+        self._active_weight = 0.0
+        self._line: list[tuple[float, int, Account[Leaves]]] = []
+        self._ticks = 0
+
+    def holdings(self) -> dict[str, int]:
+        """Return what each tenant holds (any thread)."""
+        return {tenant: account.held for tenant, account in self._accounts.copy().items() if account.held}
+
+    def seen_since(self, since_s: float) -> list[str]:
+        """Return the tenants seen since a time of the clock, the last one first. O(such tenants)."""
+        found: list[str] = []
+        for tenant, account in reversed(self._recent.items()):
+            if account.used_s < since_s:
+                break
+            found.append(tenant)
+        return found
+
+    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Leaves]:
+        """Note a request of a tenant: it is active from now on. ``ago_s``: it came before now, and after all noted."""
+        now_s = self._clock()
+        account = self._account(tenant)
+        account.used_s = now_s - ago_s
+        if not account.active:
+            account.active = True
+            self._active_weight += account.weight
+            self._recent[tenant] = account
+        else:
+            self._recent.move_to_end(tenant)
+        self._retire(now_s)
+        return account
+
+    def _account(self, tenant: str) -> Account[Leaves]:
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = Account(tenant, self._weights.get(tenant, 1.0), self._new_leaves())
+            self._accounts[tenant] = account
+        return account
+
+    def _queue(self, account: Account[Leaves]) -> None:
+        """See that the account stands in the line at least as far ahead as its excess asks for."""
+        excess = account.excess
+        if not account.leaves or (account.queued is not None and account.queued >= excess):
+            return
+        account.queued = excess
+        self._ticks += 1
+        heapq.heappush(self._line, (-excess, self._ticks, account))
+        if len(self._line) > 2 * len(self._accounts) + 64:
+            self._line = [entry for entry in self._line if entry[2].queued == -entry[0]]
+            heapq.heapify(self._line)
+
+    def _furthest(self) -> Account[Leaves]:
+        """Take whoever is most over their share out of the line. Raises IndexError when nobody stands there."""
+        while True:
+            key, _, account = heapq.heappop(self._line)
+            if account.queued != -key:
+                continue
+            account.queued = None
+            if account.excess >= -key:
+                return account
+            self._queue(account)
+
+    def _retire(self, now_s: float) -> None:
+        """Take their shares from tenants that have not been seen for long."""
+        while self._recent:
+            tenant, account = next(iter(self._recent.items()))
+            if now_s - account.used_s <= self._active_s:
+                return
+            del self._recent[tenant]
+            account.active = False
+            self._active_weight = self._active_weight - account.weight if self._recent else 0.0
+            if not account.held:
+                del self._accounts[tenant]
+            else:
+                self._queue(account)

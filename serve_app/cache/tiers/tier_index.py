@@ -1,0 +1,154 @@
+"""The blocks of one tier by tenant: which is where, who holds how many bytes, and whose block goes next.
+
+Laws: the accounts add up to ``used_bytes``; nobody at or under their share gives up a block while somebody over theirs
+has one to give; a saved block goes after all others of its tenant, and never for one of theirs that is not saved; room
+that nobody needs can be borrowed. Knows no block's content. Not thread-safe, except ``get``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+from serve_app.cache.prefix.accounts import Account, Accounts
+from serve_app.cache.prefix_digest import TierBlock
+
+UNKNOWN = ""
+"""The account of files that name no owner, from before they did. It is never seen, so it gives first."""
+
+
+@lru_cache(maxsize=4096)
+def account_key(tenant: str) -> str:
+    """Return the name of a tenant's account below the pool: files tell owners apart, and name nobody."""
+    return blake2b(tenant.encode(), digest_size=16, person=b"kv-tier-account").hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A block of a tier. ``size``: bytes. ``saved_until_s``: Unix time of its save's end, or inf; None: not saved."""
+
+    block: TierBlock
+    size: int
+    saved_until_s: float | None = None
+
+
+@dataclass(slots=True)
+class Line:
+    """What one tenant can give, of each kind the least recently used first."""
+
+    unsaved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    saved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self.unsaved) + len(self.saved)
+
+    def of(self, entry: Entry) -> OrderedDict[bytes, None]:
+        """Return the part that an entry stands in."""
+        return self.unsaved if entry.saved_until_s is None else self.saved
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class TierIndex(Accounts[Line], Generic[E]):
+    """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys."""
+
+    def __init__(self, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
+        super().__init__({account_key(tenant): weight for tenant, weight in shares.items()}, clock, active_s, Line)
+        self.used_bytes = 0
+        self._entries: OrderedDict[bytes, E] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._entries
+
+    def __getitem__(self, block_hash: bytes) -> E:
+        return self._entries[block_hash]
+
+    def __iter__(self) -> Iterator[E]:
+        """Entries of all tenants, the least recently used first."""
+        return iter(self._entries.values())
+
+    def __reversed__(self) -> Iterator[E]:
+        return reversed(self._entries.values())
+
+    def get(self, block_hash: bytes) -> E | None:
+        """Return a block's entry (any thread)."""
+        return self._entries.get(block_hash)
+
+    def add(self, entry: E) -> None:
+        """Enter a block that is not held, as the most recently used one."""
+        block_hash = entry.block.block_hash
+        self._entries[block_hash] = entry
+        self.used_bytes += entry.size
+        account = self._account(entry.block.owner)
+        account.held += entry.size
+        account.leaves.of(entry)[block_hash] = None
+        self._queue(account)
+
+    def use(self, block_hash: bytes) -> None:
+        """Make a held block the most recently used one. Raises KeyError."""
+        self._entries.move_to_end(block_hash)
+        self._line_of(self._entries[block_hash]).move_to_end(block_hash)
+
+    def mark(self, block_hash: bytes, saved_until_s: float | None) -> None:
+        """Note until when a held block is saved; where that begins or ends, it is its kind's most recently used one."""
+        entry = self._entries[block_hash]
+        before = self._line_of(entry)
+        entry.saved_until_s = saved_until_s
+        after = self._line_of(entry)
+        if after is not before:
+            del before[block_hash]
+            after[block_hash] = None
+
+    def remove(self, block_hash: bytes) -> E:
+        """Forget a held block. Raises KeyError."""
+        entry = self._entries.pop(block_hash)
+        self.used_bytes -= entry.size
+        account = self._accounts[entry.block.owner]
+        account.held -= entry.size
+        del account.leaves.of(entry)[block_hash]
+        self._drop_unused(account)
+        return entry
+
+    def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
+        """Return which block has to go for one of ``owner``'s; the caller removes it.
+
+        None where there is none, or only saved ones of the owner's own for one that is not ``saved``.
+        """
+        if not self._entries:
+            return None
+        self._retire(self._clock())
+        furthest = self._furthest()
+        while not furthest.leaves:
+            furthest = self._furthest()
+        self._queue(furthest)
+        own = self._accounts.get(owner)
+        if own is not None and own.leaves and own.excess >= furthest.excess:
+            furthest = own
+        line = furthest.leaves
+        if not line.unsaved and furthest is own and not saved:
+            return None
+        return self._entries[next(iter(line.unsaved or line.saved))]
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self._entries.clear()
+        self.used_bytes = 0
+        for account in list(self._accounts.values()):
+            account.held = 0
+            account.leaves = Line()
+            self._drop_unused(account)
+
+    def _line_of(self, entry: E) -> OrderedDict[bytes, None]:
+        return self._accounts[entry.block.owner].leaves.of(entry)
+
+    def _drop_unused(self, account: Account[Line]) -> None:
+        if not account.held and not account.active:
+            del self._accounts[account.tenant]

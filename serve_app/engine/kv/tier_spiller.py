@@ -1,0 +1,103 @@
+"""The engine's way down to the tiers: evicted blocks are spilled, saves are written, and a save's end is passed on.
+
+Owns what tiers know of a pool block, whose it is included. Called by the loop alone; from its making to ``close`` it
+hears of every eviction and of every pin's end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.cache.prefix_digest import TierBlock, next_digest, scope_digest
+from serve_app.cache.tiers.tier_index import account_key
+from serve_app.cache.tiers.tiers import ReadRows, Tiers
+from serve_app.engine.step import Runner
+
+CLOSE_S = 5.0
+"""How long a stopping engine may write to disk what only memory holds."""
+
+CLOSE_BLOCKS = 64
+
+
+class TierSpiller:
+    """Spills and saves of one engine. ``clock``: the cache's."""
+
+    def __init__(self, cache: PrefixCache, runner: Runner, tiers: Tiers, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._runner = runner
+        self._tiers = tiers
+        self._clock = clock
+        self._noted_s = -math.inf
+        cache.on_evict = self.spill
+        cache.pins.on_end = self.end_save
+
+    def note_activity(self) -> None:
+        """Let tenants that the pool has seen since the last call have their shares below it."""
+        now_s = self._clock()
+        self._tiers.seen(self._cache.quota.seen_since(self._noted_s))
+        self._noted_s = now_s
+
+    def spill(self, evicted: Sequence[CachedBlock]) -> None:
+        """Take what is evicted from the pool, children first."""
+        self.note_activity()
+        self._tiers.spill(describe(self._cache, evicted), self._reader(evicted))
+
+    def save(self, entries: Sequence[CachedBlock], ttl_s: float | None) -> bool:
+        """Write blocks of the pool, children first, to disk as saved; False where they cannot all be.
+
+        ``ttl_s``: after which they are saved no more if this process ends before it says so; None: never.
+        """
+        until_s = math.inf if ttl_s is None else float(math.floor(time.time() + ttl_s))
+        return self._tiers.save(describe(self._cache, entries), self._reader(entries), until_s)
+
+    def end_save(self, blocks: Sequence[int]) -> None:
+        """Let blocks of the pool that were saved be evicted from disk as others are."""
+        entries = map(self._cache.index.of_block, blocks)
+        self._tiers.end_save([entry.block_hash for entry in entries if entry is not None])
+
+    def close(self) -> None:
+        """Let pool and host memory go to disk, where there is one, saves with what is left of their time."""
+        cache, tiers = self._cache, self._tiers
+        cache.expire_pins()
+        cache.on_evict = cache.pins.on_end = None
+        deadline_s = time.monotonic() + CLOSE_S
+        for pin in cache.pins.soonest_first():  # a block under several pins has the end of the last one
+            tiers.wait_for_room(len(pin.blocks), deadline_s)
+            entries = map(cache.index.of_block, reversed(pin.blocks))
+            left_s = None if pin.expires_s == math.inf else pin.expires_s - self._clock()
+            self.save([entry for entry in entries if entry is not None], left_s)
+            cache.unpin(pin.key)
+        if tiers.disk is not None:
+            idle = cache.idle_leaves_first()
+            for start in range(0, len(idle), CLOSE_BLOCKS):
+                tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
+                self.spill(idle[start : start + CLOSE_BLOCKS])
+        tiers.close(deadline_s)
+
+    def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:
+        return lambda wanted, rows: self._runner.read_blocks([entries[i].block for i in wanted], rows)
+
+
+def describe(cache: PrefixCache, entries: Sequence[CachedBlock]) -> list[TierBlock]:
+    """Return what tiers know of pool blocks; a parent is in ``entries`` or still in the cache."""
+    batch = {entry.block: entry for entry in entries}
+    described = []
+    for entry in entries:
+        unknown: list[CachedBlock] = []
+        above: CachedBlock | None = entry
+        while above is not None and not above.prefix_digest:
+            unknown.append(above)
+            parent = above.parent
+            above = None if parent is None else batch.get(parent) or cache.index.of_block(parent)
+        digest = above.prefix_digest if above is not None else b""
+        for block in reversed(unknown):
+            digest = block.prefix_digest = next_digest(digest, scope_digest(block.scope), block.token_bytes)
+        scope, owner = entry.scope, account_key(entry.tenant)
+        described.append(
+            TierBlock(entry.block_hash, entry.prefix_digest, scope_digest(scope), scope.lora, entry.token_bytes, owner)
+        )
+    return described

@@ -1,0 +1,142 @@
+"""Shares and saves on disk: who gives up files, when a save ends, and what a restart keeps of both."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers.disk import ACTIVE_S, DiskTier
+from serve_app.cache.tiers.disk_files import BlockFiles
+from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
+from tests.serve_app.cache.tiers.test_disk import FILE
+from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
+
+SHARES = {"a": 1.0, "b": 1.0}
+
+
+class Disk:
+    """A tier of ten files whose blocks are named by tenant and number."""
+
+    def __init__(self, directory: Path, files: int = 10, save_ttl_s: float | None = None, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+        self.tier = DiskTier(
+            BlockFiles(directory, FORMAT),
+            files * FILE,
+            shares=SHARES,
+            save_ttl_s=save_ttl_s,
+            clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s,
+        )
+
+    def block(self, tenant: str, number: int) -> TierBlock:
+        return path(number, tenant=tenant)[0]
+
+    def seen(self, *tenants: str) -> None:
+        for tenant in tenants:
+            self.tier.seen(account_key(tenant))
+
+    def store(self, tenant: str, *numbers: int, saved_until_s: float | None = None) -> list[bool]:
+        blocks = [self.block(tenant, number) for number in numbers]
+        return [self.tier.store(block, content(block), saved_until_s) for block in blocks]
+
+    def held(self, *, saved: bool | None = None) -> list[int]:
+        hashes = self.tier.hashes(saved=saved)
+        return [number for number in range(100) if self.block("", number).block_hash in hashes]
+
+
+def test_saves_of_one_tenant_leave_another_its_share(tmp_path: Path) -> None:
+    """Saved blocks fill an empty disk; who has a share of it gets that, and not more, from them."""
+    disk = Disk(tmp_path)
+    disk.seen("a", "b")
+    assert all(disk.store("a", *range(10), saved_until_s=math.inf))
+    assert all(disk.store("b", *range(20, 40)))
+    assert disk.held() == [*range(5, 10), *range(35, 40)]
+    assert disk.store("a", 50) == [False], "a tenant's own saved blocks are not given up for others of it"
+    assert disk.store("a", 51, saved_until_s=math.inf) == [True]
+    assert disk.held(saved=True) == [6, 7, 8, 9, 51]
+
+
+def test_a_block_that_is_saved_no_more_goes_as_others_do(tmp_path: Path) -> None:
+    """As the most recently used one of its tenant."""
+    disk = Disk(tmp_path, files=3)
+    disk.store("a", 1, saved_until_s=math.inf)
+    disk.store("a", 2, 3)
+    assert disk.tier.mark([disk.block("a", 1).block_hash, b"unknown"], None) == 1
+    assert {file.suffix for file in tmp_path.iterdir()} == {".kv"}
+    disk.store("a", 4, 5)
+    assert disk.held() == [1, 4, 5]
+    disk.store("a", 6)
+    assert disk.held() == [4, 5, 6]
+
+
+def test_a_save_of_an_earlier_life_ends_with_its_time(tmp_path: Path) -> None:
+    """Also while nobody restarts: nobody but the name of its file says when."""
+    disk = Disk(tmp_path, files=3)
+    disk.store("a", 1, saved_until_s=100.0)
+    disk.store("a", 2, saved_until_s=50.0)
+    disk = Disk(tmp_path, files=3, now_s=60.0)
+    assert (disk.held(saved=True), disk.held(saved=False)) == ([1], [2])
+    disk.store("a", 3, 4)
+    assert disk.held() == [1, 3, 4]
+    disk.now_s = 101.0
+    disk.store("a", 5, 6, 7)
+    assert disk.held() == [5, 6, 7]
+
+
+def test_a_save_that_begins_again_ends_when_its_engine_says_so(tmp_path: Path) -> None:
+    """Reads renew it, and only the engine knows of them."""
+    Disk(tmp_path).store("a", 1, saved_until_s=100.0)
+    disk = Disk(tmp_path, files=2, now_s=60.0)
+    disk.store("a", 1, saved_until_s=100.0)
+    disk.now_s = 200.0
+    disk.store("a", 2, 3, 4)
+    assert disk.held() == [1, 4]
+
+
+@pytest.mark.parametrize("until_s", [math.inf, 10_000.0])
+def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path: Path) -> None:
+    """It ends that long after the restart that first found it, whatever its file said; later ones do not renew it."""
+    Disk(tmp_path).store("a", 1, saved_until_s=until_s)
+    assert Disk(tmp_path, now_s=1000.0, save_ttl_s=300.0).held(saved=True) == [1]
+    assert Disk(tmp_path, now_s=1200.0, save_ttl_s=300.0).held(saved=True) == [1]
+    assert Disk(tmp_path, now_s=1301.0, save_ttl_s=300.0).held(saved=True) == []
+
+
+def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path) -> None:
+    """Their header has no owner; they are on an account that nobody's requests keep a share for."""
+    files = BlockFiles(tmp_path, FORMAT)
+    former = [TierBlock(*(getattr(block, name) for name in TierBlock.__slots__[:-1]), UNKNOWN) for block in path(0, 1)]
+    for block in reversed(former):
+        encoded = files.encode(block, content(block))
+        assert b"owner" not in encoded
+        files.write(block.block_hash, encoded, None, 10)
+    disk = Disk(tmp_path, files=4)
+    assert [disk.tier.load(block.block_hash) is not None for block in former] == [True, True]
+    disk.seen("a")
+    disk.store("a", 20, 21, 22, 23)
+    assert disk.held() == [20, 21, 22, 23]
+
+
+def test_a_smaller_bound_is_reached_by_shares(tmp_path: Path) -> None:
+    """What was written last is not all that is kept."""
+    disk = Disk(tmp_path)
+    disk.store("b", 20, 21)
+    disk.store("a", *range(8))
+    now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
+    disk = Disk(tmp_path, files=4, now_s=now_s)
+    assert disk.held() == [6, 7, 20, 21]
+    assert disk.tier.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
+
+
+def test_who_did_not_come_for_a_day_gives_first_after_a_restart_too(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store("b", 20, 21)
+    disk.store("a", *range(8))
+    now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
+    disk = Disk(tmp_path, now_s=now_s + ACTIVE_S + 1)
+    disk.seen("a")
+    disk.store("a", 10, 11, 12)
+    assert disk.held() == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]

@@ -1,0 +1,279 @@
+"""Laws of tenants' shares of a tier, host memory or disk, with a naive tier as oracle."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from serve_app.cache.prefix.quota import ACTIVE_S
+from serve_app.cache.prefix_digest import TierBlock
+from serve_app.cache.tiers import disk as disk_tier
+from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
+from serve_app.cache.tiers.tiers import Tiers, TierSettings
+from tests.serve_app.cache.tiers.test_disk import FILE
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, path
+
+SHARES = {"a": 1.0, "b": 2.0, "c": 1.0}
+OWNERS = {account_key(tenant): tenant for tenant in SHARES}
+NUMBERS = st.integers(0, 7)
+TENANTS = st.sampled_from(list(SHARES))
+
+
+def block_of(tenant: str, number: int) -> TierBlock:
+    """A prefix of one block, which is this tenant's."""
+    return path("abc".index(tenant) * 10 + number, tenant=tenant)[0]
+
+
+@dataclass
+class NaiveBlock:
+    """What the oracle knows of a block. ``place``: in its line; ``used``: what a restart orders by."""
+
+    owner: str
+    place: int
+    used: int
+    saved: bool
+
+
+class NaiveTier:
+    """Remembers every block, and looks through all of them each time."""
+
+    def __init__(self, blocks: int, active_s: float) -> None:
+        self.blocks, self.active_s = blocks, active_s
+        self.held: dict[bytes, NaiveBlock] = {}
+        self.seen_s: dict[str, float] = {}
+        self.ticks = 0
+
+    def tick(self) -> int:
+        self.ticks += 1
+        return self.ticks
+
+    def excess(self, tenant: str, now_s: float) -> float:
+        holding = sum(1 for block in self.held.values() if block.owner == tenant)
+        return holding / SHARES[tenant] if self.active(tenant, now_s) else math.inf
+
+    def active(self, tenant: str, now_s: float) -> bool:
+        return tenant in self.seen_s and now_s - self.seen_s[tenant] <= self.active_s
+
+    def share(self, tenant: str, now_s: float) -> float:
+        weights = sum(weight for name, weight in SHARES.items() if self.active(name, now_s))
+        return self.blocks * SHARES[tenant] / weights if self.active(tenant, now_s) else 0.0
+
+    def may_go(self, owner: str, now_s: float, *, saved: bool) -> set[bytes]:
+        """Which blocks one of ``owner``'s may displace, one of each of those most over their share."""
+        holding = Counter(block.owner for block in self.held.values())
+        most = max(self.excess(tenant, now_s) for tenant in holding)
+        givers = [tenant for tenant in holding if self.excess(tenant, now_s) == most]
+        if owner in givers:
+            givers = [owner]
+            if not saved and all(block.saved for block in self.held.values() if block.owner == owner):
+                return set()
+        return {min(self.of(tenant), key=lambda h: (self.held[h].saved, self.held[h].place)) for tenant in givers}
+
+    def of(self, tenant: str) -> list[bytes]:
+        return [block_hash for block_hash, block in self.held.items() if block.owner == tenant]
+
+    def use(self, block_hash: bytes) -> None:
+        block = self.held[block_hash]
+        block.place = block.used = self.tick()
+
+    def mark(self, block_hash: bytes, *, saved: bool) -> None:
+        block = self.held[block_hash]
+        if block.saved != saved:
+            block.saved, block.place = saved, self.tick()
+
+
+class ShareMachine(RuleBasedStateMachine):
+    """Blocks of three tenants come one by one; saves begin and end; tenants ask, and stay away; lives end."""
+
+    @initialize(disk=st.booleans(), blocks=st.integers(1, 9))
+    def begin(self, disk: bool, blocks: int) -> None:
+        self.now_s = 0.0
+        self.directory = Path(tempfile.mkdtemp(prefix="shares-"))
+        self.disk, self.blocks = disk, blocks
+        self.naive = NaiveTier(blocks, disk_tier.ACTIVE_S if disk else ACTIVE_S)
+        self.open()
+
+    def open(self) -> None:
+        bounds = (0, self.blocks * FILE) if self.disk else (self.blocks * BYTES, 0)
+        self.tiers = Tiers(
+            TierSettings(*bounds, self.directory),
+            FORMAT, BYTES, lambda: None, shares=SHARES, clock=lambda: self.now_s, start=False,
+        )  # fmt: skip
+
+    def work(self) -> None:
+        while self.tiers.disk is not None and self.tiers.disk.run():
+            pass
+
+    def hashes(self) -> set[bytes]:
+        if self.tiers.disk is not None:
+            return set(self.tiers.disk.tier.hashes())
+        assert self.tiers._host is not None
+        return {block.block_hash for block in self.tiers._host.blocks()}
+
+    def put(self, tenant: str, number: int, *, saved: bool) -> None:
+        """Let a block come, and compare what went with what may go by the law and by the oracle."""
+        naive, now_s, block = self.naive, self.now_s, block_of(tenant, number)
+        block_hash, before = block.block_hash, self.hashes()
+        if saved:
+            self.tiers.save([block], Source([block]), math.inf)
+        else:
+            self.tiers.spill([block], Source([block]))
+        self.work()
+        lost = before - self.hashes()
+        if block_hash in naive.held:
+            assert not lost
+            naive.use(block_hash)
+            if saved:
+                naive.mark(block_hash, saved=True)
+            return
+        may_go = naive.may_go(tenant, now_s, saved=saved) if len(before) == self.blocks else set()
+        assert len(lost) == bool(may_go)
+        assert lost <= may_go
+        assert (block_hash in self.hashes()) == (len(before) < self.blocks or bool(may_go))
+        for gone in lost:
+            name = naive.held[gone].owner
+            within = naive.excess(name, now_s) * SHARES[name] <= naive.share(name, now_s)
+            others = (other for other in SHARES if other != name and naive.of(other))
+            over = [other for other in others if len(naive.of(other)) > naive.share(other, now_s)]
+            assert not (within and over), f"{name} gave a block while {over} were over their shares"
+            if naive.held[gone].saved:
+                assert all(naive.held[other].saved for other in naive.of(name))
+            del naive.held[gone]
+        if block_hash in self.hashes():
+            tick = naive.tick()
+            naive.held[block_hash] = NaiveBlock(tenant, tick, tick, saved)
+
+    @rule(tenant=TENANTS, number=NUMBERS)
+    def spill(self, tenant: str, number: int) -> None:
+        self.put(tenant, number, saved=False)
+
+    @precondition(lambda self: self.disk)
+    @rule(tenant=TENANTS, number=NUMBERS)
+    def save(self, tenant: str, number: int) -> None:
+        self.put(tenant, number, saved=True)
+
+    @precondition(lambda self: self.disk)
+    @rule(tenant=TENANTS, number=NUMBERS)
+    def end_save(self, tenant: str, number: int) -> None:
+        block_hash = block_of(tenant, number).block_hash
+        self.tiers.end_save([block_hash])
+        self.work()
+        if block_hash in self.naive.held:
+            self.naive.mark(block_hash, saved=False)
+
+    @precondition(lambda self: not self.disk)
+    @rule(tenant=TENANTS, number=NUMBERS)
+    def use(self, tenant: str, number: int) -> None:
+        block_hash = block_of(tenant, number).block_hash
+        self.tiers.use([block_hash])
+        if block_hash in self.naive.held:
+            self.naive.use(block_hash)
+
+    @rule(tenants=st.lists(TENANTS, max_size=3))
+    def ask(self, tenants: list[str]) -> None:
+        self.tiers.seen(tenants)
+        self.naive.seen_s.update(dict.fromkeys(tenants, self.now_s))
+
+    @rule(seconds=st.sampled_from([1.0, ACTIVE_S + 1, disk_tier.ACTIVE_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @precondition(lambda self: self.disk)
+    @rule()
+    def restart(self) -> None:
+        """Owners, saves and the order of use are on the disk; who has files there was seen when they were used: now."""
+        self.tiers.close(0.0)
+        self.open()
+        for block in self.naive.held.values():
+            block.place = block.used
+        self.naive.seen_s = {block.owner: self.now_s for block in self.naive.held.values()}
+
+    @rule()
+    def reset(self) -> None:
+        self.tiers.clear()
+        self.work()
+        self.naive.held.clear()
+
+    @invariant()
+    def held_is_what_the_oracle_holds(self) -> None:
+        if hasattr(self, "tiers"):
+            assert self.hashes() == set(self.naive.held)
+            if self.tiers.disk is not None:
+                saved = self.tiers.disk.tier.hashes(saved=True)
+                assert saved == {block_hash for block_hash, block in self.naive.held.items() if block.saved}
+
+    @invariant()
+    def bytes_are_exact_by_tenant(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        if self.tiers.disk is not None:
+            index, size = self.tiers.disk.tier.index, FILE
+            assert index.used_bytes == sum(file.stat().st_size for file in self.directory.rglob("slot-*/*"))
+        else:
+            assert self.tiers._host is not None
+            index, size = self.tiers._host.index, BYTES  # type: ignore[assignment]
+        counted = Counter(block.owner for block in self.naive.held.values())
+        assert {OWNERS[owner]: held for owner, held in index.holdings().items()} == {
+            tenant: blocks * size for tenant, blocks in counted.items()
+        }
+        assert index.used_bytes == len(self.naive.held) * size <= self.blocks * size
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            self.tiers.close(0.0)
+            shutil.rmtree(self.directory)
+
+
+TestShareLaws = ShareMachine.TestCase
+TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_batch_larger_than_its_owners_share_comes_down_whole() -> None:
+    """Blocks of the batch itself give way to later ones of it: each is read before that, and goes to disk as it is."""
+    directory = Path(tempfile.mkdtemp(prefix="shares-"))
+    try:
+        settings = TierSettings(6 * BYTES, 100 * FILE, directory)
+        tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
+        tiers.seen(["a", "c"])
+        theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
+        tiers.spill(theirs, Source(theirs))
+        tiers.spill(batch, Source(batch))
+        while tiers.disk is not None and tiers.disk.run():
+            pass
+        assert [tiers.row(block.block_hash) is not None for block in theirs] == [True] * 3
+        assert [tiers.row(block.block_hash) is not None for block in batch] == [False] * 5 + [True] * 3
+        for block in (*theirs, *batch):
+            row = tiers.row(block.block_hash)
+            if row is None:
+                assert tiers.disk is not None
+                loaded = tiers.disk.tier.load(block.block_hash)
+                assert loaded is not None
+                row = loaded[1]
+            assert np.array_equal(row, content(block))
+        tiers.close(0.0)
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_accounts_of_those_who_left_go() -> None:
+    """A thousand passing tenants leave no account behind."""
+    now_s = [0.0]
+    tiers = Tiers(TierSettings(4 * BYTES), FORMAT, BYTES, lambda: None, clock=lambda: now_s[0])
+    for number in range(1000):
+        block = path(number, tenant=f"t{number}")[0]
+        tiers.seen([f"t{number}"])
+        tiers.spill([block], Source([block]))
+        now_s[0] += 100.0
+    assert tiers._host is not None
+    assert len(tiers._host.index._accounts) <= 4 + ACTIVE_S / 100 + 1
+    assert len(tiers._host.index._line) <= 3 * 16 + 64
+    assert UNKNOWN not in tiers._host.index.holdings()

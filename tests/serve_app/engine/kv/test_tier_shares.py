@@ -1,0 +1,181 @@
+"""Tenants' shares below the pool, as requests see them: a flood takes nobody's blocks, and saves end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from router.protocol.block_hash import PrefixScope
+from serve_app.cache.prefix.quota import PUBLIC
+from serve_app.cache.tiers.tier_index import account_key
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from tests.serve_app.engine.kv.test_prompt_saves import asking, run, saving
+from tests.serve_app.engine.kv.test_tier_loader import settle
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+TENANTS = {"flood": 1.0, "small": 1.0}
+BLOCK = 1024
+FILE = 400
+"""About what a file of a simulated block takes: it has a header alone."""
+
+
+def engine_over(
+    host_blocks: int, disk_blocks: int, directory: Path, clock: Callable[[], float] = lambda: 0.0
+) -> TorchEngine:
+    """A pool of 40 blocks over host memory and disk, two tenants, blocks of a kilobyte."""
+    tiers = TierSettings(host_blocks * BLOCK, disk_blocks * FILE, directory, load_ratio=1e9)
+    settings = EngineSettings(
+        num_blocks=40,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        pin_budget_blocks=12,
+        tenant_shares=TENANTS,
+        tiers=tiers,
+    )
+    runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=BLOCK))
+    engine = TorchEngine(runner, settings, lambda _: None, clock=clock)
+    engine.start()
+    return engine
+
+
+def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
+    """Ask for a prompt and return how many of its tokens were cached; wait for what that wrote to disk."""
+    scope = PrefixScope("tiny", salt=tenant.encode())
+    name = f"{tenant} {seed}"
+    got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
+    tier_loader = engine._tier_loader
+    if tier_loader is not None and tier_loader.tiers.disk is not None:
+        settle(engine)
+    return got.cached[name] or 0
+
+
+def flood(engine: TorchEngine) -> None:
+    """Ten prompts of eighteen blocks, far more than pool and tiers hold."""
+    for seed in range(100, 110):
+        ask(engine, "flood", seed, 300)
+
+
+@pytest.mark.parametrize(("host", "disk"), [(40, 0), (0, 80), (10, 80)])
+def test_a_flood_leaves_a_tenant_within_its_share_what_it_has_below_the_pool(
+    host: int, disk: int, tmp_path: Path
+) -> None:
+    """Three prompts of nine blocks are more than the pool keeps for a tenant, and less than a tier does: all hit."""
+    engine = engine_over(host, disk, tmp_path)
+    for seed in range(3):
+        ask(engine, "small", seed)
+    flood(engine)
+    assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
+    engine.stop()
+
+
+def test_after_a_restart_a_flood_leaves_a_tenant_its_files(tmp_path: Path) -> None:
+    """Nobody has asked for anything since: whose file it is, and when it was used, is on the disk."""
+    engine = engine_over(0, 80, tmp_path)
+    for seed in range(3):
+        ask(engine, "small", seed)
+    engine.stop()
+    engine = engine_over(0, 80, tmp_path)
+    flood(engine)
+    assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
+    engine.stop()
+
+
+def saved_on_disk(engine: TorchEngine) -> int:
+    tier_loader = engine._tier_loader
+    assert tier_loader is not None
+    assert tier_loader.tiers.disk is not None
+    settle(engine)
+    done = threading.Event()
+    tier_loader.tiers.disk._enqueue(done.set)
+    assert done.wait(10)
+    return len(tier_loader.tiers.disk.tier.hashes(saved=True))
+
+
+def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
+    """Save a prompt of six blocks."""
+    scope = PrefixScope("tiny", salt=f"{tenant} {number}".encode())
+    item: EngineRequest = saving(f"{tenant} {number}", 1, key=scope.salt, ttl_s=ttl_s, scope=scope, tenant=tenant)
+    return run(engine, item).saves[item.request_id]
+
+
+@pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
+def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, tmp_path: Path) -> None:
+    """It is over with a reset of the pool, for another tenant's share of the pins, or with its time; then they go."""
+    now_s = [0.0]
+    engine = engine_over(0, 80, tmp_path, lambda: now_s[0])
+    assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"
+    assert save(engine, "flood", 900.0, number=2) == "saved"
+    assert saved_on_disk(engine) == 12
+    if ending == "reset":
+        engine.reset_prefix_cache(tiers=False)
+    elif ending == "recall":
+        assert save(engine, "small") == "saved"
+    else:
+        now_s[0] = 301.0
+        run(engine, asking("later", 9))
+    assert saved_on_disk(engine) == {"reset": 0, "recall": 12, "ttl": 6}[ending]
+    engine.stop()
+
+
+def test_saves_go_to_disk_with_what_is_left_of_their_time(tmp_path: Path) -> None:
+    """A restart keeps an unended save's blocks saved, and each file says until when."""
+    now_s = [0.0]
+    engine = engine_over(0, 80, tmp_path, lambda: now_s[0])
+    assert save(engine, "flood", 300.0) == "saved"
+    assert save(engine, "small") == "saved"
+    engine.stop()
+    engine = engine_over(0, 80, tmp_path)
+    assert saved_on_disk(engine) == 12
+    names = [file.name.split(".") for file in tmp_path.glob("slot-*/*.saved")]
+    assert sorted(len(name) for name in names) == [2] * 6 + [3] * 6
+    scope = PrefixScope("tiny", salt=b"small 1")
+    assert run(engine, asking("again", 2, scope=scope, tenant="small")).cached["again"] == 96
+    engine.stop()
+
+
+def test_files_name_no_tenant(tmp_path: Path) -> None:
+    engine = engine_over(0, 80, tmp_path)
+    ask(engine, "small", 1)
+    engine.stop()
+    files = list(tmp_path.glob("slot-*/*.kv"))
+    assert len(files) == 9
+    assert not any(b"small" in file.read_bytes() or "small" in file.name for file in files)
+
+
+def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(tmp_path: Path) -> None:
+    """A tier hears of who asks although nothing is asked of it."""
+    now_s = [0.0]
+    engine = engine_over(40, 0, tmp_path, lambda: now_s[0])
+    for seed in range(3):
+        ask(engine, "small", seed)
+    for _ in range(5):
+        now_s[0] += 400.0
+        ask(engine, "small", 2)
+    flood(engine)
+    assert ask(engine, "small", 0) == 144
+    engine.stop()
+
+
+def test_public_blocks_below_the_pool_are_on_their_own_account(tmp_path: Path) -> None:
+    """What all use is not the tenant's that computed it, on disk and after a restart neither."""
+    engine = engine_over(0, 80, tmp_path)
+    scope = PrefixScope("tiny", salt=b"flood", public_blocks=6)
+    run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])
+    engine.stop()
+    engine = engine_over(0, 80, tmp_path)
+    assert engine._tier_loader is not None
+    assert engine._tier_loader.tiers.disk is not None
+    index = engine._tier_loader.tiers.disk.tier.index
+    assert index.holdings() == {
+        account_key(tenant): sum(entry.size for entry in index if entry.block.owner == account_key(tenant))
+        for tenant in (PUBLIC, "flood")
+    }
+    assert sum(1 for entry in index if entry.block.owner == account_key(PUBLIC)) == 6
+    engine.stop()
