@@ -109,6 +109,8 @@ def main() -> None:
         }
         flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
         flags += ["--model", options.model, "--engine", "simulated", "--replicas", str(options.replicas)]
+        # All clients have one address here.
+        flags += ["--max-connections-per-address", "4096"]
         for policy in options.policies:
             with instance(*flags, f"--set=policy={policy}") as url:
                 outcomes[policy] = replay(url, shots, policy, options)
