@@ -1,0 +1,175 @@
+"""Nothing outlives its client: after any storm no sequence runs and no block is in use, in both modes of Ray Serve.
+
+Answers are so long that one which nobody cancelled would run for ten minutes, far beyond any patience here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+
+from benchmarks.common.server import instance
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of
+
+pytestmark = pytest.mark.integration
+
+MAX_TOKENS = 30_000
+CLIENTS, BURST = 400, 100
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module", params=["1", "0"], ids=["throughput_optimized", "default"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Two replicas with little room, so that a storm finds running sequences, a waiting line, and refusals."""
+    with instance(
+        "--engine",
+        "simulated",
+        "--set",
+        "simulated_decode_step_s=0.02",
+        "--set",
+        "max_model_len=32768",
+        "--set",
+        "max_num_seqs=16",
+        "--set",
+        "max_waiting_requests=16",
+        "--set",
+        "max_queued_requests=32",
+        env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": request.param},
+    ) as base:
+        yield base
+
+
+def in_use(url: str) -> int:
+    """What the replicas say they have at work: sequences that run or wait, and blocks in use."""
+    replicas = replicas_of(url).values()
+    assert len(replicas) == 2
+    names = ("running_sequences", "waiting_sequences", "blocks_in_use")
+    return sum(int(replica[name]) for replica in replicas for name in names)
+
+
+def wait_until_nothing_is_in_use(url: str) -> None:
+    """Wait for reports of replicas with nothing to do; several in a row, so that none is older than the last client."""
+    idle = 0
+
+    def stays_idle() -> bool:
+        nonlocal idle
+        idle = idle + 1 if in_use(url) == 0 else 0
+        time.sleep(0.1)
+        return idle >= 20
+
+    eventually(stays_idle)
+
+
+def body_of(rng: Random, number: int) -> tuple[str, dict[str, object]]:
+    """A request that would take ten minutes: streamed or whole, one answer, several, or several prompts."""
+    common: dict[str, object] = {
+        "model": "demo",
+        "max_tokens": MAX_TOKENS,
+        "ignore_eos": True,
+        "stream": rng.random() < 0.7,
+    }
+    text = f"{number} " + "word " * rng.choice([5, 50, 500])
+    kind = rng.random()
+    if kind < 0.7:
+        return CHAT, {**common, "messages": [{"role": "user", "content": text}]}
+    if kind < 0.85:
+        return CHAT, {**common, "messages": [{"role": "user", "content": text}], "n": 16}
+    # Fewer than there is room for, or more.
+    return COMPLETIONS, {**common, "prompt": [f"{part} {text}" for part in range(rng.choice([8, 128]))]}
+
+
+def test_after_a_storm_nothing_runs_on(url: str) -> None:
+    """Hundreds of clients in bursts, leaving at random moments: in the line, before the first token, in mid-stream.
+
+    Some ask for more than there is room for, and are refused in part.
+    """
+    rng = Random(7)
+    ended: Counter[str] = Counter()
+
+    async def visit(client: httpx.AsyncClient, number: int) -> None:
+        path, content = body_of(rng, number)
+        patience_s, chunks = rng.choice([0.03, 0.1, 0.3, 1.0, 4.0]) * rng.random(), rng.choice([1, 3, 10**9])
+        try:
+            async with asyncio.timeout(patience_s), client.stream("POST", path, json=content) as response:
+                if response.status_code != 200:
+                    ended[str(response.status_code)] += 1
+                    return
+                async for _ in response.aiter_bytes():
+                    chunks -= 1
+                    if chunks <= 0:
+                        break
+                ended["in mid-stream"] += 1
+        except TimeoutError:
+            ended["before its end"] += 1
+
+    async def storm() -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+            for first in range(0, CLIENTS, BURST):
+                await asyncio.gather(*(visit(client, number) for number in range(first, first + BURST)))
+
+    asyncio.run(storm())
+    assert set(ended) <= {"in mid-stream", "before its end", "429"}, ended
+    wait_until_nothing_is_in_use(url)
+
+
+def ingress_pids(url: str) -> list[int]:
+    """The processes of this instance's ingresses: they have the replicas' parent, and say what they are."""
+    parent = parent_of(next(iter(replicas_of(url).values()))["pid"])
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and b"Ingress" in name_of(entry) and parent_of(int(entry.name)) == parent
+    ]
+
+
+def name_of(entry: Path) -> bytes:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_what_a_dead_ingress_asked_for_ends_with_it(url: str) -> None:
+    """SIGKILL of the ingress in the middle of streams: the sequences end, and a new ingress finds idle replicas."""
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+
+            async def listen(number: int) -> None:
+                messages = [{"role": "user", "content": f"{number}"}]
+                content = {"model": "demo", "messages": messages, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+                with suppress(httpx.HTTPError):
+                    async with client.stream("POST", CHAT, json={**content, "stream": True}) as response:
+                        async for _ in response.aiter_bytes():
+                            pass
+
+            listeners = [asyncio.create_task(listen(number)) for number in range(8)]
+            await asyncio.to_thread(eventually, lambda: in_use(url) > 16)
+            (pid,) = ingress_pids(url)
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.gather(*listeners)
+
+    def idle_again() -> bool:
+        try:
+            return in_use(url) == 0
+        except (httpx.HTTPError, AssertionError, KeyError):
+            return False
+
+    asyncio.run(run())
+    eventually(idle_again)
+    wait_until_nothing_is_in_use(url)
