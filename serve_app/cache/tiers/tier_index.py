@@ -46,6 +46,9 @@ class Line:
     def __len__(self) -> int:
         return len(self.unsaved) + len(self.saved)
 
+    def __bool__(self) -> bool:
+        return bool(self.unsaved or self.saved)
+
     def of(self, entry: Entry) -> OrderedDict[bytes, None]:
         """Return the part that an entry stands in."""
         return self.unsaved if entry.saved_until_s is None else self.saved
@@ -95,7 +98,9 @@ class TierIndex(Accounts[Line], Generic[E]):
     def use(self, block_hash: bytes) -> None:
         """Make a held block the most recently used one. Raises KeyError."""
         self._entries.move_to_end(block_hash)
-        self._line_of(self._entries[block_hash]).move_to_end(block_hash)
+        entry = self._entries[block_hash]
+        leaves = self._accounts[entry.block.owner].leaves
+        (leaves.unsaved if entry.saved_until_s is None else leaves.saved).move_to_end(block_hash)
 
     def mark(self, block_hash: bytes, saved_until_s: float | None) -> None:
         """Note until when a held block is saved; where that begins or ends, it is its kind's most recently used one."""
@@ -130,7 +135,7 @@ class TierIndex(Accounts[Line], Generic[E]):
             furthest = self._furthest()
         self._queue(furthest)
         own = self._accounts.get(owner)
-        if own is not None and own.leaves and own.excess >= furthest.excess:
+        if own is not furthest and own is not None and own.leaves and own.excess >= furthest.excess:
             furthest = own
         line = furthest.leaves
         if not line.unsaved and furthest is own and not saved:
