@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,8 +26,10 @@ from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
+from serve_app.generation.dispatch import cancel_call
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
+BURSTS, LOOKS = 20, 300
 
 
 def chain_of(family: int) -> bytes:
@@ -57,6 +59,7 @@ class Holder:
         while Path(gate).exists():
             time.sleep(0.05)
         self.replica_id = serve.get_replica_context().replica_id.unique_id
+        self.endless = 0
         self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
         self.feed.start()
         idle = LoadReport(0, 0, 0, 400, 400, 100_000.0, 0.01)
@@ -81,6 +84,20 @@ class Holder:
         """Say who served the request and under which reservation."""
         await asyncio.sleep(0.01)
         return self.replica_id, -1 if decision is None else decision.reservation
+
+    async def generate_for_ever(self) -> AsyncIterator[int]:
+        """Yield until the caller leaves."""
+        self.endless += 1
+        try:
+            while True:
+                yield self.endless
+                await asyncio.sleep(0.02)
+        finally:
+            self.endless -= 1
+
+    async def running(self) -> int:
+        """Say how many calls without an end run here."""
+        return self.endless
 
 
 @serve.deployment(ray_actor_options={"num_cpus": 0})
@@ -115,8 +132,36 @@ class Ingress:
             "open_reservations": core.state()["open_reservations"],
             "decision_s": core.counters.decision_s.counts,
             "shadow": core.state()["shadow"],
+            **await self.departures(),
             **await self.without_replicas(core),
         }
+
+    async def departures(self) -> dict[str, Any]:
+        """Call in bursts and leave at random moments, most of them while a replica is chosen; count what runs on."""
+        rng = Random(1)
+        handle = self.holders.options(method_name="generate_for_ever", stream=True)
+
+        async def listen(stream: Any) -> None:
+            try:
+                async for _ in stream:
+                    pass
+            finally:
+                cancel_call(stream)
+
+        async def visit(patience_s: float) -> None:
+            task = asyncio.create_task(listen(handle.remote()))
+            await asyncio.sleep(patience_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        for _ in range(BURSTS):
+            await asyncio.gather(*(visit(rng.choice([0.01, 0.1, 0.3]) * rng.random()) for _ in range(100)))
+        for _ in range(LOOKS):
+            running = sum(await self.holders.broadcast("running").results_async(timeout_s=120))
+            if not running:
+                break
+            await asyncio.sleep(0.1)
+        return {"left": 100 * BURSTS, "still_running": running}
 
     async def without_replicas(self, core: Any) -> dict[str, Any]:
         """Kill every replica, ask while none can start, and ask again once they can."""

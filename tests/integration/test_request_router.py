@@ -56,6 +56,11 @@ def test_no_fault_and_no_reservation_is_left(outcome: dict[str, object]) -> None
     assert outcome["open_reservations"] == 0
 
 
+def test_calls_end_with_their_callers(outcome: dict[str, object]) -> None:
+    """Of two thousand callers that leave in bursts, most of them while a replica is chosen, none leaves a call."""
+    assert (outcome["left"], outcome["still_running"]) == (2000, 0)
+
+
 def test_a_shadow_saw_every_request_and_acted_on_none(outcome: dict[str, object]) -> None:
     """The second policy's counters cover the same decisions, without a fault."""
     shadow = outcome["shadow"]
