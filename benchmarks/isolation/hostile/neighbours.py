@@ -15,6 +15,7 @@ from benchmarks.isolation.hostile.attacker import Attacker
 from benchmarks.isolation.hostile.bodies import KINDS
 from benchmarks.isolation.hostile.stage import POLITE, Stage
 from benchmarks.isolation.hostile.verdicts import (
+    all_served,
     at_least,
     at_most,
     hit_rate,
@@ -41,7 +42,7 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
 async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
     await _all(stage, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
-    without = await _all(stage, minutes * 60 / 3, 10_000)
+    without = all_served(await _all(stage, minutes * 60 / 3, 10_000))
     beside: list[Seen] = []
     attacks: dict[str, Any] = {}
     ended_s = 0.0

@@ -84,12 +84,15 @@ def main() -> None:
     """Attack, print a table, write the JSON."""
     options = parse()
     results: dict[str, dict[str, Any]] = {}
-    for engine in ENGINES if options.engine == "both" else (options.engine,):
-        for name in options.scenarios:
-            print(f"{engine} {name}", file=sys.stderr, flush=True)
-            results.setdefault(engine, {})[name] = measure(engine, name, options)
-    Console(stderr=True, width=140).print(table_of(results))
-    write(options.json, vars(options), results)
+    try:
+        for engine in ENGINES if options.engine == "both" else (options.engine,):
+            for name in options.scenarios:
+                print(f"{engine} {name}", file=sys.stderr, flush=True)
+                results.setdefault(engine, {})[name] = measure(engine, name, options)
+    finally:
+        # Of minutes that were cut short, what was measured is told too.
+        Console(stderr=True, width=140).print(table_of(results))
+        write(options.json, vars(options), results)
 
 
 if __name__ == "__main__":

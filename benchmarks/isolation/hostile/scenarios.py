@@ -21,6 +21,7 @@ from benchmarks.isolation.hostile.bodies import KINDS
 from benchmarks.isolation.hostile.stage import WATCHED, Stage
 from benchmarks.isolation.hostile.verdicts import (
     Bar,
+    all_served,
     at_least,
     at_most,
     longest_wait_s,
@@ -83,8 +84,7 @@ def chats(stage: Stage, every_s: float = 0.2, *, fresh: bool = False) -> Watched
 async def retry_storm(stage: Stage, plan: Plan) -> dict[str, Any]:
     """12 connections send 128 short prompts each, again at once when refused or answered."""
     zeta = chats(stage)
-    await zeta.during(3, first=-1000)
-    alone = await zeta.during(plan.alone_s)
+    alone = await _alone(zeta, plan)
     polite, beside = await _under(stage, zeta, plan.seconds, 10_000, "retry_storm", connections=2, polite=True)
     await stage.left(polite.ended_s)
     storm, under = await _under(stage, zeta, plan.seconds, 20_000, "retry_storm")
@@ -119,8 +119,7 @@ async def retry_storm(stage: Stage, plan: Plan) -> dict[str, Any]:
 async def big_bodies(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Six bodies of 8 MB at once, of every kind after the other; the ingress' memory is read all the time."""
     zeta = chats(stage, 0.1)
-    await zeta.during(3, first=-1000)
-    alone = await zeta.during(plan.alone_s)
+    alone = await _alone(zeta, plan)
     before = stage.ingress_bytes()
     peak = before
     worst: list[Seen] = []
@@ -173,8 +172,7 @@ async def long_texts(stage: Stage, plan: Plan) -> dict[str, Any]:
         return {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
 
     zeta = Watched(stage.url, stage.keys[WATCHED], cold, 0.2, in_turn=True)
-    await zeta.during(1, first=1000)
-    alone = await zeta.during(plan.alone_s, first=2000)
+    alone = await _alone(zeta, plan)
     texts_outcome, by_texts = await _under(
         stage, zeta, plan.seconds, 3000, "big_bodies", kind="long_text", for_ever=True
     )
@@ -197,8 +195,7 @@ async def long_texts(stage: Stage, plan: Plan) -> dict[str, Any]:
 async def half_open(stage: Stage, plan: Plan) -> dict[str, Any]:
     """10,000 connections of another address with half a request each; then the same of zeta's own address."""
     zeta = chats(stage, fresh=True)
-    await zeta.during(3, first=-1000)
-    alone = await zeta.during(plan.alone_s)
+    alone = await _alone(zeta, plan)
     other, under = await _under(stage, zeta, plan.seconds, 10_000, "half_open", connections=CONNECTIONS)
     if other.notes["wanted"] < LEAST_CONNECTIONS:
         return {"not_measured": f"{other.notes['wanted']:.0f} files are too few: raise the hard limit (ulimit -Hn)"}
@@ -220,8 +217,7 @@ async def half_open(stage: Stage, plan: Plan) -> dict[str, Any]:
 async def leavers(stage: Stage, plan: Plan) -> dict[str, Any]:
     """1,000 clients leave in bursts, each at a random moment."""
     zeta = chats(stage)
-    await zeta.during(3, first=-1000)
-    alone = await zeta.during(plan.alone_s)
+    alone = await _alone(zeta, plan)
     enough = asyncio.Event()
     watching = asyncio.create_task(zeta.until(enough, first=10_000))
     async with Attacker("leavers", stage.target()) as attacker:
@@ -248,6 +244,12 @@ SCENARIOS: dict[str, Scenario] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {"leavers": {"max_num_seqs": 16, "max_waiting_requests": 16}}
 """What scenarios need beside defaults: leavers find sequences that run, a waiting line, and refusals."""
+
+
+async def _alone(zeta: Watched, plan: Plan) -> list[Seen]:
+    """Watch ``zeta`` alone, once it is warm. Raises RuntimeError when it is not served."""
+    await zeta.during(3, first=-1000)
+    return all_served(await zeta.during(plan.alone_s))
 
 
 async def _under(

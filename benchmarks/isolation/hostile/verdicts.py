@@ -42,6 +42,13 @@ def served_share(seen: Sequence[Seen]) -> float | None:
     return sum(one.status == 200 for one in seen) / len(seen) if seen else None
 
 
+def all_served(alone: list[Seen]) -> list[Seen]:
+    """Return what was seen without an attack. Raises RuntimeError when requests failed: what follows proves nothing."""
+    if not alone or any(one.status != 200 for one in alone):
+        raise RuntimeError(f"without any attack requests were not served: {side(alone)['statuses']}")
+    return alone
+
+
 def ttft_percentile(seen: Sequence[Seen], percent: float) -> float | None:
     """Return a percentile of the time to first token of what was answered; None when nothing was."""
     answered = [one.ttft_s for one in seen if one.status == 200]

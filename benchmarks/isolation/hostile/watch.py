@@ -45,7 +45,7 @@ class Watched:
     every_s: float
     in_turn: bool = False
     fresh: bool = False
-    timeout_s: float = 60.0
+    timeout_s: float = 30.0
 
     async def until(self, enough: asyncio.Event, first: int = 0) -> list[Seen]:
         """Ask until ``enough`` is set, then wait for what is under way; ``first``: the first request's number."""

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.isolation.hostile.raw_http import Reply
 from benchmarks.isolation.hostile.verdicts import (
+    all_served,
     at_least,
     at_most,
     hit_rate,
@@ -54,6 +55,14 @@ def test_the_bar_of_first_tokens_is_twice_alone_and_half_a_second() -> None:
     assert not ttft_bar("zeta", [Seen(1.0, 200, 0.2)], beyond).held
     assert paired([Seen(1.0, 200, 0.2)], within)["ttft_p99_allowed_s"] == pytest.approx(0.9)
     assert paired(ALONE, [REFUSED])["longest_wait_s"] == pytest.approx(8.7)
+
+
+@pytest.mark.parametrize("seen", [[], [*ALONE, REFUSED]])
+def test_an_instance_that_serves_nobody_proves_nothing(seen: list[Seen]) -> None:
+    """Nothing is left of an attack on what is down: such a run has no verdict."""
+    assert all_served(ALONE) == ALONE
+    with pytest.raises(RuntimeError, match="not served"):
+        all_served(seen)
 
 
 def test_windows_are_whole_and_hold_what_ended_in_them() -> None:
