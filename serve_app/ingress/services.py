@@ -113,6 +113,9 @@ class Services:
         tokenizer_cache = self.tokenizer.stats()
         self.metrics.tokenizer_cache_bytes.set(tokenizer_cache.bytes)
         self.metrics.tokenizer_cache_max_bytes.set(tokenizer_cache.max_bytes)
+        self.metrics.waiting.clear()
+        for tenant, requests in self.front_door.waiting().items():
+            self.metrics.waiting.labels(tenant).set(requests)
         return [*self.metrics.samples(), *router_samples(self.core)]
 
     async def all_samples(self) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,3 +201,32 @@ def test_explain_is_the_operators_and_says_where_a_tenants_request_would_go(url:
     assert bad.json()["error"]["param"] == "tenant"
     for name in ("warmpath_router_ttft_actual_to_estimated_ratio_count{ingress=", "warmpath_shadow_decisions_total{"):
         eventually(lambda name=name: name in metrics(url))  # type: ignore[misc]
+
+
+def test_a_retry_storm_shuts_nobody_out(url: str) -> None:
+    """More prompts at once than replicas and queues hold, sent again when refused: another tenant is always answered.
+
+    The storm gets all of its answers too: none of its requests is begun and thrown away.
+    """
+    prompts = {"model": "demo", "prompt": [f"storm {index}" for index in range(128)], "max_tokens": 1}
+    small = {**BODY, "messages": [{"role": "user", "content": "Which berth?"}], "max_tokens": 1}
+
+    async def run() -> None:
+        limits = httpx.Limits(max_connections=40)
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits) as client:
+
+            async def storm() -> int:
+                while True:
+                    answer = await client.post("/v1/completions", json=prompts, headers=auth("acme"))
+                    if answer.status_code == 200:
+                        return len(answer.json()["choices"])
+                    assert int(answer.headers["retry-after"]) >= 1
+
+            storms = [asyncio.create_task(storm()) for _ in range(12)]
+            statuses: list[int] = []
+            while not all(task.done() for task in storms):
+                statuses.append((await client.post(CHAT, json=small, headers=auth("globex"))).status_code)
+            assert set(statuses) == {200}, statuses
+            assert [task.result() for task in storms] == [128] * 12
+
+    asyncio.run(run())

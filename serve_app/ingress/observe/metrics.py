@@ -30,6 +30,9 @@ class IngressMetrics:
             "warmpath_requests", "HTTP requests by endpoint, status and tenant", ["endpoint", "status", "tenant"]
         )
         self.in_flight = gauge("warmpath_requests_in_flight", "HTTP requests being answered")
+        self.waiting = gauge(
+            "warmpath_requests_waiting", "Requests in an ingress' line for a place at the replicas", ["tenant"]
+        )
         self.ttft_s = histogram(
             "warmpath_http_time_to_first_token_seconds",
             "From the request's arrival at the ingress to its first token",
