@@ -12,6 +12,7 @@ import select
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from benchmarks.isolation.hostile.bodies import KINDS, short_prompts
 from benchmarks.isolation.hostile.raw_http import (
@@ -150,7 +151,9 @@ async def half_open(attack: Attack, *, connections: int = 10_000, source: str = 
                 open_one.close()
 
 
-async def leavers(attack: Attack, *, clients: int = 1000, burst: int = 100, seed: int = 0) -> None:
+async def leavers(
+    attack: Attack, *, clients: int = 1000, burst: int = 100, seed: int = 0, for_ever: bool = False
+) -> None:
     """Ask for long answers in bursts, streamed or whole, one or many, and leave each at a random moment.
 
     Moments lie in the line, before the first token, and in mid-stream; of every other burst most are one and the same.
@@ -171,13 +174,14 @@ async def leavers(attack: Attack, *, clients: int = 1000, burst: int = 100, seed
         finally:
             writer.transport.abort()
 
-    for first in range(0, clients, burst):
+    firsts = range(0, clients, burst)
+    for first in cycle(firsts) if for_ever else firsts:
         leaving = requests[first : first + burst]
         moments = [generator.choice(_PATIENCE_S) * generator.random() for _ in leaving]
         if first // burst % 2:
             moments = [generator.choice((moments[0], moments[0], moment)) for moment in moments]
         await asyncio.gather(*map(one, leaving, moments))
-        attack.notes["left"] = first + len(leaving)
+        attack.notes["left"] = attack.notes.get("left", 0) + len(leaving)
 
 
 def _long_request(target: Target, generator: random.Random, text: str) -> bytes:

@@ -35,7 +35,7 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
     *(("big_bodies", {"kind": kind, "for_ever": True}) for kind in KINDS),
     ("long_references", {}),
     ("half_open", {}),
-    ("leavers", {"clients": 100_000}),
+    ("leavers", {"for_ever": True}),
 )
 
 
