@@ -15,6 +15,9 @@ from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
 
+STARTED_AT_ONCE = 4
+"""Choices of one request that are sent in one round of the loop: a hundred would hold everybody else up."""
+
 
 class TokenSource(Protocol):
     """Where generated tokens come from."""
@@ -88,9 +91,13 @@ async def answer_pieces(
             except Exception as error:  # handed to the consumer, who raises it
                 ready.put_nowait(error)
 
-        pumps = [asyncio.create_task(pump()) for _ in range(min(place.units, len(generations)))]
+        pumps: list[asyncio.Task[None]] = []
         try:
-            at_work = len(pumps)
+            at_work = min(place.units, len(generations))
+            for started in range(1, at_work + 1):
+                pumps.append(asyncio.create_task(pump()))
+                if started % STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             while at_work:
                 item = await ready.get()
                 if item is None:

@@ -134,6 +134,7 @@ class Dispatcher:
             save=generation.save,
             lora_path=generation.lora_path,
             timeout_s=generation.deadline_s - started_s,
+            interval_s=generation.interval_s,
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)

@@ -13,7 +13,8 @@ from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOu
 class Generation:
     """One sequence to generate: the prompt, its keys, and how to sample.
 
-    ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more.
+    ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
+    least so much lies between its tokens' ways here, except the first ones' and the last ones'.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Generation:
     save: Save | None = None
     lora_path: str = ""
     deadline_s: float = math.inf
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 PLACEMENT_BLOCKS = 16
 """A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
 
+WHOLE_INTERVAL_S = 0.25
+"""Between chunks of an answer that is sent whole: nobody sees its parts, and each costs an ingress as much."""
+
 _SCOPES = 4096
 
 
@@ -107,6 +110,8 @@ class Preparer:
                         save=save,
                         lora_path=adapter.path if adapter is not None else "",
                         deadline_s=deadline_s,
+                        # A stop string is looked for here: until it is found the replica goes on.
+                        interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
                     )
                 )
         return generations

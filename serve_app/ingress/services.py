@@ -189,8 +189,12 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
 
 
 def places(config: AppConfig, replicas: int) -> int:
-    """Return the generations that one of the ingresses may have under way: its part of what the replicas take."""
-    by_replica = config.max_num_seqs + config.max_waiting_requests
+    """Return the generations that one of the ingresses may have under way: its part of what the replicas take.
+
+    Half as many as run may wait in the replicas, for they know best whose prefix is there. More would only make turns
+    longer, and what an ingress does for each.
+    """
+    by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
     return max(1, max(config.replicas, replicas) * by_replica // config.ingress_replicas)
 
 

@@ -24,7 +24,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
-    still take, counted by the replica from the call on: no two clocks are compared.
+    still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     save: Save | None = None
     lora_path: str = ""
     timeout_s: float = math.inf
+    interval_s: float = 0.0
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""

@@ -137,7 +137,7 @@ class Replica:
         remote_kv = self._puller.begin(request, holder, tokens)
         if remote_kv is not None:
             request = replace(request, remote_kv=remote_kv)
-        stream = TokenStream()
+        stream = TokenStream(call.interval_s)
         self._streams[call.request_id] = stream
         self._callers.began(call.caller, call.request_id)
         ended = False

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
 from serve_app.engine.protocol import EngineOutput
 
 
 class TokenStream:
-    """Outputs of one request that its consumer has not taken yet; tokens that wait together leave together."""
+    """Outputs of one request that its consumer has not taken yet; tokens that wait together leave together.
 
-    __slots__ = ("_outputs", "_ready")
+    Between the first output and the last one the consumer is woken every ``interval_s`` at most.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_due_s", "_interval_s", "_outputs", "_ready")
+
+    def __init__(self, interval_s: float = 0.0) -> None:
         self._outputs: deque[EngineOutput] = deque()
         self._ready = asyncio.Event()
+        self._interval_s = interval_s
+        self._due_s = 0.0
 
     def push(self, output: EngineOutput) -> None:
-        """Add one output and wake the consumer."""
+        """Add one output, and wake the consumer where it is due."""
         self._outputs.append(output)
-        self._ready.set()
+        if output.finish_reason is not None or time.monotonic() >= self._due_s:
+            self._ready.set()
 
     async def take(self) -> list[EngineOutput]:
         """Wait for outputs and return all that there are, oldest first."""
@@ -28,4 +35,5 @@ class TokenStream:
         self._ready.clear()
         taken = list(self._outputs)
         self._outputs.clear()
+        self._due_s = time.monotonic() + self._interval_s
         return taken

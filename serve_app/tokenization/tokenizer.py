@@ -1,6 +1,6 @@
 """Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
 
-Owns the checkpoint's tokenizer, chat template and SegmentCache. What is remembered is keyed under the scope root: it
+Owns the checkpoint's tokenizer and SegmentCache. What is remembered is keyed under the scope root: it
 holds no KV, but a hit is faster than a miss, and no tenant may learn by timing what another sent. Keys are
 xxh3_128 with a seed of this process, so they are neither stable nor predictable outside it.
 """
@@ -8,24 +8,22 @@ xxh3_128 with a seed of this process, so they are neither stable nor predictable
 from __future__ import annotations
 
 import asyncio
-import inspect
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, extend_chain, next_hashes
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
+from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
 from serve_app.tokenization.public_tokens import PublicTokens
 from serve_app.tokenization.segment_cache import ChainLink, SegmentCache, SegmentCacheStats
@@ -46,14 +44,6 @@ _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 def _key_prefix(*fields: bytes) -> bytes:
     """Return what a cache's key begins with: a text that follows can say nothing that one of the fields says."""
     return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """A conversation as the model reads it. ``system_text``: the formatted system prompt, a prefix of ``text``."""
-
-    text: str
-    system_text: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +112,7 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        self._reserved = frozenset((*parameters, *self._tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
+        self._template = ChatTemplate(self._tokenizer)
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
@@ -140,32 +129,8 @@ class PromptTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **template_kwargs: Any
     ) -> RenderedPrompt:
-        """Apply the checkpoint's own chat template.
-
-        ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
-        the whole ("" without a system message, or if the template refuses it). Raises InvalidRequest when there is
-        no template, or the template refuses the messages.
-        """
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "This model has no chat template; use /v1/completions, or set apply_chat_template to false.",
-                param="messages",
-            )
-        for name in template_kwargs:
-            if name in self._reserved:
-                raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
-        text = self._apply_template(messages, add_generation_prompt, template_kwargs)
-        leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
-        if not leading:
-            return RenderedPrompt(text, "")
-        try:
-            system_text = self._apply_template(messages[:leading], False, template_kwargs)
-        except InvalidRequest:
-            return RenderedPrompt(text, "")
-        if text.startswith(system_text):
-            return RenderedPrompt(text, system_text)
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
-        return RenderedPrompt(text, text[: sum(1 for _ in equal)])
+        """Apply the checkpoint's own chat template; see ``ChatTemplate.render``."""
+        return self._template.render(messages, add_generation_prompt, template_kwargs)
 
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
@@ -228,27 +193,6 @@ class PromptTokenizer:
     def decoder(self) -> Detokenizer:
         """Return a decoder for the tokens of one answer."""
         return Detokenizer(self._texts)
-
-    def _apply_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
-    ) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-                )
-            )
-        except TemplateError as error:
-            said = str(error)[:200] or type(error).__name__
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {said}", param="messages"
-            ) from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise InvalidRequest(
-                "The model's chat template cannot render these messages; check roles, contents and "
-                "chat_template_kwargs.",
-                param="messages",
-            ) from error
 
     def _find_template_ids(self) -> tuple[TokenArray, TokenArray]:
         """Return the ids that ``add_special_tokens`` puts before and after a text that is cut into segments."""

@@ -1,0 +1,81 @@
+"""A conversation becomes text by the checkpoint's own chat template, or a 400 that says why not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from serve_app.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A conversation as the model reads it. ``system_text``: the formatted system prompt, a prefix of ``text``."""
+
+    text: str
+    system_text: str
+
+
+class ChatTemplate:
+    """The chat template of a transformers tokenizer; any thread may render."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> RenderedPrompt:
+        """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
+
+        ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
+        the whole ("" without a system message, or if the template refuses it). Raises InvalidRequest when there is
+        no template, or the template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions, or set apply_chat_template to false.",
+                param="messages",
+            )
+        for name in kwargs:
+            if name in self._reserved:
+                raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
+        text = self._apply(messages, add_generation_prompt, kwargs)
+        leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if not leading:
+            return RenderedPrompt(text, "")
+        try:
+            system_text = self._apply(messages[:leading], False, kwargs)
+        except InvalidRequest:
+            return RenderedPrompt(text, "")
+        if text.startswith(system_text):
+            return RenderedPrompt(text, system_text)
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
+        return RenderedPrompt(text, text[: sum(1 for _ in equal)])
+
+    def _apply(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                )
+            )
+        except TemplateError as error:
+            said = str(error)[:200] or type(error).__name__
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {said}", param="messages"
+            ) from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise InvalidRequest(
+                "The model's chat template cannot render these messages; check roles, contents and "
+                "chat_template_kwargs.",
+                param="messages",
+            ) from error
