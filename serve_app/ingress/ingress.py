@@ -11,8 +11,6 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.config.app import AppConfig
-from serve_app.ingress.routes.application import make_application
-from serve_app.ingress.services import make_services
 
 
 @serve.ingress()
@@ -20,10 +18,15 @@ class Ingress:
     """One ingress replica, and so one router."""
 
     async def __init__(self, config: dict[str, Any], replica: DeploymentHandle) -> None:  # type: ignore[misc]
+        # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
+        from serve_app.ingress.services import make_services
+
         self._services = await make_services(AppConfig.model_validate(config), replica)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return what answers HTTP; Serve asks for it once the constructor is done."""
+        from serve_app.ingress.routes.application import make_application
+
         return make_application(self._services)
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:

@@ -38,7 +38,6 @@ from serve_app.engine.protocol import (
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.callers import Callers
-from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_pulls
 from serve_app.replica.reporter import report
@@ -54,6 +53,9 @@ class Replica:
     """One engine, its prefix cache and its feed, as a Ray Serve replica."""
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
+        # Only here: whoever deploys replicas imports this class, and need not wait for torch.
+        from serve_app.replica.engine_factory import make_engine
+
         self._ending = AsyncExitStack()
         self._config = AppConfig.model_validate(config)
         self._loop = asyncio.get_running_loop()
