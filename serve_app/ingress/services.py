@@ -38,6 +38,7 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import read_body
+from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.cache_state import cache_state
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
@@ -135,6 +136,7 @@ class Services:
 
 async def make_services(config: AppConfig, replica: DeploymentHandle) -> Services:
     """Load the tokenizer and put the parts of an ingress together; its router connects in the background."""
+    return_large_buffers()
     context = serve.get_replica_context()
     info = await asyncio.to_thread(load_served_model, config)
     secret = load_secret(secret_file=config.secret_file)
