@@ -36,8 +36,8 @@ from benchmarks.isolation.hostile.verdicts import (
 from benchmarks.isolation.hostile.watch import Seen, Watched
 
 SERVED, TOKENS = 0.99, 0.8
-WAIT_S, MEMORY_MB, KEPT_MB = 0.5, 200, 50
-"""``KEPT_MB``: so much more than before may stay with the ingress, for what caches and allocators keep."""
+WAIT_S, MEMORY_MB, KEPT_MB = 0.5, 200, 80
+"""``KEPT_MB``: caches and allocators may keep so much of the first large bodies."""
 COLD_TOKENS = 5000
 CONNECTIONS = 10_000
 LEAST_CONNECTIONS = 1000
