@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ from tests.serve_app.engine.tiny import save_tiny
 
 MakeEngine = Callable[..., TorchEngine]
 Reference = Callable[[str, Any, int], list[int]]
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> None:
+    """Workers of the suite share the cores, so each has one thread; kernels are tested with as many as there are."""
+    kernels = {"attention", "cpu"} & set(request.path.parts)
+    torch.set_num_threads((os.cpu_count() or 1) if kernels else 1)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
