@@ -20,7 +20,7 @@ QUANTUM_BYTES = 16 << 10
 
 
 class FairWorkers:
-    """A few threads; among several tenants nobody has all of them but one whom nobody waits behind."""
+    """A few threads; where there are several tenants, none of them has all."""
 
     def __init__(self, shares: Shares, threads: int | None = None) -> None:
         threads = max(2, min(4, os.cpu_count() or 1)) if threads is None else threads

@@ -154,20 +154,21 @@ class Preparer:
             return
         messages = request.messages if not before else ({"role": "system", "content": before}, *request.messages)
         contents = [str(message.get("content") or "") for message in messages]
-        self._check_size(request, sum(map(len, contents)), at_least_tokens=len(messages))
+        chars = sum(map(len, contents))
+        self._check_size(request, chars, at_least_tokens=len(messages))
         if not request.apply_chat_template:
             leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
             yield await encode("".join(contents), add_special_tokens=True), "".join(contents[:leading])
             return
         rendered = await self._tokenizer.render_async(
-            messages, tenant, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
+            messages, tenant, chars, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
         )
         yield await encode(rendered.text), rendered.system_text
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
         """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded.
 
-        ``at_least_tokens``: a chat's messages have one each, whatever the template makes of them.
+        ``at_least_tokens``: known without its text. A chat is taken to have one a message.
         """
         longest, max_model_len = self._tokenizer.longest_token_chars, self._limits.max_model_len
         if longest is not None:

@@ -20,7 +20,12 @@ LOOK_EVERY_S = 1.0
 
 
 def actor_lives(name: str) -> bool:
-    """Return False once Ray knows that a Serve actor of that name has died; while Ray does not answer, it lives."""
+    """Return False once Ray knows that a Serve actor of that name has died; while Ray does not answer, it lives.
+
+    A caller without a name is no actor, and nobody can tell.
+    """
+    if not name:
+        return True
     try:
         ray.get_actor(name, namespace=SERVE_NAMESPACE)
     except ValueError:
@@ -49,7 +54,7 @@ class Callers:
             del self._requests[caller]
 
     async def watch(self) -> None:
-        """Look after the callers for ever. What cannot be cancelled yet is cancelled the next time."""
+        """End for ever the requests of callers that died. What cannot be cancelled yet is cancelled the next time."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             for caller in list(self._requests):

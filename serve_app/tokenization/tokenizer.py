@@ -147,13 +147,17 @@ class PromptTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tenant: str,
+        chars: int,
         /,
         *,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> RenderedPrompt:
-        """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn."""
-        size = sum(len(str(message.get("content") or "")) + MESSAGE_CHARS for message in messages)
+        """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn.
+
+        ``chars``: of all contents.
+        """
+        size = chars + MESSAGE_CHARS * len(messages)
         render = partial(self.render_chat, messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
 

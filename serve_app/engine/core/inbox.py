@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from serve_app.engine.protocol import EngineError, QueueFull
-from serve_app.engine.scheduling.admission import UNBORROWED_PART
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from serve_app.fairness.shares import UNBORROWED_PART
 
 T = TypeVar("T")
 

@@ -12,11 +12,9 @@ from typing import Literal
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.settings import EngineSettings
+from serve_app.fairness.shares import UNBORROWED_PART
 
 Verdict = Literal["admitted", "parked", "no_room", "over_share"]
-
-UNBORROWED_PART = 8
-"""One part in this many (an eighth) of slots and blocks is never borrowed."""
 
 
 class Admission:
