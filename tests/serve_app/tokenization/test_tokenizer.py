@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import statistics
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.tokenization.public_tokens import PublicTokens
 from serve_app.tokenization.segmenter import MIN_SEGMENT_BYTES
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
+from tests.serve_app.tokenization.variants import variant_of
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 PIECES = [
@@ -73,20 +72,11 @@ def _greedy_end(tokenizer: Tokenizer) -> None:
 VARIANTS = {"plain": None, "bos": _bos_around, "first": _space_first, "greedy": _greedy_end}
 
 
-def _variant(source: Path, target: Path, change: Any) -> Path:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    if change is not None:
-        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-        change(tokenizer)
-        tokenizer.save(str(target / "tokenizer.json"))
-    return target
-
-
 @pytest.fixture(scope="module")
 def variants(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, PromptTokenizer]:
     parent = tmp_path_factory.mktemp("tokenizers")
     return {
-        name: PromptTokenizer(_variant(demo_model_path, parent / name, change), cache_bytes=60_000, block_size=4)
+        name: PromptTokenizer(variant_of(demo_model_path, parent / name, change), cache_bytes=60_000, block_size=4)
         for name, change in VARIANTS.items()
     }
 
@@ -188,7 +178,7 @@ def test_a_text_is_never_taken_for_another_one_encoded_differently(
     demo_model_path: Path, tmp_path: Path, first: str, first_kwargs: dict[str, Any], second: str
 ) -> None:
     """How a text is encoded is no part of it: writing the one's mark at the beginning of the text finds nothing."""
-    cached = PromptTokenizer(_variant(demo_model_path, tmp_path / "bos", _bos_around), block_size=4)
+    cached = PromptTokenizer(variant_of(demo_model_path, tmp_path / "bos", _bos_around), block_size=4)
     cached.encode(first, ROOT, **first_kwargs)
     expected = cached._tokenizer(second, add_special_tokens=False)["input_ids"]
     encoded = cached.encode(second, ROOT)
@@ -273,17 +263,19 @@ def test_threads_agree(demo_model_path: Path) -> None:
     assert cached.stats().bytes <= 30_000
 
 
-def test_a_known_conversation_of_100k_tokens_takes_about_a_millisecond(demo_model_path: Path) -> None:
-    """p50 is below 1 ms on an idle core; the bound here leaves room for a loaded machine."""
+def test_of_a_known_conversation_nothing_is_tokenized_or_hashed(
+    demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What 100,000 tokens cost the second time is looking them up."""
     cached = PromptTokenizer(demo_model_path, cache_bytes=64 << 20)
     text = _conversation(100, 1700)
-    assert len(cached.encode(text, ROOT).token_ids) > 100_000
-    took = []
-    for _ in range(30):
-        start = time.perf_counter()
-        cached.encode(text, ROOT)
-        took.append(time.perf_counter() - start)
-    assert statistics.median(took) < 0.005
+    first = cached.encode(text, ROOT)
+    assert len(first.token_ids) > 100_000
+    monkeypatch.setattr(cached, "_backend", None)
+    monkeypatch.setattr("serve_app.tokenization.tokenizer.next_hashes", None)
+    again = cached.encode(text, ROOT)
+    assert again.block_hashes == first.block_hashes
+    assert np.array_equal(again.token_ids, first.token_ids)
 
 
 def test_cold_text_is_tokenized_off_the_loop_once(tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,21 +324,18 @@ def test_a_cancelled_caller_does_not_take_the_others_down(tokenizer: PromptToken
 
 
 def test_the_loop_runs_on_while_a_megabyte_is_tokenized(tokenizer: PromptTokenizer) -> None:
-    """Ticks of another task keep coming during a cold encode that takes several times as long as the longest gap."""
+    """Another task gets its turns before a cold encode is done: the thread leaves it the interpreter."""
     text = _conversation(40, 25_000)
 
-    async def longest_gap() -> tuple[float, float]:
+    async def turns() -> int:
         task = asyncio.create_task(tokenizer.encode_async(text, ROOT, "a"))
-        start = last = time.perf_counter()
-        gap = 0.0
+        taken = 0
         while not task.done():
             await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            gap, last = max(gap, now - last), now
-        return gap, last - start
+            taken += 1
+        return taken
 
-    gap, whole = asyncio.run(longest_gap())
-    assert gap < whole / 2
+    assert asyncio.run(turns()) > 5
 
 
 def test_a_lone_surrogate_is_the_clients_error(tokenizer: PromptTokenizer) -> None:
@@ -364,81 +353,6 @@ def test_prompts_given_as_ids(tokenizer: PromptTokenizer) -> None:
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)
-
-
-def test_chat_is_rendered_by_the_checkpoints_template(tokenizer: PromptTokenizer) -> None:
-    """``system_text`` is the formatted system prompt alone, "" without one."""
-    system = {"role": "system", "content": "Be brief."}
-    user = {"role": "user", "content": "Hi"}
-    rendered = tokenizer.render_chat([system, user])
-    assert rendered.system_text == "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert rendered.text == rendered.system_text + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.render_chat([user]).system_text == ""
-    assert tokenizer.render_chat([system, user], add_generation_prompt=False).text.endswith("Hi<|im_end|>\n")
-
-
-@pytest.mark.parametrize(
-    ("template", "system_text"),
-    [
-        ("{{ messages | length }}{{ messages[0].content }}", ""),
-        ("HEAD {{ messages[0].content }}{{ ' only' if messages | length == 1 else ' more' }}", "HEAD sys "),
-        ("{% if messages | length == 1 %}{{ raise_exception('no user') }}{% endif %}{{ messages[0].content }}", ""),
-    ],
-)
-def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, template: str, system_text: str) -> None:
-    """Templates that render system messages otherwise when alone give what is equal in both."""
-    path = _variant(demo_model_path, tmp_path / "model", None)
-    (path / "chat_template.jinja").write_text(template)
-    rendered = PromptTokenizer(path).render_chat(
-        [{"role": "system", "content": "sys"}, {"role": "user", "content": "u"}]
-    )
-    assert rendered.system_text == system_text
-    assert rendered.text.startswith(system_text)
-
-
-def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
-    """What the template says is passed on; other failures in it become one sentence; none gets out raw."""
-    path = _variant(demo_model_path, tmp_path / "model", None)
-    user = [{"role": "user", "content": "x"}]
-    for template, sentence in (
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "cannot render"),
-        ("{{ messages[7].content.strip() }}", "refuses these messages"),
-    ):
-        (path / "chat_template.jinja").write_text(template)
-        with pytest.raises(InvalidRequest, match=sentence):
-            PromptTokenizer(path).render_chat(user)
-    (path / "chat_template.jinja").unlink()
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        PromptTokenizer(path).render_chat(user)
-
-
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "return_tensors"])
-def test_template_kwargs_cannot_reach_the_library(tokenizer: PromptTokenizer, name: str) -> None:
-    """A client's template variables are only that: it cannot bring its own template, say."""
-    with pytest.raises(InvalidRequest, match=name):
-        tokenizer.render_chat([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})
-
-
-@pytest.mark.parametrize(
-    "name", ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
-)
-def test_template_kwargs_cannot_change_the_models_special_tokens(
-    demo_model_path: Path, tmp_path: Path, name: str
-) -> None:
-    """What begins and ends a turn is the checkpoint's, whether or not it names that token."""
-    path = _variant(demo_model_path, tmp_path / "model", None)
-    (path / "chat_template.jinja").write_text("{{ " + name + " }}{{ messages[0].content }}")
-    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
-        PromptTokenizer(path).render_chat([{"role": "user", "content": "x"}], **{name: "evil"})
-
-
-def test_odd_template_kwargs_are_harmless(tokenizer: PromptTokenizer) -> None:
-    """Unknown variables are ignored by the template; names of Python's own parameters raise nothing but 400."""
-    messages = [{"role": "user", "content": "x"}]
-    assert tokenizer.render_chat(messages, enable_thinking=True) == tokenizer.render_chat(messages)
-    with pytest.raises(InvalidRequest):
-        tokenizer.render_chat(messages, **{"messages": []})
 
 
 def test_segments_are_kept_when_the_text_grows(tokenizer: PromptTokenizer) -> None:
