@@ -19,6 +19,7 @@ from starlette.responses import Response
 from router.core import RoutingCore
 from router.protocol.samples import Sample
 from router.serve.core_registry import core_for, decisions_for
+from router.serve.notices import read
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.format import AnswerFormat
@@ -39,7 +40,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import read_body
 from serve_app.ingress.memory import return_large_buffers
-from serve_app.ingress.observe.cache_state import cache_state
+from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
@@ -64,6 +65,7 @@ class Services:
     """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it."""
 
     config: AppConfig
+    app_name: str
     name: str
     base_model: dict[str, Any]
     tenants: Tenants
@@ -128,10 +130,11 @@ class Services:
             samples += with_label(more, "ingress", name)
         return samples
 
-    def cache_state(self) -> dict[str, Any]:
+    async def cache_state(self) -> dict[str, Any]:
         """Return what the caches hold, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
-        return cache_state(self.core, self.traffic, self.tokenizer.stats(), model=model, engine=engine)
+        found = await asyncio.to_thread(lambda: {kind: read(self.app_name, kind) for kind in NOTICES})
+        return cache_state(self.core, self.traffic, self.tokenizer.stats(), found, model=model, engine=engine)
 
 
 async def make_services(config: AppConfig, replica: DeploymentHandle) -> Services:
@@ -164,6 +167,7 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     )
     return Services(
         config=config,
+        app_name=context.app_name,
         name=context.replica_id.unique_id,
         base_model=model_body(config.model_name, int(time.time()), limits.max_model_len),
         tenants=tenants,

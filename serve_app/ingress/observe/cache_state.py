@@ -23,8 +23,18 @@ _GAUGES = {
 _FIELDS = {"warmpath_pinned_blocks": "blocks_pinned", "warmpath_pinned_bytes": "bytes_pinned"}
 
 
+NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
+"""The kinds of notices that are shown: what replicas that may be gone, and the controller, have left behind."""
+
+
 def cache_state(
-    core: RoutingCore, traffic: UsageTable, tokenizer: SegmentCacheStats, *, model: str, engine: str
+    core: RoutingCore,
+    traffic: UsageTable,
+    tokenizer: SegmentCacheStats,
+    notices: dict[str, list[dict[str, Any]]],
+    *,
+    model: str,
+    engine: str,
 ) -> dict[str, Any]:
     """Return the document as this ingress sees the app."""
     state = core.state()
@@ -49,4 +59,5 @@ def cache_state(
         **state,
         "tokenizer_cache": asdict(tokenizer),
         **traffic.to_json(),
+        "notices": notices,
     }

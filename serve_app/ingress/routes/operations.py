@@ -36,7 +36,7 @@ async def metrics(request: Request, services: Front) -> Response:
 async def cache_state(request: Request, services: Front) -> Response:
     """What the caches hold, as this ingress' router sees it."""
     services.guard.require_operator(request)
-    return json_response(services.cache_state())
+    return json_response(await services.cache_state())
 
 
 @router.post("/v1/cache/explain", **takes(ExplainBody))

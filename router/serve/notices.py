@@ -1,0 +1,42 @@
+"""A notice board of an application in Ray's GCS: what a process wants known after it is gone, or far from who asks.
+
+A replica that leaves, a controller that scales: no feed reaches from there. Notices are few and small, hold no prompt
+and no key, and outlive their writer; the oldest go. Every function blocks for a call to the GCS.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from ray.experimental import internal_kv
+
+KEPT = 32
+"""Notices of one kind that an application keeps."""
+
+_NAMESPACE = b"warmpath"
+
+
+def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
+    """Put up a notice, in place of the earlier one of that name; ``at_s``, the wall clock's time, is added."""
+    key = f"{app_name}\0{kind}\0{name}".encode()
+    internal_kv._internal_kv_put(
+        key, msgspec.json.encode({**notice, "at_s": time.time()}), overwrite=True, namespace=_NAMESPACE
+    )
+    for old, _ in _notices(app_name, kind)[KEPT:]:
+        internal_kv._internal_kv_del(old, namespace=_NAMESPACE)
+
+
+def read(app_name: str, kind: str) -> list[dict[str, Any]]:
+    """Return an application's notices of a kind, the newest first."""
+    return [notice for _, notice in _notices(app_name, kind)]
+
+
+def _notices(app_name: str, kind: str) -> list[tuple[bytes, dict[str, Any]]]:
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    for key in internal_kv._internal_kv_list(f"{app_name}\0{kind}\0".encode(), namespace=_NAMESPACE):
+        value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+        if value is not None:  # removed by its writer in the meantime
+            found.append((key, msgspec.json.decode(value)))
+    return sorted(found, key=lambda each: each[1]["at_s"], reverse=True)

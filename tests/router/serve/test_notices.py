@@ -1,0 +1,43 @@
+"""The board of notices: one a name, the newest first, few, and each application its own."""
+
+from __future__ import annotations
+
+import pytest
+from ray.experimental import internal_kv
+
+from router.serve.notices import KEPT, post, read
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
+    """A dictionary in place of Ray's GCS, with its calls."""
+    values: dict[bytes, bytes] = {}
+
+    def put(key: bytes, value: bytes, overwrite: bool, namespace: bytes) -> None:
+        assert overwrite and namespace
+        values[key] = value
+
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: values.get(key))
+    monkeypatch.setattr(internal_kv, "_internal_kv_del", lambda key, namespace: values.pop(key))
+    monkeypatch.setattr(
+        internal_kv, "_internal_kv_list", lambda start, namespace: [key for key in values if key.startswith(start)]
+    )
+    return values
+
+
+def test_the_newest_comes_first_and_a_name_has_one() -> None:
+    for name, figure in (("a", 1), ("b", 2), ("a", 3)):
+        post("app", "handover", name, {"figure": figure})
+    assert [notice["figure"] for notice in read("app", "handover")] == [3, 2]
+
+
+def test_the_oldest_go() -> None:
+    for number in range(KEPT + 5):
+        post("app", "handover", str(number), {"number": number})
+    assert [notice["number"] for notice in read("app", "handover")] == list(range(KEPT + 4, 4, -1))
+
+
+def test_applications_and_kinds_do_not_see_each_other() -> None:
+    post("app", "handover", "x", {})
+    assert read("app2", "handover") == read("app", "prewarm") == read("ap", "handover") == []
