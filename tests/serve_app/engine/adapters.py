@@ -15,8 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.lora.peft_files import describe_adapter
 from serve_app.engine.protocol import AdapterSpec
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -69,3 +72,9 @@ def described(path: Path, name: str = "a") -> tuple[AdapterSpec, PrefixScope]:
     """The adapter's spec, and the scope of a request for it."""
     spec = describe_adapter(name, path)
     return spec, PrefixScope("tiny", spec.key)
+
+
+def simulated_engine(**settings: Any) -> TorchEngine:
+    """Return an engine that computes nothing, not started; ``settings`` are its runner's."""
+    cost = CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0)
+    return TorchEngine(SimulatedRunner(cost, **settings), EngineSettings(num_blocks=64), lambda _: None)
