@@ -56,6 +56,7 @@ class RoutingCore:
         self._stats: dict[str, StatsReport] = {}
         self._is_live: Callable[[str], bool] = lambda replica_id: False
         self._blocked: Callable[[], Collection[str]] = tuple
+        self._away: frozenset[str] = frozenset()
         self._counted = self.counters.of_policy(self.settings.policy)
         self._shadow = self._new_shadow()
         self._shadow_s = 0.0
@@ -72,8 +73,8 @@ class RoutingCore:
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
-        """The replicas known now."""
-        return tuple(self.loads.replica_ids)
+        """The replicas that requests may go to; those that are away are not among them."""
+        return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in self._away)
 
     @property
     def knows_every_cache(self) -> bool:
@@ -103,13 +104,22 @@ class RoutingCore:
                 for replica_id in self.loads.replica_ids:
                     self.directory.add_replica(replica_id)
 
-    def update_replicas(self, replica_ids: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the replica set equal to ``replica_ids`` and return who was added and who was removed."""
+    def update_replicas(
+        self, replica_ids: Iterable[str], away: Collection[str] = ()
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Make the replica set equal to ``replica_ids`` and return who was added and who was removed.
+
+        ``away``: replicas that may be back soon. What is known of them is kept, and is kept up to date by their
+        feeds; no request goes there. Those that were not known before are ignored.
+        """
         wanted = dict.fromkeys(replica_ids)
         with self._lock:
             known = set(self.loads.replica_ids)
+            self._away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
             added = tuple(replica_id for replica_id in wanted if replica_id not in known)
-            removed = tuple(replica_id for replica_id in known if replica_id not in wanted)
+            removed = tuple(
+                replica_id for replica_id in known if replica_id not in wanted and replica_id not in self._away
+            )
             for replica_id in added:
                 self.loads.add_replica(replica_id)
                 self.directory.add_replica(replica_id)
@@ -159,8 +169,8 @@ class RoutingCore:
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
         """Return the least loaded replica for a call without a prompt, None while every replica is full."""
         with self._lock:
-            request = RoutedRequest("", b"", 0, b"")
-            view = RoutingView(request, {}, self.loads, self._turn, self._rng, self.settings.scoring, blocked)
+            request, closed = RoutedRequest("", b"", 0, b""), self._closed(blocked)
+            view = RoutingView(request, {}, self.loads, self._turn, self._rng, self.settings.scoring, closed)
             ranked = least_loaded(view, 1)
         return ranked[0].replica_id if ranked else None
 
@@ -212,7 +222,7 @@ class RoutingCore:
             return {
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
-                **router_state(self.directory, self.loads, self._clock()),
+                **router_state(self.directory, self.loads, self._away, self._clock()),
                 "regret": regret_state(self.counters),
                 "shadow": self.shadow and shadow_state(*self.shadow),
             }
@@ -252,8 +262,11 @@ class RoutingCore:
         adapter_s = self._adapters.wait_s(request.adapter, self.loads)
         scoring = self.settings.scoring
         return RoutingView(
-            request, match, self.loads, self._turn, self._rng, scoring, blocked, pending, None, adapter_s
+            request, match, self.loads, self._turn, self._rng, scoring, self._closed(blocked), pending, None, adapter_s
         )
+
+    def _closed(self, blocked: Collection[str]) -> Collection[str]:
+        return self._away.union(blocked) if self._away else blocked
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
@@ -271,6 +284,7 @@ class RoutingCore:
         return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None
 
     def _drop(self, replica_id: str) -> None:
+        self._away -= {replica_id}
         for number in self.loads.remove_replica(replica_id):
             self._pending.discard(number)
         self.directory.remove_replica(replica_id)

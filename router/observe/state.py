@@ -6,6 +6,7 @@ Pure functions; the caller holds the lock that guards what it passes in.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import asdict
 from math import isfinite
 from typing import Any
@@ -34,8 +35,8 @@ def sane_stats(report: StatsReport) -> StatsReport:
     )
 
 
-def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[str, Any]:
-    """Return the JSON-able state of a router."""
+def router_state(directory: Directory, loads: LoadTable, away: Collection[str], now_s: float) -> dict[str, Any]:
+    """Return the JSON-able state of a router. ``away``: replicas that it keeps in mind and sends nothing."""
     return {
         "block_size": directory.block_size,
         "directory": {
@@ -46,7 +47,11 @@ def router_state(directory: Directory, loads: LoadTable, now_s: float) -> dict[s
         },
         "open_reservations": loads.open_reservations,
         "replicas": [
-            {"replica_id": replica_id, "blocks": dict(directory.blocks_held(replica_id))}
+            {
+                "replica_id": replica_id,
+                "away": replica_id in away,
+                "blocks": dict(directory.blocks_held(replica_id)),
+            }
             | replica_load_state(replica_id, loads, now_s)
             for replica_id in loads.replica_ids
         ],

@@ -28,6 +28,10 @@ logger = logging.getLogger("ray.serve")
 FEED_METADATA = "feed"
 """The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
 
+AWAY_S = 10.0
+"""How long a replica that left the set is kept in mind: one that takes new settings is out of it meanwhile, and its
+cache is not. One that leaves for good can hand out KV until it ends."""
+
 _ABSENT_PAUSE_S = 0.1
 
 
@@ -46,19 +50,26 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._decisions = decisions_for(key)
         self._subscriber: FeedSubscriber | None = None
         self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
+        self._away: dict[str, RunningReplica] = {}
         self._among_peers = _runs_in(self._deployment_id.app_name, self._deployment_id.name)
         self._wait_queue = WaitQueue(self._pause)
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the feeds of new replicas and forget those that left; called on every change of statistics."""
+        """Follow the feeds of new replicas; called on every change of statistics.
+
+        Those that left are away, and forgotten unless they return within ``AWAY_S``.
+        """
         super().update_replicas(replicas)
+        before = self._by_name
         self._know({replica.replica_id.unique_id: replica for replica in replicas})
+        left = {name: replica for name, replica in before.items() if name not in self._by_name}
+        self._away = {name: replica for name, replica in self._away.items() if name not in self._by_name} | left
+        for name, replica in left.items():
+            self._event_loop.call_later(AWAY_S, self._forget, name, replica)
         if self._among_peers:
             return
-        added, removed = self._core.update_replicas(self._by_name)
-        for name in removed:
-            self._unfollow(name)
+        added, _ = self._core.update_replicas(self._by_name, self._away)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
             self._subscriber = FeedSubscriber(self._core.apply, self._core.counters.feed)
             self._core.follow(self._subscriber.is_live, self._full)
@@ -71,6 +82,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         super().on_replica_actor_died(replica_id)
         name = replica_id.unique_id
         self._know({other: replica for other, replica in self._by_name.items() if other != name})
+        self._away.pop(name, None)
         self._core.drop_replica(name)
         self._unfollow(name)
 
@@ -86,7 +98,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._undo(pending_request)
         route = _route_of(pending_request)
         tenant = "" if route is None else route.tenant
-        return await self._wait_queue.take(lambda: self._choose(pending_request), tenant, ahead=is_retry)
+        return await self._wait_queue.take(lambda: self._choose(pending_request, is_retry), tenant, ahead=is_retry)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -107,10 +119,11 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
 
-    def _choose(self, pending_request: PendingRequest) -> RunningReplica | None:
+    def _choose(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica | None:
         """Return the replica for a request, None while all are full or away. Raises nothing but NoReplicaLeft.
 
-        A call with a ``target`` that is gone goes to any replica, which sees that it is not meant.
+        A call with a ``target`` reaches one that is away too, the first time. Where the target is gone it goes to any
+        replica, which sees that it is not meant.
         """
         if not self._by_name:
             wait_s = self._core.settings.no_replica_wait_s
@@ -120,7 +133,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         try:
             target = pending_request.kwargs.get("target")
             if target is not None:
-                return self._by_name.get(target) or next(iter(self._by_name.values()), None)
+                away = None if is_retry else self._away.get(target)
+                return self._by_name.get(target) or away or next(iter(self._by_name.values()), None)
             route = _route_of(pending_request)
             full = self._full()
             if route is None:
@@ -185,6 +199,13 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._subscriber.connect(name, FeedEndpoint.from_dict(advertised))
         except Exception:
             self._fault(f"following the feed of {name}")
+
+    def _forget(self, name: str, replica: RunningReplica) -> None:
+        """Forget a replica that left, unless it returned meanwhile."""
+        if self._away.get(name) is replica:
+            del self._away[name]
+            self._core.drop_replica(name)
+            self._unfollow(name)
 
     def _unfollow(self, name: str) -> None:
         if self._subscriber is not None:

@@ -1,0 +1,124 @@
+"""Serve's router keeps a replica in mind that leaves its set for seconds, and can still reach it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve.request_router import PendingRequest
+
+from router.protocol.events import BlocksStored, LoadReport
+from router.serve import request_router
+from router.serve.core_registry import core_for
+from router.serve.request_router import CacheAwareRouter, deployment_key
+
+HELD = bytes(16)
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+
+
+class FakeRunningReplica:
+    """What the router asks of Serve's replica."""
+
+    max_ongoing_requests = 8
+    node_id = availability_zone = ""
+    multiplexed_model_ids: tuple[str, ...] = ()
+    replica_metadata: dict[str, Any] = {}  # noqa: RUF012 (never written)
+
+    def __init__(self, replica_id: ReplicaID) -> None:
+        self.replica_id = replica_id
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        """Answer Serve's probe."""
+        return 0
+
+
+class Case:
+    """A router of one deployment in this loop, with its core."""
+
+    def __init__(self, name: str) -> None:
+        deployment = DeploymentID(name, "app")
+        self.router = CacheAwareRouter(deployment, DeploymentHandleSource.REPLICA)
+        self.router.initialize_state()
+        self.core = core_for(deployment_key("app", name))
+        self.ids = {letter: ReplicaID(letter, deployment) for letter in "ab"}
+
+    def set(self, letters: str) -> None:
+        """Let Serve name a new set of replicas; each that joins is an object of its own."""
+        known = self.router._replicas
+        ids = [self.ids[letter] for letter in letters]
+        self.router.update_replicas([known.get(each) or FakeRunningReplica(each) for each in ids])
+
+    async def target(self, letter: str, *, is_retry: bool = False) -> str:
+        """Ask for one replica by name; returns who is chosen."""
+        request: Any = SimpleNamespace(args=[], kwargs={"target": letter})
+        chosen = await self.router._choose_replica_for_request(_pending(request), is_retry=is_retry)
+        found: str = chosen.replica_id.unique_id
+        return found
+
+
+def _pending(request: Any) -> PendingRequest:
+    return request  # type: ignore[no-any-return]
+
+
+async def until_forgotten(case: Case, name: str) -> None:
+    while name in case.core.loads.replicas:  # noqa: ASYNC110 (nobody announces it)
+        await asyncio.sleep(0.005)
+
+
+def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica holds is known again at once when it returns, and forgotten some time after it left for good."""
+
+    async def run() -> None:
+        monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+        case = Case("kept")
+        case.set("ab")
+        case.core.apply("a", "e", [IDLE, BlocksStored(HELD)])
+        case.set("b")
+        assert case.core.replica_ids == ("b",)
+        assert await case.target("a") == "a"
+        assert await case.target("a", is_retry=True) == "b"
+        case.set("ab")
+        assert set(case.core.replica_ids) == {"a", "b"}
+        assert case.core.directory.match(HELD) == {"a": 16}
+        monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+        case.set("b")
+        await until_forgotten(case, "a")
+        assert case.core.directory.match(HELD) == {}
+        assert await case.target("a") == "b"
+
+    asyncio.run(run())
+
+
+def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever returned and left again is away from the second time on."""
+
+    async def run() -> None:
+        case = Case("again")
+        case.set("ab")
+        monkeypatch.setattr(request_router, "AWAY_S", 0.01)
+        case.set("b")
+        case.set("ab")
+        monkeypatch.setattr(request_router, "AWAY_S", 30.0)
+        case.set("b")
+        await asyncio.sleep(0.05)  # the first timer is over
+        assert "a" in case.core.loads.replicas
+        assert await case.target("a") == "a"
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_died_is_forgotten_at_once() -> None:
+    """Here or away, a dead replica is known to nobody."""
+
+    async def run() -> None:
+        case = Case("died")
+        case.set("ab")
+        case.set("a")
+        for letter in "ab":
+            case.router.on_replica_actor_died(case.ids[letter])
+        assert case.core.loads.replica_ids == []
+
+    asyncio.run(run())

@@ -1,0 +1,117 @@
+"""Replicas that are away: what is known of them stays true and nothing is sent there, in whatever order they go."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.policy.policies import POLICIES
+from router.protocol.block_hash import HASH_BYTES
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport
+from router.protocol.request import RoutedRequest
+from router.settings import RouterSettings
+
+NAMES = "abcd"
+CHAINS = [Random(number).randbytes(HASH_BYTES * 4) for number in range(3)]
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(("stored", "removed", "cleared", "left", "returned", "forgotten", "died")),
+        st.sampled_from(NAMES),
+        st.integers(0, len(CHAINS) - 1),
+    ),
+    max_size=40,
+)
+
+
+def asked(chain: bytes, tenant: str = "") -> RoutedRequest:
+    return RoutedRequest("q", chain, 16 * 4 + 1, chain[:HASH_BYTES], tenant=tenant)
+
+
+@given(steps, st.sampled_from(sorted(POLICIES)))
+def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
+    taken: list[tuple[str, str, int]], policy: str
+) -> None:
+    """Replicas store, forget, leave, return, are given up and die in any order: the router knows what they hold."""
+    core = RoutingCore("me", RouterSettings(policy=policy), clock=lambda: 0.0, rng=Random(0))
+    here, away = set(NAMES), set[str]()
+    caches: dict[str, set[int]] = {name: set() for name in NAMES}
+    known = set(NAMES)
+    core.update_replicas(here)
+    for name in NAMES:
+        core.apply(name, "e", [IDLE])
+    for what, name, index in taken:
+        if what == "stored":
+            core.apply(name, "e", [BlocksStored(CHAINS[index])])
+            caches[name] |= {index} if name in known else set()
+        elif what == "removed":
+            core.apply(name, "e", [BlocksRemoved(CHAINS[index])])
+            caches[name] -= {index}
+        elif what == "cleared":
+            core.apply(name, "e", [CacheCleared()])
+            caches[name].clear()
+        elif what == "left" and name in here:
+            here.remove(name)
+            away.add(name)
+        elif what == "returned":
+            away.discard(name)
+            here.add(name)
+            known.add(name)
+        elif what == "forgotten" and name in away:
+            away.remove(name)
+            known.remove(name)
+            caches[name].clear()
+        elif what == "died":
+            here.discard(name)
+            away.discard(name)
+            known.discard(name)
+            caches[name].clear()
+            core.drop_replica(name)
+        core.update_replicas(here, away)
+        assert set(core.replica_ids) == here
+        for number, chain in enumerate(CHAINS):
+            holders = {name for name in NAMES if number in caches[name]}
+            assert set(core.directory.match(chain)) == holders
+            decision = core.decide(asked(chain))
+            assert (decision is not None and decision.replica_id in here) or not here
+            if decision is not None:
+                core.release(decision)
+        unkeyed = core.decide_unkeyed()
+        assert unkeyed in here if here else unkeyed is None
+
+
+def test_what_is_known_of_a_replica_that_is_away_is_used_once_it_returns() -> None:
+    """Its blocks, its load and its reservations are those of before, and what its feed said meanwhile counts."""
+    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(0))
+    core.update_replicas("ab")
+    for name in "ab":
+        core.apply(name, "e", [IDLE])
+    core.apply("a", "e", [BlocksStored(CHAINS[0])])
+    first = core.decide(asked(CHAINS[0]))
+    assert first is not None and first.replica_id == "a"
+    assert core.update_replicas("b", away="a") == ((), ())
+    assert [(row["replica_id"], row["away"]) for row in core.state()["replicas"]] == [("a", True), ("b", False)]
+    elsewhere = core.decide(asked(CHAINS[0]))
+    assert elsewhere is not None and elsewhere.replica_id == "b"
+    core.apply("a", "e", [BlocksStored(CHAINS[1])])
+    assert core.update_replicas("ab") == ((), ())
+    assert core.loads.queue_ahead("a") == 1  # reserved before it left
+    for chain in CHAINS[:2]:
+        back = core.decide(asked(chain))
+        assert back is not None and (back.replica_id, back.reason) == ("a", "cached")
+
+
+def test_a_pull_may_come_from_a_replica_that_is_away() -> None:
+    """Whoever leaves can hand out what it holds until it ends."""
+    core = RoutingCore("me", RouterSettings.from_json({"scoring": {"min_pull_tokens": 16}}), rng=Random(0))
+    core.update_replicas("ab")
+    for name in "ab":
+        core.apply(name, "e", [LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, pull_tokens_per_s=1e6)])
+    core.apply("a", "e", [BlocksStored(CHAINS[0])])
+    core.update_replicas("b", away="a")
+    decision = core.decide(asked(CHAINS[0]))
+    assert decision is not None and (decision.replica_id, decision.pull_from) == ("b", "a")
