@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,7 +45,7 @@ async def choice_pieces(
     checker = StopChecker(stop)
     async with aclosing(source.generate(generation)) as stream:
         async for tokens in stream:
-            text, stopped = checker.push(decoder.push(tokens.token_ids))
+            text, taken, stopped = _shown(tokens.token_ids, decoder, checker, one_by_one=bool(stop))
             reason: FinishReason | None = None
             if not stopped and tokens.finish_reason is not None:
                 if tokens.finish_reason not in ("stop", "length"):
@@ -55,9 +55,29 @@ async def choice_pieces(
                 reason = tokens.finish_reason
             if stopped:
                 reason = "stop"
-            yield Piece(index, text, len(tokens.token_ids), tokens.cached_tokens, reason, tokens.save)
+            yield Piece(index, text, taken, tokens.cached_tokens, reason, tokens.save)
             if reason is not None:
                 return
+
+
+def _shown(
+    token_ids: Sequence[int], decoder: Detokenizer, checker: StopChecker, *, one_by_one: bool
+) -> tuple[str, int, bool]:
+    """Return (text that is safe to show, tokens read for it, whether a stop string was found).
+
+    ``one_by_one``: read no token behind the one that completes a stop string, so that usage counts the same tokens
+    however they came: how many come at once is a matter of timing.
+    """
+    if not one_by_one:
+        text, stopped = checker.push(decoder.push(token_ids))
+        return text, len(token_ids), stopped
+    shown = ""
+    for taken, token_id in enumerate(token_ids, 1):
+        text, stopped = checker.push(decoder.push((token_id,)))
+        shown += text
+        if stopped:
+            return shown, taken, True
+    return shown, len(token_ids), False
 
 
 async def answer_pieces(

@@ -12,7 +12,7 @@ import pytest
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, Piece, answer_pieces
+from serve_app.generation.answer import STARTED_AT_ONCE, Piece, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, Tokens
 from tests.serve_app.generation.test_dispatch import generation
 
@@ -96,3 +96,24 @@ def test_one_failing_choice_ends_all(choices: int) -> None:
     pieces, used = asyncio.run(run(choices, source))
     assert not any(piece.finish_reason for piece in pieces if piece.index == choices - 1)
     assert (used, source.running) == (0, 0)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (4, 2), (2, 1, 3), (1, 1, 1, 1, 1, 1)])
+def test_usage_counts_no_token_behind_a_stop_string(sizes: tuple[int, ...]) -> None:
+    """Text, reason and count are the same however many tokens come at once, as after a resend they do."""
+
+    class Chunks:
+        async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+            sent = 0
+            for size in sizes:
+                sent += size
+                yield Tokens(tuple(range(sent - size, sent)), None, "length" if sent == 6 else None)
+
+    async def read() -> list[Piece]:
+        stream = choice_pieces(0, generation(), Chunks(), Letters(), ("de",))  # type: ignore[arg-type]
+        return [piece async for piece in stream]
+
+    pieces = asyncio.run(read())
+    assert "".join(piece.text for piece in pieces) == "abc"
+    assert sum(piece.new_tokens for piece in pieces) == 5
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"]
