@@ -39,7 +39,7 @@ MAX_ATTEMPTS = 4
 """Times one generation is lost: more replicas than that dying at once is an outage."""
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Between two times that a generation is sent to replicas whose lines are full."""
+"""Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
 
 
 class Dispatcher:
@@ -70,22 +70,24 @@ class Dispatcher:
 
         A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
         token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
-        full is asked again, until the generation's deadline.
+        full is asked again, until the generation's deadline; so is, for a stream that has begun, a deployment without
+        a replica. A replica that leaves in order, after tokens of its own, is no loss: a long stream outlives many.
         Raises a ``WarmpathError`` when the generation cannot be done.
         """
         received: list[int] = []
         avoid: tuple[str, ...] = ()
         cached_reported = False
-        losses = refusals = 0
+        losses = refusals = moves = 0
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = route_of(current, losses + refusals, avoid)
+            route = route_of(current, losses + refusals + moves, avoid)
             reservation = _Reservation(self._core, self._decisions, route)
+            had = len(received)
             try:
                 async with aclosing(self._attempt(current, route, reservation)) as chunks:
                     async for chunk in chunks:
                         if chunk.error == "unavailable":
-                            raise _ReplicaLost(chunk.message)
+                            raise _ReplicaLeaves(chunk.message)
                         _raise_for(chunk)
                         received.extend(chunk.token_ids)
                         first = None if cached_reported else chunk.cached_tokens
@@ -94,9 +96,13 @@ class Dispatcher:
                         if chunk.finish_reason is not None:
                             return
                 raise _ReplicaLost("the stream ended without a finish reason")
-            except RateLimited:
+            except (RateLimited, Overloaded) as error:
                 # The request was admitted, and other choices of it may be under way: this one waits for its replica.
-                pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**refusals)
+                # Where there is none, a client who has had nothing yet is told; one who has had a part cannot ask for
+                # the rest.
+                if isinstance(error, Overloaded) and not received:
+                    raise
+                pause_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2 ** min(refusals, 10))
                 if time.perf_counter() + pause_s >= generation.deadline_s:
                     raise
                 refusals += 1
@@ -109,7 +115,10 @@ class Dispatcher:
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return
-                losses += 1
+                if isinstance(error, _ReplicaLeaves) and len(received) > had:
+                    moves += 1
+                else:
+                    losses += 1
                 if losses < MAX_ATTEMPTS:
                     self._count_retry(bool(received))
         raise Overloaded(
@@ -215,6 +224,10 @@ class _Reservation:
 
 class _ReplicaLost(Exception):
     """The replica is going away or broke off; the generation can be sent elsewhere."""
+
+
+class _ReplicaLeaves(_ReplicaLost):
+    """The replica says itself that it is going away."""
 
 
 def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = ()) -> RoutedRequest:

@@ -26,8 +26,8 @@ from ray.exceptions import (
     TaskCancelledError,
     WorkerCrashedError,
 )
-from ray.serve._private.common import RequestMetadata
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID, RequestMetadata
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
 
 from router.core import RoutingCore
@@ -276,6 +276,72 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     assert len(retries.after_first_token) == MAX_ATTEMPTS - 1
     assert len(set(handle.calls[-1][1].avoid)) == MAX_ATTEMPTS - 1
     assert core.state()["open_reservations"] == 0
+
+
+def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
+    """A rolling update moves a long stream once a replica: what each of them said before it left is progress."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        async for chunk in answer(call, replica, stop_after=2 if call.sampling.max_tokens > 2 else None):
+            yield chunk
+        if call.sampling.max_tokens > 2:
+            yield wire.GenerateChunk(error="unavailable", message="stopping")
+
+    got, handle, retries = run(chunks, max_tokens=4 * MAX_ATTEMPTS)
+    assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(4 * MAX_ATTEMPTS)]
+    assert len({route.request_id for _, route in handle.calls}) == 2 * MAX_ATTEMPTS
+    assert len(retries.after_first_token) == 2 * MAX_ATTEMPTS - 1
+
+
+def test_replicas_that_leave_without_a_token_are_lost_ones() -> None:
+    """Otherwise a deployment that is going away would be asked for ever."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        yield wire.GenerateChunk(error="unavailable", message="stopping")
+
+    with pytest.raises(Overloaded):
+        run(chunks)
+
+
+@pytest.mark.parametrize("error", [NoReplicaLeft("none"), DeploymentUnavailableError(DeploymentID("d"))], ids=type)
+def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has a part of the answer and cannot ask for the rest: it goes on when there is a replica again."""
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+    calls = 0
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            async for chunk in answer(call, replica, stop_after=2):
+                yield chunk
+            raise ActorDiedError
+        if calls < 2 * MAX_ATTEMPTS:
+            raise error
+        async for chunk in answer(call, replica):
+            yield chunk
+
+    got, _, retries = run(chunks)
+    assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
+    assert retries.after_first_token == [True]
+
+
+def test_a_stream_waits_for_a_replica_until_its_deadline() -> None:
+    """Then the client hears that there is none."""
+    calls = 0
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            async for chunk in answer(call, replica, stop_after=2):
+                yield chunk
+            raise ActorDiedError
+        raise NoReplicaLeft("none")
+
+    with pytest.raises(Overloaded) as caught:
+        run(chunks, deadline_s=time.perf_counter() + 0.2)
+    assert caught.value.retry_after_s
 
 
 @pytest.mark.parametrize(
