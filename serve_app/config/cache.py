@@ -7,6 +7,8 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 
 MIB = 1024 * 1024
+CPU_POOL_BYTES = 512 * MIB
+"""A replica's KV pool where nothing is set and no GPU says what there is."""
 
 
 class CacheSection(BaseModel):

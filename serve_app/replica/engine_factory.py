@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import torch
-from transformers import AutoConfig
 
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import CheckpointInfo, weights_fingerprint
 from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
-from serve_app.config.cache import MIB
-from serve_app.engine.core.build import build_engine
+from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EventSink
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
-from serve_app.engine.runner.memory_budget import Work, kv_budget_bytes
-from serve_app.engine.runner.model_runner import choose_device, choose_dtype
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.speculative.eagle_config import read_eagle_config
 
-CPU_POOL_BYTES = 512 * MIB
+_KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 
 
 def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
@@ -33,14 +28,56 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
 
     Raises ValueError for settings that do not fit, and what ``build_engine`` raises.
     """
-    model_config = AutoConfig.from_pretrained(str(info.path), local_files_only=True)
-    dtype = str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch.")
+    if config.engine == "simulated":
+        return _simulated_engine(config, info, event_sink)
+    # Only here: they are seconds and hundreds of megabytes, which simulated replicas do without.
+    from serve_app.engine.core.build import build_engine
+    from serve_app.replica.pool_size import pool_blocks
+
     drafter = drafter_path(config)
-    drafter_bytes = _drafter_bytes(drafter, dtype, config.block_size) if drafter else 0
+    settings = _settings(config, info, pool_blocks(config, info.path, drafter), drafter)
+    return build_engine(info.path, settings, event_sink)
+
+
+def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:
+    dtype = "float32" if config.dtype == "auto" else config.dtype
+    model_config = _model_config(info.path)
     num_blocks = config.num_blocks or blocks_in_budget(
-        model_config, dtype, config.block_size, pool_bytes(config, model_config, drafter), drafter_bytes
+        model_config, dtype, config.block_size, config.kv_cache_bytes or CPU_POOL_BYTES
     )
-    settings = EngineSettings(
+    settings = _settings(config, info, num_blocks, None)
+    cost = CostModel(
+        prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
+        decode_base_s=config.simulated_decode_step_s,
+        vocab_size=info.vocab_size,
+        max_positions=settings.max_model_len,
+        block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
+    )
+    runner = SimulatedRunner(
+        cost,
+        model_fingerprint=info.fingerprint,
+        block_size=config.block_size,
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras,
+    )
+    return TorchEngine(runner, settings, event_sink)
+
+
+def _model_config(path: Path) -> Any:
+    """Return what the model's config says of its KV.
+
+    transformers, which loads torch, is asked only where the file leaves something to its defaults.
+    """
+    fields = json.loads((path / "config.json").read_text())
+    if fields.keys() >= _KV_FIELDS:
+        return SimpleNamespace(**{name: fields[name] for name in _KV_FIELDS})
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(path), local_files_only=True)
+
+
+def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter: Path | None) -> EngineSettings:
+    return EngineSettings(
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len(config, info),
@@ -72,53 +109,3 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
         max_cpu_loras=config.max_cpu_loras,
         max_lora_rank=config.max_lora_rank,
     )
-    if config.engine == "torch":
-        return build_engine(info.path, settings, event_sink)
-    cost = CostModel(
-        prefill_tokens_per_s=config.simulated_prefill_tokens_per_s,
-        decode_base_s=config.simulated_decode_step_s,
-        vocab_size=info.vocab_size,
-        max_positions=settings.max_model_len,
-        block_bytes=kv_bytes_per_block(model_config, dtype, config.block_size),
-    )
-    runner = SimulatedRunner(
-        cost,
-        model_fingerprint=info.fingerprint,
-        block_size=config.block_size,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_cpu_loras,
-    )
-    return TorchEngine(runner, settings, event_sink)
-
-
-def _drafter_bytes(drafter: Path, dtype: str, block_size: int) -> int:
-    """Return what a block holds of a drafter. Raises ValueError on a head that cannot be run."""
-    head = read_eagle_config(drafter)
-    if head is not None:
-        return head.block_bytes(dtype, block_size)
-    return kv_bytes_per_block(AutoConfig.from_pretrained(str(drafter), local_files_only=True), dtype, block_size)
-
-
-def pool_bytes(config: AppConfig, model_config: Any, drafter: Path | None) -> int:
-    """Return the bytes of the KV pool: as set, else 512 MiB, on a GPU what ``gpu_memory_utilization`` leaves.
-
-    Raises ValueError when that is nothing.
-    """
-    device = choose_device(config.device)
-    if config.kv_cache_bytes is not None or device.type != "cuda" or config.engine != "torch":
-        return config.kv_cache_bytes or CPU_POOL_BYTES
-    adapters = config.max_loras if config.lora_adapters or config.allow_runtime_lora else 0
-    work = Work(
-        batched_tokens=config.max_num_batched_tokens,
-        sequences=config.max_num_seqs * (1 + (config.num_speculative_tokens if drafter else 0)),
-        lora_ranks=adapters * config.max_lora_rank,
-        graphs=not config.enforce_eager,
-    )
-    models, head_bytes = [model_config], 0
-    if drafter is not None and read_eagle_config(drafter) is None:
-        models.append(AutoConfig.from_pretrained(str(drafter), local_files_only=True))
-    elif drafter is not None:
-        head_bytes = sum(file.stat().st_size for file in drafter.glob("*.safetensors"))
-    memory = torch.cuda.mem_get_info(device)
-    dtype = choose_dtype(config.dtype, device)
-    return kv_budget_bytes(memory, config.gpu_memory_utilization, models, dtype, work) - head_bytes

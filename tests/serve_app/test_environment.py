@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,35 @@ def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None
         "    if name == 'torch' and 'torch' not in sys.modules: print(os.environ.get('GOMP_SPINCOUNT'))\n"
         "    return load(name, *rest, **named)\n"
         "builtins.__import__ = watch\n"
-        "import serve_app.replica.engine_factory\n"
+        "import serve_app.replica.replica, serve_app.replica.pool_size\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == found
+
+
+def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_path: Path) -> None:
+    """Its process answers a request without them: they are seconds and hundreds of megabytes of each replica."""
+    script = (
+        "import sys, threading\n"
+        "from pathlib import Path\n"
+        "import numpy as np\n"
+        "import serve_app.replica.replica\n"
+        "from router.protocol.block_hash import PrefixScope\n"
+        "from serve_app.checkpoints.drafter import load_served_model\n"
+        "from serve_app.config.app import AppConfig\n"
+        "from serve_app.engine.protocol import EngineRequest, SamplingParams\n"
+        "from serve_app.replica.engine_factory import make_engine\n"
+        "config = AppConfig(model=sys.argv[1], engine='simulated', host_cache_bytes=1 << 20)\n"
+        "engine = make_engine(config, load_served_model(config), lambda events: None)\n"
+        "engine.start()\n"
+        "scope, ended = PrefixScope('a', '', b''), threading.Event()\n"
+        "ids, root = np.arange(64, dtype=np.int32), scope.root(b'k' * 16)\n"
+        "ask = EngineRequest('r', ids, scope, root, SamplingParams(max_tokens=2))\n"
+        "engine.submit(ask, lambda outputs: ended.set() if outputs[-1].finish_reason else None)\n"
+        "assert ended.wait(60)\n"
+        "engine.stop()\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-c", script, str(demo_model_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -15,16 +15,9 @@ import torch
 
 from serve_app.engine.attention.upload import upload
 from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.runner.position_random import FACTORS, STRIDE, position_key
 
-_MASK = (1 << 64) - 1
 _FIRST_CANDIDATES = 256
-_STRIDE = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-
-
-def position_uniform(seed: int, position: int) -> float:
-    """Return a uniform number in [0, 1) from (seed, position): two rounds of splitmix64 over both."""
-    return (_key(seed, position) >> 11) * 2.0**-53
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> torch.Tensor:
@@ -33,8 +26,8 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab: int, dev
 
 
 def _noise(keys: torch.Tensor, vocab: int) -> torch.Tensor:
-    state = keys[:, None] + torch.arange(1, vocab + 1, device=keys.device) * _signed(_STRIDE)
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+    state = keys[:, None] + torch.arange(1, vocab + 1, device=keys.device) * _signed(STRIDE)
+    for shift, factor in zip((30, 27), FACTORS, strict=True):
         state ^= _shifted(state, shift)
         state *= _signed(factor)
     state ^= _shifted(state, 31)
@@ -53,18 +46,7 @@ def _signed(value: int) -> int:
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
-    return [_signed(_key(s, p)) for s, p in zip(seeds, positions, strict=True)]
-
-
-def _key(seed: int, position: int) -> int:
-    return _mix((seed & _MASK) ^ _mix(position & _MASK))
-
-
-def _mix(value: int) -> int:
-    value = (value + _STRIDE) & _MASK
-    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
-    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
-    return value ^ (value >> 31)
+    return [_signed(position_key(s, p)) for s, p in zip(seeds, positions, strict=True)]
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:

@@ -14,7 +14,7 @@ from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.lora.slots import LoadedAdapters
-from serve_app.engine.runner.sampling import position_uniform
+from serve_app.engine.runner.position_random import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
 

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from serve_app.config.app import AppConfig
+from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.memory_budget import Work, kv_budget_bytes, step_bytes, weight_bytes
-from serve_app.replica.engine_factory import CPU_POOL_BYTES, pool_bytes
+from serve_app.replica.pool_size import pool_bytes
 
 GIB = 1024**3
 WORK = Work(batched_tokens=2048, sequences=64, lora_ranks=0, graphs=True)

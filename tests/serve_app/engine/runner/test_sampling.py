@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise, position_uniform, sample_at_once
+from serve_app.engine.runner.position_random import position_uniform
+from serve_app.engine.runner.sampling import choose_tokens, gumbel_noise, sample_at_once
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
