@@ -29,12 +29,17 @@ TRACE_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. ``hash_ids``: an id for each block of the prompt, the last one of a partial block."""
+    """One request. ``hash_ids``: an id for each block of the prompt, the last one of a partial block.
+
+    ``tenant``, ``lora``: on whose behalf, and of which adapter; "" where a trace does not say.
+    """
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
+    tenant: str = ""
+    lora: str = ""
 
 
 def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = TRACE_BLOCK_TOKENS) -> TokenArray:

@@ -1,0 +1,116 @@
+"""When single clients of a production service send their requests through a day.
+
+Owns the reader of the published windows and the gaps drawn from them. Rates may be scaled; their shape and the gaps'
+family and variation stay. Knows nothing of prompts. Out: times in seconds, one client each, in order.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+
+ARRIVALS = Path(__file__).parents[1] / "traces" / "tenant_arrivals.json.gz"
+"""``benchmarks/traces/README.md`` names its source and licence."""
+MAX_CV = 4.0
+"""Single windows of the published clients reach 24: at a few requests a minute that is one burst and an empty hour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client's day, a value a window of ``window_s``: requests/s, the gaps' coefficient of variation and family.
+
+    A family is "Gamma", "Weibull", or "" in a window where nothing came.
+    """
+
+    name: str
+    window_s: float
+    rate_per_s: tuple[float, ...]
+    cv: tuple[float, ...]
+    family: tuple[str, ...]
+
+    @property
+    def day_s(self) -> float:
+        """Seconds after which it begins again."""
+        return self.window_s * len(self.rate_per_s)
+
+    def requests_in(self, start_s: float, seconds: float) -> float:
+        """Return the mean number of its requests from ``start_s`` of its day on."""
+        return sum(rate * span_s for rate, _, _, span_s in self._windows(start_s, seconds))
+
+    def arrivals(self, rng: Random, scale: float, start_s: float, seconds: float) -> Iterator[float]:
+        """Yield times from ``start_s`` of its day on, less ``start_s``, at ``scale`` times its rate.
+
+        A gap is drawn with mean 1 and stretched by the rate that it lies under, also over the edges of windows.
+        """
+        now_s, left = 0.0, None
+        for rate, cv, family, span_s in self._windows(start_s, seconds):
+            end_s = now_s + span_s
+            if rate * scale > 0.0:
+                draw = _Gaps(family, min(cv, MAX_CV))
+                # The first one is under way when the clock starts.
+                left = draw(rng) * rng.random() if left is None else left
+                while now_s + left / (rate * scale) < end_s:
+                    now_s += left / (rate * scale)
+                    yield now_s
+                    left = draw(rng)
+                left -= (end_s - now_s) * rate * scale
+            now_s = end_s
+
+    def _windows(self, start_s: float, seconds: float) -> Iterator[tuple[float, float, str, float]]:
+        """Yield rate, cv, family and length in seconds of each window, or part of one, of a span."""
+        at_s, end_s = start_s, start_s + seconds
+        number = int(start_s // self.window_s)
+        while at_s < end_s:
+            until_s = min(end_s, (number + 1) * self.window_s)
+            place = number % len(self.rate_per_s)
+            yield self.rate_per_s[place], self.cv[place], self.family[place], until_s - at_s
+            at_s, number = until_s, number + 1
+
+
+class _Gaps:
+    """Draws of mean 1 with a coefficient of variation: Gamma's or Weibull's."""
+
+    def __init__(self, family: str, cv: float) -> None:
+        self._weibull = family == "Weibull"
+        self._shape = _weibull_shape(cv) if self._weibull else cv**-2
+        self._scale = 1.0 / math.gamma(1.0 + 1.0 / self._shape) if self._weibull else cv**2
+
+    def __call__(self, rng: Random) -> float:
+        if self._weibull:
+            return rng.weibullvariate(self._scale, self._shape)
+        return rng.gammavariate(self._shape, self._scale)
+
+
+@lru_cache(maxsize=4096)
+def _weibull_shape(cv: float) -> float:
+    """Return the shape whose coefficient of variation is ``cv`` (0.05 to 10): a larger shape varies less."""
+    low, high = 0.2, 25.0
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        spread = math.gamma(1.0 + 2.0 / middle) / math.gamma(1.0 + 1.0 / middle) ** 2 - 1.0
+        low, high = (middle, high) if spread > cv * cv else (low, middle)
+    return low
+
+
+def read_clients(path: Path = ARRIVALS) -> list[Client]:
+    """Read the published clients. Raises ValueError where a client's columns differ in length."""
+    day = json.loads(gzip.decompress(path.read_bytes()))
+    clients = [
+        Client(row["client"], day["window_s"], tuple(row["rate_per_s"]), tuple(row["cv"]), tuple(row["family"]))
+        for row in day["tenants"]
+    ]
+    for client in clients:
+        if not len(client.rate_per_s) == len(client.cv) == len(client.family) > 0:
+            raise ValueError(f"{path}: the columns of {client.name} differ in length")
+    return clients
+
+
+def scale_for(clients: Sequence[Client], requests_per_s: float, start_s: float, seconds: float) -> float:
+    """Return the factor of all clients' rates that gives a mean of ``requests_per_s`` over a span, together."""
+    return requests_per_s * seconds / sum(client.requests_in(start_s, seconds) for client in clients)

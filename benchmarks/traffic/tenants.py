@@ -1,0 +1,167 @@
+"""The traffic of many tenants through a day: who asks when, under which system prompt and adapter.
+
+Times come from the published clients (``arrivals``), conversations from the published trace (``conversations``);
+system prompts and adapters are popular by Zipf's law, and prompts get new versions in mid-run. A seed decides all.
+Out: requests in order of arrival, as block ids. Equal ids may be shared; no two tenants or adapters have one in common.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from pathlib import Path
+from random import Random
+
+from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequest, read_trace
+from benchmarks.traffic.arrivals import Client, read_clients, scale_for
+from benchmarks.traffic.conversations import Turn, conversations_of
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSettings:
+    """What the traffic is like. ``requests_per_s``: the mean of all tenants over ``seconds`` from ``start_s`` on.
+
+    ``tenants``: how many of the published clients. Each has ``system_prompts`` of 1 to ``system_blocks`` blocks, and
+    ``prompt_changes`` times one of them gets a new version, which begins as the old one did: open conversations stay
+    with theirs, new ones take it. ``loras``: adapters' names, as popular as their rank behind the base model.
+    ``skew``: Zipf's exponent. ``max_blocks``: of a conversation's prompt, beside the system prompt.
+    """
+
+    requests_per_s: float
+    seconds: float = 86_400.0
+    start_s: float = 0.0
+    tenants: int = 16
+    system_prompts: int = 12
+    system_blocks: int = 8
+    prompt_changes: int = 2
+    loras: tuple[str, ...] = ()
+    skew: float = 1.1
+    max_blocks: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tenants, self.system_prompts, self.system_blocks, self.max_blocks) < 1 or self.prompt_changes < 0:
+            raise ValueError("tenants, prompts and blocks must be at least 1, prompt changes at least 0")
+        if min(self.requests_per_s, self.seconds) <= 0.0 or min(self.start_s, self.skew) < 0.0:
+            raise ValueError("rate and seconds must be above 0, the start and the skew at least 0")
+
+
+def tenant_traffic(settings: TrafficSettings, trace: Path = DEFAULT_TRACE) -> Iterator[TraceRequest]:
+    """Yield the requests in order of arrival; times in seconds from ``start_s``.
+
+    Raises ValueError when there are fewer clients, or the trace has no conversation that is short enough.
+    """
+    clients = read_clients()[: settings.tenants]
+    if len(clients) < settings.tenants:
+        raise ValueError(f"{len(clients)} tenants are known, {settings.tenants} are asked for")
+    conversations = conversations_of(read_trace(trace), settings.max_blocks)
+    if not conversations:
+        raise ValueError(f"no conversation of {trace} begins with at most {settings.max_blocks} blocks")
+    scale = scale_for(clients, settings.requests_per_s, settings.start_s, settings.seconds)
+    streams = (
+        _Tenant(client, _Ids(number, len(clients)), settings, conversations).requests(scale)
+        for number, client in enumerate(clients)
+    )
+    return heapq.merge(*streams, key=attrgetter("arrival_s"))
+
+
+class _Ids:
+    """Fresh block ids of one tenant: no other tenant has any of them."""
+
+    def __init__(self, first: int, step: int) -> None:
+        self._next, self._step = first, step
+
+    def fresh(self, blocks: int) -> tuple[int, ...]:
+        start = self._next
+        self._next += blocks * self._step
+        return tuple(range(start, self._next, self._step))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A conversation that goes on. ``own_ids``: of its latest prompt, less the system prompt."""
+
+    turns: Sequence[Turn]
+    asked: int
+    system_ids: tuple[int, ...]
+    own_ids: tuple[int, ...]
+    lora: str
+
+
+class _Tenant:
+    """One client's conversations, system prompts and adapters."""
+
+    def __init__(
+        self, client: Client, ids: _Ids, settings: TrafficSettings, conversations: Sequence[Sequence[Turn]]
+    ) -> None:
+        self._client = client
+        self._ids = ids
+        self._settings = settings
+        self._conversations = conversations
+        self._rng = Random(f"{settings.seed} {client.name}")
+        self._popular_prompts = _zipf(settings.system_prompts, settings.skew)
+        self._popular_loras = _zipf(1 + len(settings.loras), settings.skew)
+        sizes = [self._rng.randint(1, settings.system_blocks) for _ in range(settings.system_prompts)]
+        self._prompts = {
+            (number, lora): ids.fresh(blocks) for number, blocks in enumerate(sizes) for lora in ("", *settings.loras)
+        }
+        # A change that nobody meets would change nothing: popular prompts change, and not at the very edges.
+        self._changes = sorted(
+            (settings.seconds * self._rng.uniform(0.1, 0.9), self._drawn(self._popular_prompts))
+            for _ in range(settings.prompt_changes)
+        )
+
+    def requests(self, scale: float) -> Iterator[TraceRequest]:
+        """Yield its requests: the conversation whose turn has been due for the longest goes on, else one begins."""
+        settings = self._settings
+        waiting: list[tuple[float, int, _Open]] = []
+        asked = 0
+        for now_s in self._client.arrivals(self._rng, scale, settings.start_s, settings.seconds):
+            while self._changes and self._changes[0][0] <= now_s:
+                self._change(self._changes.pop(0)[1])
+            if waiting and waiting[0][0] <= now_s:
+                _, _, conversation = heapq.heappop(waiting)
+            else:
+                conversation = self._begin()
+            yield self._ask(conversation, now_s)
+            if conversation.asked < len(conversation.turns):
+                due_s = now_s + conversation.turns[conversation.asked].gap_s
+                asked += 1  # ties are broken by it
+                heapq.heappush(waiting, (due_s, asked, conversation))
+
+    def _begin(self) -> _Open:
+        prompt = self._drawn(self._popular_prompts)
+        lora = ("", *self._settings.loras)[self._drawn(self._popular_loras)]
+        return _Open(self._rng.choice(self._conversations), 0, self._prompts[prompt, lora], (), lora)
+
+    def _ask(self, conversation: _Open, now_s: float) -> TraceRequest:
+        turn = conversation.turns[conversation.asked]
+        conversation.asked += 1
+        conversation.own_ids = conversation.own_ids[: turn.kept_blocks] + self._ids.fresh(turn.new_blocks)
+        return TraceRequest(
+            now_s,
+            len(conversation.system_ids) * TRACE_BLOCK_TOKENS + turn.prompt_tokens,
+            turn.output_tokens,
+            conversation.system_ids + conversation.own_ids,
+            self._client.name,
+            conversation.lora,
+        )
+
+    def _change(self, prompt: int) -> None:
+        """Give a prompt a new version: as before up to some block, and new from there on."""
+        for lora in ("", *self._settings.loras):
+            before = self._prompts[prompt, lora]
+            kept = self._rng.randrange(len(before))
+            self._prompts[prompt, lora] = before[:kept] + self._ids.fresh(len(before) - kept)
+
+    def _drawn(self, cumulative: Sequence[float]) -> int:
+        return bisect_left(cumulative, self._rng.random() * cumulative[-1])
+
+
+def _zipf(ranks: int, skew: float) -> list[float]:
+    """Return cumulative weights of so many ranks."""
+    return list(accumulate((rank + 1) ** -skew for rank in range(ranks)))

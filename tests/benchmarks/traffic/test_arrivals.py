@@ -1,0 +1,103 @@
+"""Arrivals of single clients: the published windows, gaps of their family, rates scaled with their shape kept."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.traffic.arrivals import ARRIVALS, MAX_CV, Client, read_clients, scale_for
+
+WINDOWS = st.lists(
+    st.tuples(st.sampled_from([0.0, 0.5, 3.0]), st.floats(0.3, 3.0), st.sampled_from(["Gamma", "Weibull"])),
+    min_size=1,
+    max_size=5,
+)
+
+
+def client_of(windows: list[tuple[float, float, str]], window_s: float = 10.0) -> Client:
+    rates, cvs, families = zip(*windows, strict=True)
+    return Client("one", window_s, rates, cvs, families)
+
+
+def test_the_published_clients_come_with_the_project() -> None:
+    """The published values, unchanged; the archive carries no time; source and licence are named beside them."""
+    packed = ARRIVALS.read_bytes()
+    assert packed[4:8] == bytes(4)
+    found = hashlib.sha256(gzip.decompress(packed)).hexdigest()
+    assert found == "09ac1f63c59051b73c6b8de88e8e9e81257f498a244a90c612e535734facaf4d"
+    clients = read_clients()
+    assert len(clients) == len({client.name for client in clients}) == 16
+    assert {client.day_s for client in clients} == {86_400.0}
+    note = ARRIVALS.with_name("README.md").read_text()
+    assert ARRIVALS.name in note and "github.com/alibaba/ServeGen" in note and "Apache-2.0" in note
+
+
+@settings(max_examples=60, deadline=None)
+@given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0), st.floats(0.0, 60.0), st.floats(1.0, 90.0))
+def test_times_are_in_order_and_lie_where_something_came(
+    windows: list[tuple[float, float, str]], seed: int, scale: float, start_s: float, seconds: float
+) -> None:
+    """Within the span, in windows with a rate, the same for the same seed."""
+    client = client_of(windows)
+    times = list(client.arrivals(Random(seed), scale, start_s, seconds))
+    assert times == list(client.arrivals(Random(seed), scale, start_s, seconds)) == sorted(times)
+    for at_s in times:
+        assert 0.0 <= at_s < seconds
+        edges = (start_s + at_s - 1e-6, start_s + at_s + 1e-6)
+        assert any(client.rate_per_s[int(max(0.0, edge) // 10.0) % len(windows)] for edge in edges)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0))
+def test_where_windows_are_cut_changes_nothing(
+    windows: list[tuple[float, float, str]], seed: int, scale: float
+) -> None:
+    """A gap goes on over an edge: each window cut in halves gives the same times."""
+    whole = client_of(windows)
+    halves = client_of([window for window in windows for _ in range(2)], 5.0)
+    times = [list(client.arrivals(Random(seed), scale, 0.0, whole.day_s)) for client in (whole, halves)]
+    assert times[0] == pytest.approx(times[1])
+
+
+@pytest.mark.parametrize("family", ["Gamma", "Weibull"])
+@pytest.mark.parametrize("cv", [0.4, 1.0, 2.5])
+def test_gaps_have_their_mean_and_variation(family: str, cv: float) -> None:
+    times = list(client_of([(2.0, cv, family)]).arrivals(Random(1), 1.0, 0.0, 50_000.0))
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(0.5, rel=0.05)
+    assert deviation / mean == pytest.approx(cv, rel=0.08)
+
+
+def test_a_wild_window_is_bounded() -> None:
+    """A coefficient of variation beyond the bound is drawn as the bound."""
+    wild, bound = (client_of([(1.0, cv, "Weibull")]) for cv in (24.0, MAX_CV))
+    assert list(wild.arrivals(Random(3), 1.0, 0.0, 500.0)) == list(bound.arrivals(Random(3), 1.0, 0.0, 500.0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(0.0, 86_400.0), st.floats(600.0, 86_400.0), st.floats(0.5, 50.0))
+def test_the_scale_gives_the_mean_rate(start_s: float, seconds: float, requests_per_s: float) -> None:
+    """Together; and each client keeps its share and its shape, since all have one factor. A day begins again."""
+    clients = read_clients()
+    scale = scale_for(clients, requests_per_s, start_s, seconds)
+    expected = [scale * client.requests_in(start_s, seconds) for client in clients]
+    assert sum(expected) == pytest.approx(requests_per_s * seconds)
+    day_later = clients[0].requests_in(start_s + 86_400.0, seconds)
+    assert day_later == pytest.approx(clients[0].requests_in(start_s, seconds))
+
+
+def test_as_many_come_as_the_rates_say() -> None:
+    """Over a day of a steady client, whatever the hour's rate."""
+    client = replace(read_clients()[5], cv=(1.0,) * 144)
+    arrivals = sum(1 for _ in client.arrivals(Random(5), 0.2, 0.0, client.day_s))
+    assert arrivals == pytest.approx(0.2 * client.requests_in(0.0, client.day_s), rel=0.01)
