@@ -1,6 +1,8 @@
 """Nine polite tenants, first among themselves, then beside one who attacks in every way in turn.
 
 Each has three system prompts of its own, as an app has: what attacks could take from them is their cached prefixes.
+Their questions come at random and take half of what the replicas can compute, so that they wait for each other without
+an attack, too: beside an idle machine whoever shares it fairly is twice as slow.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from benchmarks.isolation.hostile.watch import Ask, Seen, Watched
 HIT_RATE, TTFT = 0.98, 1.5
 SYSTEM_PROMPTS, SYSTEM_WORDS = 3, 500
 EVERY_S = 2.5
+LOAD = 0.5
+"""What the nine take of the replicas' prefill."""
 
 KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("retry_storm", {}),
@@ -41,14 +45,15 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
-    await _all(stage, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
-    without = all_served(await _all(stage, minutes * 60 / 3, 10_000))
+    words = int(await stage.prefill_tokens_per_s() * LOAD * EVERY_S / len(POLITE))
+    await _all(stage, words, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
+    without = all_served(await _all(stage, words, minutes * 60 / 3, 10_000))
     beside: list[Seen] = []
     attacks: dict[str, Any] = {}
     ended_s = 0.0
     for number, (name, options) in enumerate(KINDS_IN_TURN):
         async with Attacker(name, stage.target(), **options) as attacker:
-            seen = await _all(stage, minutes * 60 / len(KINDS_IN_TURN), (number + 2) * 10_000)
+            seen = await _all(stage, words, minutes * 60 / len(KINDS_IN_TURN), (number + 2) * 10_000)
         beside += seen
         outcome = attacker.outcome
         ended_s = outcome.ended_s
@@ -62,6 +67,7 @@ async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     slower = ratio(ttft_percentile(beside, 99), ttft_percentile(without, 99))
     figures = {
         **paired(without, beside),
+        "question_words": words,
         "hit_rate": {"without": hit_rate(without), "beside": hit_rate(beside)},
         "hit_rate_ratio": hits,
         "attacks": attacks,
@@ -74,26 +80,27 @@ async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     return verdict(figures, bars)
 
 
-async def _all(stage: Stage, seconds: float, first: int) -> list[Seen]:
-    """Return what all nine saw in so many seconds, their requests spread evenly."""
+async def _all(stage: Stage, words: int, seconds: float, first: int) -> list[Seen]:
+    """Return what all nine saw in so many seconds; they begin one after another, and come alike in every phase."""
 
     async def one(number: int, tenant: str) -> Sequence[Seen]:
         await asyncio.sleep(EVERY_S * number / len(POLITE))
-        watched = Watched(stage.url, stage.keys[tenant], _asks(tenant), EVERY_S)
+        gaps = random.Random(f"{tenant} gaps")
+        watched = Watched(stage.url, stage.keys[tenant], _asks(tenant, words), EVERY_S, gaps=gaps)
         return await watched.during(seconds - EVERY_S * number / len(POLITE), first)
 
     everybody = await asyncio.gather(*(one(number, tenant) for number, tenant in enumerate(POLITE)))
     return [seen for each in everybody for seen in each]
 
 
-def _asks(tenant: str) -> Ask:
+def _asks(tenant: str, words: int) -> Ask:
     """Return what a tenant asks: a question that nobody asked before, after its system prompts in turn."""
     systems = [
         " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=SYSTEM_WORDS)) for number in range(SYSTEM_PROMPTS)
     ]
 
     def ask(number: int) -> dict[str, Any]:
-        question = f"{number} {' '.join(random.Random(f'{tenant} {number}').choices(WORDS, k=20))}"
+        question = f"{number} {' '.join(random.Random(f'{tenant} {number}').choices(WORDS, k=words))}"
         messages = [
             {"role": "system", "content": systems[number % SYSTEM_PROMPTS]},
             {"role": "user", "content": question},

@@ -52,6 +52,13 @@ class Stage:
         assert parts.hostname is not None and parts.port is not None
         return Target(parts.hostname, parts.port, self.keys[tenant])
 
+    async def prefill_tokens_per_s(self) -> float:
+        """Return what all replicas prefill a second, as they have measured it."""
+        headers = {"authorization": f"Bearer {self.operator_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            metrics = (await client.get(f"{self.url}/metrics")).raise_for_status().text
+        return sum(float(v) for name, _, v in _SAMPLE.findall(metrics) if name == "warmpath_prefill_tokens_per_second")
+
     async def left(self, ended_s: float) -> dict[str, Any]:
         """Return the sequences and blocks in use ``LEFT_AFTER_S`` after the last client's end, and when none was.
 

@@ -6,6 +6,7 @@ Knows the streaming client; knows nothing of attacks.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Watched:
     """Who is watched, and what it asks, every so many seconds.
 
     ``in_turn``: a request waits for the one before it, else none does. ``fresh``: each on a connection of its own.
+    ``gaps``: what draws exponential gaps of ``every_s`` on average; without it they are all alike.
     """
 
     url: str
@@ -46,6 +48,7 @@ class Watched:
     in_turn: bool = False
     fresh: bool = False
     timeout_s: float = 30.0
+    gaps: random.Random | None = None
 
     async def until(self, enough: asyncio.Event, first: int = 0) -> list[Seen]:
         """Ask until ``enough`` is set, then wait for what is under way; ``first``: the first request's number."""
@@ -58,7 +61,7 @@ class Watched:
                 if self.in_turn:
                     await asyncio.wait({asked[-1]})
                     due_s = time.monotonic()
-                due_s += self.every_s
+                due_s += self.every_s if self.gaps is None else self.gaps.expovariate(1 / self.every_s)
                 try:
                     async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                         await enough.wait()

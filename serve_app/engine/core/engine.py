@@ -224,7 +224,7 @@ class TorchEngine:
 
     def step(self) -> None:
         """For the loop: choose, compute and settle one step."""
-        chosen = self._scheduler.schedule()
+        chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s)
         for sequence in self._scheduler.preempted:
             self._outputs.preempted(sequence)
         if not chosen:

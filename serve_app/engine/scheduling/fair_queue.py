@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-QUANTUM_TOKENS = 512
+from serve_app.engine.scheduling.step_size import LEAST_STEP_TOKENS
+
+QUANTUM_TOKENS = LEAST_STEP_TOKENS // 4
 """Tokens a turn, at most a quarter of a step: small enough that a step serves several tenants."""
 
 

@@ -21,6 +21,7 @@ from serve_app.engine.scheduling.fair_queue import FairQueue
 from serve_app.engine.scheduling.pending_blocks import PendingBlocks
 from serve_app.engine.scheduling.running_set import RunningSet, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.scheduling.step_size import prefill_tokens
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
 
@@ -148,8 +149,11 @@ class Scheduler:
             self._running.end(sequence)
         return sequence
 
-    def schedule(self) -> list[Scheduled]:
-        """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption."""
+    def schedule(self, prefill_tokens_per_s: float = 0.0) -> list[Scheduled]:
+        """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption.
+
+        ``prefill_tokens_per_s``: as measured, 0.0 while unknown; it bounds what a step prefills.
+        """
         self.preempted = self._running.make_room()
         self._waiting.update((sequence.request.request_id, sequence) for sequence in self.preempted)
         budget = self._settings.max_num_batched_tokens
@@ -168,7 +172,7 @@ class Scheduler:
                 chosen.append(Scheduled(sequence, 1, drafts=drafts))
                 budget -= 1 + drafts
         if budget > 0:
-            self._schedule_prefill(budget, prefilling, chosen)
+            self._schedule_prefill(min(budget, prefill_tokens(prefill_tokens_per_s)), prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:

@@ -27,9 +27,9 @@ class Bench:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> list[tuple[str, int]]:
+    def step(self, prefill_tokens_per_s: float = 0.0) -> list[tuple[str, int]]:
         """Run one step; return (request, tokens) in order."""
-        chosen = self.scheduler.schedule()
+        chosen = self.scheduler.schedule(prefill_tokens_per_s)
         for item in chosen:
             segment = item.sequence.segment(item.tokens)
             assert segment.end <= len(segment.blocks) * self.cache.block_size
@@ -51,6 +51,16 @@ def test_decodes_come_first_then_the_least_uncached_work() -> None:
     bench.add("long", prompt(100, 2))
     bench.add("short", prompt(30, 3))
     assert bench.step() == [("old", 1), ("short", 30), ("long", 33)]
+
+
+@pytest.mark.parametrize(("rate", "tokens"), [(0.0, 2048), (50.0, 512), (8000.0, 800), (1e6, 2048)])
+def test_a_step_prefills_what_a_tenth_of_a_second_allows(rate: float, tokens: int) -> None:
+    """A newcomer waits for the step in progress: on a slow engine that is a short one, and decodes go beside it."""
+    bench = Bench(num_blocks=512, max_num_batched_tokens=2048)
+    bench.add("old", prompt(20, 1))
+    bench.step()
+    bench.add("long", prompt(6000, 2))
+    assert bench.step(rate) == [("old", 1), ("long", min(tokens, 2047))]
 
 
 def test_cached_tokens_are_no_work() -> None:
