@@ -11,7 +11,7 @@ MODULES = {
     "ttft": "end_to_end.ttft",
     "affinity": "end_to_end.affinity",
     "pull": "end_to_end.pull",
-    "replay": "end_to_end.replay",
+    "replay": "end_to_end.replay.run",
     "overhead": "end_to_end.overhead",
     "engine": "engine.compare",
     "lora": "engine.lora",

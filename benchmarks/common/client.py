@@ -15,7 +15,10 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer. Times in seconds from sending the request."""
+    """One streamed answer. Times in seconds from sending the request.
+
+    ``usage_told``: whether the server counted tokens; ``cached_told``: whether it said how many were cached.
+    """
 
     ttft_s: float
     total_s: float
@@ -23,6 +26,8 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    usage_told: bool = True
+    cached_told: bool = True
 
     @property
     def tpot_s(self) -> float:
@@ -53,37 +58,48 @@ async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any])
 async def stream_answer(
     client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
 ) -> Answer:
-    """Send one streamed request to a completions endpoint of either kind. Raises RequestFailed on any error."""
+    """Send one streamed request to a completions endpoint of either kind.
+
+    Where a server tells no usage, chunks of text count as tokens of the answer. Raises RequestFailed on any error.
+    """
     payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
     started_s = time.perf_counter()
     first_s: float | None = None
     parts: list[str] = []
     usage: dict[str, Any] = {}
+    done = False
     async with client.stream("POST", url, json=payload, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
         async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
+            if not line.startswith("data:"):
                 continue
-            event = json.loads(line[6:])
+            data = line[5:].strip()
+            if data == "[DONE]":
+                done = True
+                continue
+            event = json.loads(data)
             if "error" in event:
                 raise RequestFailed(500, line)
-            for choice in event["choices"]:
-                content = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            for choice in event.get("choices") or ():
+                content = choice["delta"].get("content") if "delta" in choice else choice.get("text")
                 # A first token that is half a character comes with no text: the end is then the first sign of it.
                 if first_s is None and (content or choice.get("finish_reason")):
                     first_s = time.perf_counter()
                 if content:
                     parts.append(content)
             usage = event.get("usage") or usage
-    if not usage:
-        raise RequestFailed(500, "the stream ended without usage")
+    if not done:
+        raise RequestFailed(500, "the stream ended early")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     ended_s = time.perf_counter()
     return Answer(
         ttft_s=(first_s or ended_s) - started_s,
         total_s=ended_s - started_s,
         text="".join(parts),
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        completion_tokens=usage["completion_tokens"],
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=cached or 0,
+        completion_tokens=usage.get("completion_tokens", len(parts)),
+        usage_told=bool(usage),
+        cached_told=cached is not None,
     )

@@ -17,6 +17,7 @@ from benchmarks.common.client import Answer, RequestFailed, stream_answer
 from benchmarks.common.report import percentile
 
 REFUSED = (429, 503)
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,6 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
         started_s = time.perf_counter()
 
         async def one(shot: Shot) -> Result:
-            await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
             late_s = max(0.0, time.perf_counter() - started_s - shot.at_s)
             headers = {"authorization": f"Bearer {shot.api_key}"} if shot.api_key else {}
             try:
@@ -66,12 +66,26 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
                 return Result(shot, late_s, answer)
             except RequestFailed as error:
                 return Result(shot, late_s, None, error.status, str(error))
-            except (httpx.HTTPError, TimeoutError) as error:
+            except (httpx.HTTPError, TimeoutError, ValueError, KeyError) as error:  # or no OpenAI stream at all
                 return Result(shot, late_s, None, 0, f"{type(error).__name__}: {error}")
             finally:
                 progress()
 
-        return list(await asyncio.gather(*map(one, shots)))
+        # Tasks are made as their time comes: a day's requests are not all in memory as tasks from the start.
+        tasks: list[tuple[int, asyncio.Task[Result]]] = []
+        for place, shot in sorted(enumerate(shots), key=lambda numbered: numbered[1].at_s):
+            await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
+            tasks.append((place, asyncio.create_task(one(shot))))
+        results = [(place, await task) for place, task in tasks]
+        return [result for _, result in sorted(results, key=lambda numbered: numbered[0])]
+
+
+def hit_rate(answers: Sequence[Answer]) -> float | str:
+    """Return cached over all prompt tokens of answers whose server tells them, "unknown" where none does."""
+    told = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
+    if not told:
+        return UNKNOWN
+    return sum(answer.cached_tokens for answer in told) / sum(answer.prompt_tokens for answer in told)
 
 
 def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
@@ -87,6 +101,7 @@ def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
         "rejected": refused,
         "failed": len(results) - len(answered) - refused,
         "reasons": sorted({result.reason[:200] for result in results if result.reason})[:5],
+        "late_p99_s": percentile([result.late_s for result in results], 99) if results else 0.0,
         "late_max_s": max((result.late_s for result in results), default=0.0),
     }
     if not answered:
@@ -98,9 +113,8 @@ def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:
         if values:
             figures[f"{name}_mean_s"] = sum(values) / len(values)
             figures |= {f"{name}_p{percent}_s": percentile(values, percent) for percent in (50, 90, 99)}
-    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
-    figures["prompt_tokens"] = prompt_tokens
-    figures["hit_rate"] = sum(answer.cached_tokens for answer in answers) / prompt_tokens
+    figures["prompt_tokens"] = sum(answer.prompt_tokens for answer in answers)
+    figures["hit_rate"] = hit_rate(answers)
     good = sum(result.ttft_s <= ttft_slo_s for result in answered)
     figures["goodput_rps"] = good / (ended_s - min(result.shot.at_s for result in results))
     return figures

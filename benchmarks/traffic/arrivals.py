@@ -99,10 +99,16 @@ def _weibull_shape(cv: float) -> float:
 
 
 def read_clients(path: Path = ARRIVALS) -> list[Client]:
-    """Read the published clients. Raises ValueError where a client's columns differ in length."""
+    """Read the published clients, "/" in their names being "-". Raises ValueError where columns differ in length."""
     day = json.loads(gzip.decompress(path.read_bytes()))
     clients = [
-        Client(row["client"], day["window_s"], tuple(row["rate_per_s"]), tuple(row["cv"]), tuple(row["family"]))
+        Client(
+            row["client"].replace("/", "-"),
+            day["window_s"],
+            tuple(row["rate_per_s"]),
+            tuple(row["cv"]),
+            tuple(row["family"]),
+        )
         for row in day["tenants"]
     ]
     for client in clients:

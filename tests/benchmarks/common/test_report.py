@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.common.report import names_of
-from benchmarks.end_to_end import affinity, replay
+from benchmarks.end_to_end import affinity
+from benchmarks.end_to_end.replay import run as replay
 from benchmarks.engine import compare as engine
 from router.settings import POLICY_NAMES
 

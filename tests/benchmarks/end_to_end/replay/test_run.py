@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ from benchmarks.common.client import Answer
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
 from benchmarks.common.trace import TraceRequest, synthetic_trace
-from benchmarks.end_to_end.replay import parse, shots_of
-from benchmarks.end_to_end.replay_text import TraceText
+from benchmarks.end_to_end.replay.run import parse, with_tenants
+from benchmarks.end_to_end.replay.shots import read_keys, shots_of, trace_shots
+from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.checkpoint import resolve_model
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
@@ -69,13 +71,53 @@ def test_conversations_stay_with_one_tenant(model: Path) -> None:
     """Every tenant gets requests, and the same first id always goes to the same one."""
     options = parse(["--speed", "2", "--requests", "60"])
     trace = synthetic_trace(60, 3)
-    shots = shots_of(trace, TraceText(model, 32), options, {"a": "ka", "b": "kb"})
+    shots = trace_shots(trace, TraceText(model, 32), options, {"": "other", "a": "ka", "b": "kb"})
     owner: dict[int, str] = {}
     for request, shot in zip(trace, shots, strict=True):
         assert owner.setdefault(request.hash_ids[0], shot.tenant) == shot.tenant
         assert shot.api_key == {"a": "ka", "b": "kb"}[shot.tenant]
     assert set(owner.values()) == {"a", "b"}
     assert shots[-1].at_s == pytest.approx((trace[-1].arrival_s - trace[0].arrival_s) / 2 / 16)
+
+
+def test_the_published_trace_is_dealt_to_all_tenants(model: Path) -> None:
+    """Its prompts have all one first block; what comes behind it tells conversations apart."""
+    options = parse(["--requests", "40", "--tokens-per-id", "8"])
+    dealt = [shot.tenant for shot in shots_of(options, {"a": "ka", "b": "kb"})]
+    assert len(dealt) == 40 and set(dealt) == {"a", "b"}
+
+
+def test_generated_tenants_ask_with_their_own_keys(model: Path) -> None:
+    """A tenant without one asks with the key of all others; an adapter is asked for as a model; bodies fit the ids."""
+    flags = ["--trace", "tenants", "--tenants", "3", "--seconds", "300", "--loras", "polite", "--tokens-per-id", "8"]
+    options = parse([*flags, "--speed", "2", "--requests", "60"])
+    shots = shots_of(options, {"": "other", "m-small-38": "own"})
+    assert len(shots) == 60
+    assert {shot.tenant: shot.api_key for shot in shots} == {
+        "m-small-5": "other",
+        "m-small-38": "own",
+        "m-small-17": "other",
+    }
+    assert {shot.body["model"] for shot in shots} == {"demo", "polite"}
+    configured, settings_flags = with_tenants(shots)
+    assert len({shot.api_key for shot in configured}) == 3
+    assert all(name in settings_flags[0] for name in ("m-small-5", "m-small-38", "m-small-17"))
+    assert not any(shot.api_key in settings_flags[0] for shot in configured)
+    with pytest.raises(ValueError, match="nobody asks"):
+        shots_of(parse([*flags, "--skip", "100000"]), {})
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that begins with $ names a variable; one that is not set is an error."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-all")
+    monkeypatch.setenv("ACME_KEY", "sk-acme")
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"acme": "$ACME_KEY", "globex": "sk-g"}))
+    flags = ["--url", "http://x", "--api-key", "initech=sk=i", "--api-keys", str(file)]
+    assert read_keys(parse(flags)) == {"": "sk-all", "initech": "sk=i", "acme": "sk-acme", "globex": "sk-g"}
+    monkeypatch.delenv("ACME_KEY")
+    with pytest.raises(ValueError, match=r"acme is \$ACME_KEY"):
+        read_keys(parse(flags))
 
 
 def test_figures_count_answers_refusals_and_failures_apart() -> None:

@@ -1,0 +1,151 @@
+"""Open-loop replay of a trace, a log or generated traffic through real HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
+
+`--url` replays against whatever speaks OpenAI's API there. Without it every system runs here, one after the other, on
+the same simulated engines: warmpath under Ray Serve with each policy, and SGLang's router over plain servers.
+A trace is shrunk by one factor in tokens and in time, so that a second here is that many seconds there and tokens a
+second stay what they are. `python -m benchmarks replay [--trace FILE|tenants] [--url URL --model NAME] --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.common.open_loop import Result, Shot, fire, summary
+from benchmarks.common.plots import plot_tenants, plot_ttft
+from benchmarks.common.random_adapters import make_adapters
+from benchmarks.common.report import names_of, parser_of, write
+from benchmarks.common.server import instance
+from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
+from benchmarks.peers.sglang_router import sglang_router
+from router.settings import POLICY_NAMES
+from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.tenants.tenants import make_api_key
+
+SGLANG_ROUTER = "sglang_router"
+KV_BLOCK_TOKENS = 16
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--url", help="replay against this server instead of starting any")
+    add_source_flags(parser)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
+    parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
+    parser.add_argument("--policies", type=names_of(POLICY_NAMES), default=",".join(POLICY_NAMES))
+    parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
+    parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more settings of warmpath")
+    options = parser.parse_args(arguments)
+    if not options.url:
+        options.model = options.model or DEFAULT_MODEL
+    return options
+
+
+def replay(url: str, shots: Sequence[Shot], name: str, options: argparse.Namespace) -> list[Result]:
+    """Send every shot at its time, with a progress bar."""
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task(name, total=len(shots))
+        return asyncio.run(fire(url, shots, options.timeout_s, lambda: progress.advance(bar)))
+
+
+def row_of(results: Sequence[Result], slo_s: float) -> dict[str, Any]:
+    """Return the figures of one system, and of each tenant where there are several."""
+    row = summary(results, slo_s)
+    tenants = sorted({result.shot.tenant for result in results})
+    if len(tenants) > 1:
+        row["tenants"] = {
+            tenant: summary([result for result in results if result.shot.tenant == tenant], slo_s) for tenant in tenants
+        }
+    return row
+
+
+def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
+    """Return the shots with keys of their own where they have tenants, and the flags of an instance that knows them."""
+    made = {tenant: make_api_key() for tenant in sorted({shot.tenant for shot in shots})}
+    if list(made) == ["default"]:
+        return list(shots), []
+    tenants = [{"name": tenant, "key_sha256": [digest]} for tenant, (_, digest) in made.items()]
+    return [replace(shot, api_key=made[shot.tenant][0]) for shot in shots], [f"--set=tenants={json.dumps(tenants)}"]
+
+
+@contextmanager
+def adapters(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Yield the flags of an instance that has the adapters asked for, of random weights."""
+    if not options.loras:
+        yield []
+        return
+    with tempfile.TemporaryDirectory(prefix="warmpath-replay-") as folder:
+        made = make_adapters(resolve_model(options.model), Path(folder), len(options.loras))
+        paths = {name: str(spec.path) for name, spec in zip(options.loras, made, strict=True)}
+        yield [f"--set=lora_adapters={json.dumps(paths)}"]
+
+
+def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[str, list[Result]], dict[str, Any]]:
+    """Replay through systems that are started here; return their results, and why others were not measured."""
+    outcomes: dict[str, list[Result]] = {}
+    engine = {
+        "block_size": KV_BLOCK_TOKENS,
+        "num_blocks": options.blocks * options.tokens_per_id // KV_BLOCK_TOKENS,
+        "simulated_prefill_tokens_per_s": options.prefill_rate,
+    }
+    flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
+    flags += ["--model", options.model, "--engine", "simulated", "--replicas", str(options.replicas)]
+    # All clients have one address here.
+    flags += ["--max-connections-per-address", "4096"]
+    shots, tenant_flags = with_tenants(shots)
+    with adapters(options) as adapter_flags:
+        for policy in options.policies:
+            with instance(*flags, *tenant_flags, *adapter_flags, f"--set=policy={policy}") as url:
+                outcomes[policy] = replay(url, shots, policy, options)
+    if options.loras or not options.sglang_python:
+        why = (
+            "it knows no adapters"
+            if options.loras
+            else "no --sglang-python given; see benchmarks/peers/sglang_router.py"
+        )
+        return outcomes, {SGLANG_ROUTER: {"not_measured": why}}
+    config = {"model": options.model, "engine": "simulated", **engine}
+    with sglang_router(options.sglang_python, options.replicas, config) as url:
+        outcomes[SGLANG_ROUTER] = replay(url, shots, SGLANG_ROUTER, options)
+    return outcomes, {}
+
+
+def main() -> None:
+    """Replay what was asked for through every system that was asked for."""
+    options = parse()
+    keys = read_keys(options) if options.url else {}
+    shots = shots_of(options, keys)
+    rows: dict[str, Any] = {}
+    if options.url:
+        outcomes = {"url": replay(options.url.rstrip("/"), shots, options.url, options)}
+    else:
+        outcomes, rows = run_here(shots, options)
+    rows |= {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
+    engine_kind = "unknown" if options.url else "simulated"
+    write(options.json, {**vars(options), "api_key": sorted(keys), "engine": engine_kind}, rows)
+    if options.json is not None:
+        curves = {name: [r.ttft_s for r in results if r.answer is not None] for name, results in outcomes.items()}
+        title = f"Replay of {len(shots)} requests" + ("" if options.url else ", simulated engines")
+        plot_ttft(options.json.with_suffix(".png"), curves, title)
+        by_tenant = {name: rows[name]["tenants"] for name in outcomes if "tenants" in rows[name]}
+        if by_tenant:
+            plot_tenants(options.json.with_suffix(".tenants.png"), by_tenant, title)
+
+
+if __name__ == "__main__":
+    main()

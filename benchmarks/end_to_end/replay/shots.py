@@ -1,0 +1,144 @@
+"""What is sent when, and on whose behalf: the requests that the flags choose, with bodies, times and keys.
+
+Three sources: a trace of block ids, a log of requests, and generated traffic of many tenants. Knows no server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.common.open_loop import Shot
+from benchmarks.common.trace import (
+    SYNTHETIC,
+    TRACE_BLOCK_TOKENS,
+    TraceRequest,
+    add_trace_flags,
+    chosen_trace,
+)
+from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_log
+from benchmarks.end_to_end.replay.text import TraceText
+from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
+from serve_app.checkpoints.checkpoint import resolve_model
+
+TENANTS = "tenants"
+KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_MODEL = "demo"
+_TRACE_REQUESTS = 500
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``shots_of`` reads."""
+    parser.add_argument(
+        "--model", help=f"its name at the server (default: {DEFAULT_MODEL}; of a log: as the log has it)"
+    )
+    parser.add_argument("--tokenizer", help="checkpoint whose tokenizer makes the prompts (default: the model's)")
+    add_trace_flags(parser, requests=_TRACE_REQUESTS)
+    sources = f'a trace of block ids or a log of requests (JSON lines, gzipped or plain), "{SYNTHETIC}", or "{TENANTS}"'
+    for action in parser._actions:
+        if action.dest == "trace":
+            action.help = f"{sources} (default: the published trace)"
+    parser.set_defaults(requests=None)
+    parser.add_argument("--speed", type=float, default=0.25, help="divides the timestamps, before shrinking")
+    parser.add_argument("--tokens-per-id", type=int, default=64, help="of a trace's 512: the shrinking factor")
+    parser.add_argument("--api-key", action="append", default=[], metavar="TENANT=KEY", help="with --url; repeatable")
+    parser.add_argument(
+        "--api-keys", type=Path, metavar="FILE", help='JSON, {"tenant": "key"}; "$NAME" is taken from the environment'
+    )
+    tenants = parser.add_argument_group(f"--trace {TENANTS}", "traffic of many tenants through a part of a day")
+    tenants.add_argument("--tenants", type=int, default=8, help="single clients of a production service, at most 16")
+    tenants.add_argument("--requests-per-s", type=float, default=1.0, help="mean of all, before --speed and shrinking")
+    tenants.add_argument("--start-hour", type=float, default=8.0, help="of the day")
+    tenants.add_argument("--seconds", type=float, default=600.0, help="of the day, from there on")
+    tenants.add_argument("--system-prompts", type=int, default=12, help="of each tenant, popular by Zipf's law")
+    tenants.add_argument("--prompt-changes", type=int, default=2, help="new versions of a tenant's prompts in mid-run")
+    tenants.add_argument("--loras", type=lambda text: tuple(filter(None, text.split(","))), default=(), metavar="A,B")
+
+
+def read_keys(options: argparse.Namespace) -> dict[str, str]:
+    """Return keys by tenant, from the flags and the file; "" has the environment's ``OPENAI_API_KEY``, for all others.
+
+    Raises ValueError for a variable that is not set.
+    """
+    keys = {"": os.environ[KEY_VARIABLE]} if KEY_VARIABLE in os.environ else {}
+    keys |= dict(pair.split("=", 1) for pair in options.api_key)
+    if options.api_keys is not None:
+        keys |= json.loads(options.api_keys.read_text())
+    for tenant, key in keys.items():
+        if key.startswith("$"):
+            if key[1:] not in os.environ:
+                raise ValueError(f"the key of {tenant} is {key}, and there is no such variable")
+            keys[tenant] = os.environ[key[1:]]
+    return keys
+
+
+def shots_of(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
+    """Return what to send when.
+
+    ``keys``: by tenant; "" has that of all others. Requests that name no tenant are dealt to those with keys, a
+    conversation always to the same one. Raises ValueError where there are no such requests.
+    """
+    if options.trace not in (SYNTHETIC, TENANTS) and is_log(Path(options.trace)):
+        return _log_shots(options, keys)
+    if options.trace == TENANTS:
+        trace = list(islice(tenant_traffic(traffic_settings(options)), options.skip, None))[: options.requests]
+        if not trace:
+            raise ValueError("nobody asks in that part of the day: a longer one, or more requests a second")
+    else:
+        options.requests = options.requests or _TRACE_REQUESTS
+        trace = chosen_trace(options)
+    tokenizer = resolve_model(options.tokenizer or options.model or DEFAULT_MODEL)
+    return trace_shots(trace, TraceText(tokenizer, options.tokens_per_id), options, keys)
+
+
+def traffic_settings(options: argparse.Namespace) -> TrafficSettings:
+    """Return the generated traffic's settings."""
+    return TrafficSettings(
+        options.requests_per_s,
+        options.seconds,
+        options.start_hour * 3600.0,
+        options.tenants,
+        options.system_prompts,
+        prompt_changes=options.prompt_changes,
+        loras=options.loras,
+        seed=options.seed,
+    )
+
+
+def trace_shots(
+    trace: Sequence[TraceRequest], text: TraceText, options: argparse.Namespace, keys: dict[str, str]
+) -> list[Shot]:
+    """Return the shots of block ids, as text; ``options``: of speed and model. An adapter is asked for as a model."""
+    shrink = TRACE_BLOCK_TOKENS / text.tokens_per_id
+    named = [tenant for tenant in keys if tenant] or ["default"]
+    firsts = {request.hash_ids[:1] for request in trace}
+    opening = 1 if len(firsts) > 1 else 2  # the published trace's prompts have all the same first block
+    shots = []
+    for request in trace:
+        tenant = request.tenant or named[hash(request.hash_ids[:opening]) % len(named)]
+        body = {
+            "model": request.lora or options.model or DEFAULT_MODEL,
+            "prompt": text.prompt(request),
+            "max_tokens": text.output_tokens(request),
+            "temperature": 0,
+        }
+        at_s = (request.arrival_s - trace[0].arrival_s) / options.speed / shrink
+        shots.append(Shot(at_s, COMPLETIONS, body, tenant, keys.get(tenant, keys.get("", ""))))
+    return shots
+
+
+def _log_shots(options: argparse.Namespace, keys: dict[str, str]) -> list[Shot]:
+    log = read_log(Path(options.trace))[options.skip :][: options.requests]
+    named = [tenant for tenant in keys if tenant] or ["default"]
+    shots = []
+    for number, request in enumerate(log):
+        tenant = request.tenant or named[number % len(named)]
+        at_s = (request.at_s - log[0].at_s) / options.speed
+        # A log's own model is another one, unless it was taken where it is replayed.
+        body = request.body | ({"model": options.model} if options.model else {})
+        shots.append(Shot(at_s, request.path, body, tenant, keys.get(tenant, keys.get("", ""))))
+    return shots

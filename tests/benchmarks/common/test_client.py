@@ -1,0 +1,58 @@
+"""The client of any OpenAI endpoint: what a server does not tell is unknown, a stream that breaks off has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.common.client import Answer, RequestFailed, stream_answer
+from benchmarks.common.open_loop import UNKNOWN, hit_rate
+
+TEXT = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}]
+USAGE = {"prompt_tokens": 10, "completion_tokens": 5}
+
+
+def answer_of(*events: dict[str, Any] | str) -> Answer:
+    lines = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    stream = "".join(f"data: {line}\n\n" for line in lines)
+
+    async def ask() -> Answer:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, text=stream))
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await stream_answer(client, "http://any/v1/completions", {})
+
+    return asyncio.run(ask())
+
+
+def test_usage_with_cached_tokens() -> None:
+    answer = answer_of(
+        *TEXT, {"choices": [], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 4}}}, "[DONE]"
+    )
+    assert (answer.text, answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens) == ("ab", 10, 4, 5)
+    assert hit_rate([answer]) == 0.4
+
+
+@pytest.mark.parametrize("details", [{}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {}}])
+def test_cached_tokens_may_not_be_told(details: dict[str, Any]) -> None:
+    """They count in no hit rate, and do not spoil that of answers with them."""
+    silent = answer_of(*TEXT, {"choices": [], "usage": {**USAGE, **details}}, "[DONE]")
+    assert silent.usage_told and not silent.cached_told and silent.completion_tokens == 5
+    assert hit_rate([silent]) == UNKNOWN
+    told = answer_of(
+        *TEXT, {"choices": [], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 5}}}, "[DONE]"
+    )
+    assert hit_rate([silent, told]) == 0.5
+
+
+def test_usage_may_not_be_told() -> None:
+    answer = answer_of(*TEXT, "[DONE]")
+    assert not answer.usage_told and answer.completion_tokens == 2
+
+
+def test_a_stream_that_breaks_off_has_failed() -> None:
+    with pytest.raises(RequestFailed, match="ended early"):
+        answer_of(*TEXT)
