@@ -33,6 +33,8 @@ SYSTEM_PROMPTS, SYSTEM_WORDS = 3, 500
 EVERY_S = 2.5
 LOAD = 0.5
 """What the nine take of the replicas' prefill."""
+TOKENS_A_WORD = 1.35
+"""With the demo model's tokenizer."""
 
 KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("retry_storm", {}),
@@ -45,7 +47,7 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
-    words = int(await stage.prefill_tokens_per_s() * LOAD * EVERY_S / len(POLITE))
+    words = int(await stage.prefill_tokens_per_s() * LOAD * EVERY_S / len(POLITE) / TOKENS_A_WORD)
     await _all(stage, words, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
     without = all_served(await _all(stage, words, minutes * 60 / 3, 10_000))
     beside: list[Seen] = []
