@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.config.app import AppConfig
+from serve_app.ingress.memory import do_without_torch
 
 
 @serve.ingress()
@@ -18,6 +19,7 @@ class Ingress:
     """One ingress replica, and so one router."""
 
     async def __init__(self, config: dict[str, Any], replica: DeploymentHandle) -> None:  # type: ignore[misc]
+        do_without_torch()
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
         from serve_app.ingress.services import make_services
 

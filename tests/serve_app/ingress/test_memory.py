@@ -1,10 +1,11 @@
-"""What large bodies took is given back."""
+"""What large bodies took is given back, and torch is not loaded."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,27 @@ def test_buffers_go_back_to_the_system() -> None:
     """Eight rounds of 36 MiB, each leaving a small buffer on top of what it freed: nothing of them stays resident."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, "yes"], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 6
+
+
+def test_an_ingress_tokenizes_without_torch(demo_model_path: Path) -> None:
+    """Chat template and token ids are those of a process that has torch."""
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from serve_app.ingress.memory import do_without_torch\n"
+        "if sys.argv[2] == 'without': do_without_torch()\n"
+        "import serve_app.ingress.services, serve_app.ingress.routes.application\n"
+        "from serve_app.tokenization.tokenizer import PromptTokenizer\n"
+        "tokenizer = PromptTokenizer(Path(sys.argv[1]))\n"
+        "text = tokenizer.render_chat([{'role': 'user', 'content': 'Say \u00fc.'}]).text\n"
+        "print(repr(text), tokenizer.encode(text, b'r' * 16).token_ids.tolist())\n"
+        "print(sum(name.startswith('torch') for name in sys.modules), file=sys.stderr)\n"
+    )
+    outputs = {}
+    for how in ("with", "without"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(demo_model_path), how], capture_output=True, text=True, check=True
+        )
+        outputs[how] = done.stdout, int(done.stderr.splitlines()[-1])
+    assert outputs["without"][0] == outputs["with"][0] != ""
+    assert outputs["without"][1] == 1 < outputs["with"][1]
