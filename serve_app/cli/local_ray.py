@@ -88,6 +88,8 @@ def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None
     os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
     # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
+    # A HAProxy that died is noticed after three failed checks, and nothing listens until then: every 10 s by default.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CLIENT_HEADERS)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
