@@ -128,9 +128,9 @@ class Raylets:
             if name.startswith("SERVE_REPLICA::"):
                 _, kind, name = name.removeprefix("SERVE_REPLICA::").split("#")
             if kind is not None:
-                number = numbers.get(actor["Address"]["NodeID"])
-                if number is not None:  # else it died with its node, and Ray has yet to notice
-                    found.append({"kind": kind, "name": name, "pid": actor["Pid"], "node": number})
+                node = numbers.get(actor["Address"]["NodeID"])
+                if node is not None:  # else it died with its node, and Ray has yet to notice
+                    found.append({"kind": kind, "name": name, "pid": actor["Pid"], "node": node})
         found += ({"kind": "haproxy", "name": "haproxy", "pid": pid, "node": 0} for pid in _haproxies(self._run_dir))
         return found
 
