@@ -19,6 +19,7 @@ from router.directory.pending_prefixes import PendingPrefixes
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
 from router.observe.counters import RouterCounters
+from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
 from router.observe.shadow import ShadowCounters, ShadowPolicy
 from router.observe.state import regret_state, router_state, sane_stats, shadow_state
@@ -65,6 +66,8 @@ class RoutingCore:
         self._pending = PendingPrefixes(self.settings.block_size)
         self._replication = Replication(self.settings.block_size)
         self._adapters = LoraResidency()
+        self._times = RequestTimes()
+        self._working_set = WorkingSet()
 
     @property
     def shadow(self) -> tuple[str, ShadowCounters] | None:
@@ -216,6 +219,13 @@ class RoutingCore:
             latest = dict(self._stats)
         return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
+    def demand(self) -> tuple[RecentTimes, int]:
+        """Return what the requests of the last minute were like, and the tokens of the working set."""
+        with self._lock:
+            now_s = self._clock()
+            blocks = self._working_set.blocks(now_s, self.loads.active_routers)
+            return self._times.recent(now_s), blocks * self.settings.block_size
+
     def state(self) -> dict[str, Any]:
         """Return what ``/v1/cache/state`` shows of this router; JSON-able."""
         with self._lock:
@@ -247,6 +257,9 @@ class RoutingCore:
         if request.block_hashes:
             self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
+        self._times.add(estimated_ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
+        if best:
+            self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
         self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1

@@ -4,16 +4,23 @@
 """
 
 # No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
+from typing import Any
+
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from serve_app.config.app import AppConfig
+from serve_app.config.autoscaling import MAX_REPLICAS
 from serve_app.ingress.broadcast import INGRESS_NAME
 from serve_app.ingress.ingress import Ingress
 from serve_app.replica.replica import Replica
 
 REPLICA_NAME = "Replica"
+
+REPLICA_POLICY = "cluster.autoscaling_controller:ReplicaPolicy"
+INGRESS_POLICY = "cluster.autoscaling_controller:IngressFiguresPolicy"
+"""Named, not imported: they are above, and run in Serve's controller."""
 
 
 def build_app(args: AppConfig) -> Application:
@@ -22,7 +29,7 @@ def build_app(args: AppConfig) -> Application:
     replica = serve.deployment(
         Replica,
         name=REPLICA_NAME,
-        num_replicas=args.replicas,
+        **_scale(args),
         # Engines bound their own queues, and ingresses what waits for them, by tenant; Serve's bounds know no tenants.
         max_ongoing_requests=args.max_num_seqs + args.max_waiting_requests + 16,
         max_queued_requests=-1,
@@ -38,8 +45,35 @@ def build_app(args: AppConfig) -> Application:
     return serve.deployment(
         Ingress,
         name=INGRESS_NAME,
-        num_replicas=args.ingress_replicas,
+        **_ingress_scale(args),
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": args.replica_num_cpus},
         graceful_shutdown_timeout_s=20,
     ).bind(config, replica)
+
+
+def _scale(args: AppConfig) -> dict[str, Any]:
+    """Return how many replicas there are. The policy keeps to the settings in force; Serve's own bounds are wider."""
+    if args.autoscaling is None:
+        return {"num_replicas": args.replicas}
+    return {"autoscaling_config": _autoscaling(REPLICA_POLICY, args.autoscaling.min_replicas, MAX_REPLICAS)}
+
+
+def _ingress_scale(args: AppConfig) -> dict[str, Any]:
+    """Return how many ingresses there are: always as many, but Serve collects figures from what has a policy alone."""
+    if args.autoscaling is None:
+        return {"num_replicas": args.ingress_replicas}
+    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, args.ingress_replicas, args.ingress_replicas)}
+
+
+def _autoscaling(policy: str, min_replicas: int, max_replicas: int) -> AutoscalingConfig:
+    """Return Serve's settings for a policy that has delays of its own: Serve's restart at every tick of noise."""
+    return AutoscalingConfig(
+        policy=AutoscalingPolicy(policy_function=policy),
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        metrics_interval_s=1.0,
+        look_back_period_s=5.0,
+    )

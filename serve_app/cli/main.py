@@ -118,7 +118,7 @@ def _serve(settings: AppConfig, host: str, port: int) -> None:
 
         logging.getLogger("ray").setLevel(logging.ERROR)
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        needed = (settings.replicas + settings.ingress_replicas) * max(settings.replica_num_cpus, 0.1)
+        needed = (settings.most_replicas + settings.ingress_replicas) * max(settings.replica_num_cpus, 0.1)
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
@@ -132,10 +132,10 @@ def _serve(settings: AppConfig, host: str, port: int) -> None:
     _on_signals(stop)
     console.print("[2/4] Ray: started")
     try:
-        with console.status(f"[3/4] {settings.replicas} replicas and the ingress: starting"):
+        with console.status(f"[3/4] {settings.first_replicas} replicas and the ingress: starting"):
             ray_serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
             ray_serve.run(build_app(settings), name="warmpath", route_prefix="/", blocking=False)
-        console.print(f"[3/4] {settings.replicas} replicas and the ingress: started")
+        console.print(f"[3/4] {settings.first_replicas} replicas and the ingress: started")
         with console.status("[4/4] waiting for /health"):
             _wait_healthy(f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/health", stop)
         if not stop.is_set():
@@ -176,7 +176,9 @@ def _greet(settings: AppConfig, host: str, port: int) -> None:
     body = json.dumps(
         {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     )
-    lines = [f"warmpath serves {model_name} at {url} with {settings.replicas} replicas (engine: {settings.engine})"]
+    lines = [
+        f"warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})"
+    ]
     if settings.model in ("demo", "small"):
         lines.append(
             "The built-in model has random weights: it answers nonsense. Bring a checkpoint with --model PATH."

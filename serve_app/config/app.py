@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.routing import RoutingSection
@@ -23,7 +24,10 @@ class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, Engin
 
     model: str = Field("demo", description="'demo', 'small', or the path of a local checkpoint")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
-    replicas: int = Field(2, ge=1, le=512, description="engine replicas")
+    replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="engine replicas, where `autoscaling` is not given")
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="the number of replicas follows the load; default: it is `replicas`"
+    )
     ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas; each is a router of its own")
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
@@ -50,6 +54,16 @@ class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, Engin
     def model_name(self) -> str:
         """The name clients use: the configured one, else the built-in name or the checkpoint directory's."""
         return self.served_model_name or Path(self.model).name
+
+    @property
+    def first_replicas(self) -> int:
+        """How many replicas start with the application."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """How many replicas there may be."""
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
     @property
     def documented(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from serve_app.config.app import AppConfig
+from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.prompts import PublicPromptConfig
@@ -34,6 +35,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Tenants and keys": TenantsSection,
 }
 ENTRIES: dict[str, type[BaseModel]] = {
+    "The fields of `autoscaling`": AutoscalingConfig,
     "An entry of `tenants`": TenantConfig,
     "An entry of `public_prompts`": PublicPromptConfig,
 }
@@ -69,6 +71,8 @@ def _type(schema: dict[str, Any], name: str) -> str:
         return f"`{kind['const']}`"
     if kind.get("format") == "path":
         return "path"
+    if "$ref" in kind:
+        return "map"
     word = {"object": "map", "array": "list"}.get(kind["type"], kind["type"])
     bounds = _bounds(kind, name)
     return f"{word}, {bounds}" if bounds else word

@@ -31,6 +31,10 @@ class Ingress:
 
         return make_application(self._services)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy needs of this ingress; Serve asks every second where that is on."""
+        return self._services.autoscaling_stats()
+
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Take in what another ingress knows of adapters."""
         self._services.adapters.merge(entries)

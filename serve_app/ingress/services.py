@@ -40,6 +40,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import read_body
 from serve_app.ingress.memory import return_large_buffers
+from serve_app.ingress.observe.autoscaling_stats import ingress_figures
 from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
@@ -121,6 +122,17 @@ class Services:
             self.metrics.waiting.labels(tenant).set(requests)
         return [*self.metrics.samples(), *router_samples(self.core)]
 
+    def autoscaling_stats(self) -> dict[str, float]:
+        """Return this ingress' figures for the autoscaling policy; none where that is off. Never raises."""
+        try:
+            if self.config.autoscaling is None:
+                return {}
+            waiting = self.front_door.waiting().total()
+            return ingress_figures(self.core, waiting, self.config.autoscaling).to_floats()
+        except Exception:  # Serve would ask no more
+            logger.exception("no figures for autoscaling")
+            return {}
+
     async def all_samples(self) -> list[Sample]:
         """Return what every ingress and every replica has counted."""
         samples = replica_samples(self.core)
@@ -201,7 +213,7 @@ def places(config: AppConfig, replicas: int) -> int:
     longer, and what an ingress does for each.
     """
     by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
-    return max(1, max(config.replicas, replicas) * by_replica // config.ingress_replicas)
+    return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
 
 
 def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, PublicPrompts]:

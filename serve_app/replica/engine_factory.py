@@ -102,7 +102,7 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
             load_ratio=config.tier_load_ratio,
             save_ttl_s=config.save_ttl_s,
         ),
-        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.replicas),
+        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas),
         speculative_model=str(drafter or ""),
         num_speculative_tokens=config.num_speculative_tokens if drafter else 0,
         max_loras=config.max_loras,

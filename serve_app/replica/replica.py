@@ -37,6 +37,7 @@ from serve_app.engine.protocol import (
 )
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.autoscaling_stats import replica_figures, version_of
 from serve_app.replica.callers import Callers
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_pulls
@@ -58,6 +59,7 @@ class Replica:
 
         self._ending = AsyncExitStack()
         self._config = AppConfig.model_validate(config)
+        self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._streams: dict[str, TokenStream] = {}
@@ -88,6 +90,14 @@ class Replica:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
         return {"feed": self._feed.endpoint.to_dict(), "pid": os.getpid()}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy needs of this replica; Serve asks every second where that is on."""
+        try:
+            return replica_figures(self._engine, self._version, self._config.block_size).to_floats()
+        except Exception:  # Serve would ask no more
+            logger.exception("no figures for autoscaling")
+            return {}
 
     def check_health(self) -> None:
         """Raise when the engine's loop died or stalled, so that Serve replaces this replica."""

@@ -1,0 +1,196 @@
+"""How many replicas there should be: one pure function, run by Serve's controller and by the simulator alike.
+
+In: what was decided before, the deployment's signals, the time. Out: a target, why, and what to remember. Knows neither
+Ray nor a clock. Formula and failures: docs/autoscaling.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, inf, sqrt
+from typing import Literal
+
+from cluster.autoscaling_signals import Bounds, Signals
+
+CONTROL_PERIOD_S = 5.0
+
+FAST_S, SLOW_S = 30.0, 120.0
+"""Windows over which work is averaged; the larger of the two counts."""
+
+DRAIN_S = 60.0
+"""In so long a backlog should be gone that is beyond what the target allows to wait."""
+
+LEAST_BETA, FIRST_BETA, MOST_BETA = 0.5, 1.0, 2.5
+BETA_UP_A_S, BETA_DOWN_A_S = 0.004, 0.0004
+"""Replicas beyond the work are ``beta`` times its square root; beta follows the p90 of the TTFT, slowly."""
+
+OWN_WEIGHT = 1.1
+"""A p90 within a tenth of the requests' own prefill is as low as replicas can make it."""
+
+SLOTS_FILLED = POOL_FILLED = 0.85
+SET_FILLED = 0.9
+SHRINK_MARGIN = 1.2
+GROW_SLACK = 0.1
+
+START_PATIENCE_S = 300.0
+"""Replicas that take longer to start may never: no more are asked for meanwhile."""
+
+_LEAST_REQUESTS = 10
+
+Reason = Literal[
+    "hold", "steady", "bounds", "work", "backlog", "ttft", "decode_slots", "kv_pool", "load_fell", "floor", "starting"
+]
+"""Stable words for logs, notices and metrics. ``floor``: fewer would do, but for what caches have to keep."""
+
+Point = tuple[float, float]
+"""A moment in seconds, and a value then."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the policy remembers; bounded by ``downscale_delay_s``.
+
+    ``since_s``: from when on ``needs`` is without a gap; ``arrived_tokens``: as last reported, by replica; ``work``:
+    how much had come in all, in seconds of prefill; ``needs``: falling from one to the next, so that the first is the
+    greatest; ``wants``: rising, of the time in which more than the target were wanted.
+    """
+
+    since_s: float
+    decided_s: float
+    beta: float = FIRST_BETA
+    arrived_tokens: tuple[tuple[str, float], ...] = ()
+    work: tuple[Point, ...] = ()
+    needs: tuple[Point, ...] = ()
+    wants: tuple[Point, ...] = ()
+    wanted_since_s: float = inf
+    grown_s: float = -inf
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """``target``: replicas; ``needed``: before delays, bounds and rounding; ``why``: a line for people."""
+
+    target: int
+    needed: float
+    reason: Reason
+    why: str
+
+
+def decide(state: State | None, now: Signals, now_s: float) -> tuple[Decision, State]:
+    """Return the decision, and the state for the next one. ``state``: None the first time."""
+    if now.fault or now.bounds is None:
+        fresh = State(now_s, now_s) if state is None else replace(state, since_s=now_s, wants=(), wanted_since_s=inf)
+        return Decision(now.target, 0.0, "hold", now.fault), fresh
+    bounds = now.bounds
+    state = _taken_in(state or State(now_s, now_s), now, bounds, now_s)
+    needed, cause, why = _needed(state, now, bounds, now_s)
+    state = _remember(state, needed, now, bounds, now_s)
+    decision = _decision(state, now, bounds, needed, cause, why, now_s)
+    if decision.target != now.target:
+        grew = decision.target > now.target
+        state = replace(state, wants=(), wanted_since_s=inf, grown_s=now_s if grew else state.grown_s)
+    return decision, state
+
+
+def _decision(
+    state: State, now: Signals, bounds: Bounds, needed: float, cause: Reason, why: str, now_s: float
+) -> Decision:
+    target = now.target
+    least, most = bounds.min_replicas, bounds.max_replicas
+    if not least <= target <= most:
+        bounded = min(max(target, least), most)
+        return Decision(bounded, needed, "bounds", f"between {least} and {most} replicas are allowed")
+    if now_s - state.wanted_since_s >= bounds.upscale_delay_s and target < most:
+        if now.running < target and now_s - state.grown_s >= START_PATIENCE_S:
+            return Decision(target, needed, "starting", f"{target - now.running} replicas do not start; {why}")
+        return Decision(min(int(state.wants[0][1]), most), needed, cause, why)
+    highest = state.needs[0][1]
+    enough = ceil(SHRINK_MARGIN * highest)
+    if enough < target and now_s - state.since_s >= bounds.downscale_delay_s:
+        floor, what = _floor(now)
+        wanted = min(max(enough, floor, least), target)
+        if wanted < target:
+            said = f"at most {highest:.2f} were needed for {bounds.downscale_delay_s:g} s"
+            return Decision(wanted, needed, "load_fell", said if floor <= enough else f"{said}; {floor} for {what}")
+        if floor > max(enough, least):
+            return Decision(target, needed, "floor", f"{enough} would do, but {floor} are kept for {what}")
+    return Decision(target, needed, "steady", why)
+
+
+def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State:
+    """Add what has come since the last time, and let beta follow the TTFT."""
+    before = dict(state.arrived_tokens)
+    came_tokens = sum(max(tokens - before.get(name, tokens), 0.0) for name, tokens in now.arrived_tokens)
+    total_s = came_tokens * now.token_s + (state.work[-1][1] if state.work else 0.0)
+    work = [point for point in state.work if point[0] < now_s]
+    while len(work) > 1 and work[1][0] <= now_s - _slow_s(bounds):
+        del work[0]
+    elapsed_s = now_s - state.decided_s
+    beta = state.beta
+    if now.running >= now.target and now.requests >= _LEAST_REQUESTS:
+        goal_s = max(bounds.target_ttft_s, OWN_WEIGHT * now.p90_own_s)
+        if now.p90_ttft_s > goal_s:
+            beta = min(beta + BETA_UP_A_S * elapsed_s, MOST_BETA)
+        elif now.p90_ttft_s < 0.85 * goal_s:
+            beta = max(beta - BETA_DOWN_A_S * elapsed_s, LEAST_BETA)
+    return replace(state, decided_s=now_s, beta=beta, arrived_tokens=now.arrived_tokens, work=(*work, (now_s, total_s)))
+
+
+def _needed(state: State, now: Signals, bounds: Bounds, now_s: float) -> tuple[float, Reason, str]:
+    """Return how many replicas the load takes now, and why."""
+    slow_s = _slow_s(bounds)
+    work = max(_rate(state.work, now_s, slow_s), _rate(state.work, now_s, min(FAST_S, slow_s)))
+    spare = state.beta * sqrt(work)
+    behind = work + max(now.backlog_s - now.target * bounds.target_ttft_s, 0.0) / DRAIN_S
+    slots = now.decoding / now.slots / SLOTS_FILLED if now.slots else 0.0
+    pool = now.used_tokens / now.pool_tokens / POOL_FILLED if now.pool_tokens else 0.0
+    needs: dict[Reason, float] = {"work": work + spare, "backlog": behind, "decode_slots": slots, "kv_pool": pool}
+    cause = max(needs, key=lambda one: needs[one])
+    needed = needs[cause]
+    if cause == "work" and state.beta > FIRST_BETA and ceil(work + FIRST_BETA * sqrt(work)) < ceil(needed):
+        cause = "ttft"
+    why = (
+        f"work {work:.2f} + {spare:.2f} spare, backlog {now.backlog_s:.1f} s, TTFT p90 {now.p90_ttft_s:.2f} s "
+        f"(own prefill {now.p90_own_s:.2f} s, target {bounds.target_ttft_s:g} s), decode slots {slots:.2f}, "
+        f"KV pool {pool:.2f}: {needed:.2f} replicas"
+    )
+    return needed, cause, why
+
+
+def _remember(state: State, needed: float, now: Signals, bounds: Bounds, now_s: float) -> State:
+    """Note what is needed now: for the greatest of the delay, and for the least since more was wanted."""
+    # What was needed came from work of up to ``SLOW_S`` before: together that is the delay, and no more.
+    kept_s = now_s - (bounds.downscale_delay_s - _slow_s(bounds))
+    needs = tuple(point for point in state.needs if kept_s <= point[0] < now_s and point[1] > needed)
+    state = replace(state, needs=(*needs, (now_s, needed)))
+    want = ceil(needed - GROW_SLACK)
+    if want <= now.target:
+        return replace(state, wants=(), wanted_since_s=inf)
+    since_s = min(state.wanted_since_s, now_s)
+    wants = tuple(p for p in state.wants if now_s - bounds.upscale_delay_s <= p[0] < now_s and p[1] < want)
+    return replace(state, wants=(*wants, (now_s, want)), wanted_since_s=since_s)
+
+
+def _floor(now: Signals) -> tuple[int, str]:
+    """Return how many replicas the caches need, and what for."""
+    floors = {"the working set": 0.0, "explicit saves": 0.0}
+    if now.pool_tokens:
+        floors["the working set"] = now.working_set_tokens / (SET_FILLED * now.pool_tokens)
+    if now.pin_budget_tokens:
+        floors["explicit saves"] = now.pinned_tokens / now.pin_budget_tokens
+    what = max(floors, key=lambda one: floors[one])
+    return ceil(floors[what]), what
+
+
+def _slow_s(bounds: Bounds) -> float:
+    return min(SLOW_S, bounds.downscale_delay_s / 2)
+
+
+def _rate(work: tuple[Point, ...], now_s: float, window_s: float) -> float:
+    """Return the work that came in a second, over the window or what is known of it."""
+    first = work[0]
+    for point in work:
+        if point[0] > now_s - window_s:
+            break
+        first = point
+    return (work[-1][1] - first[1]) / max(now_s - first[0], min(window_s, FAST_S))

@@ -1,0 +1,127 @@
+"""From figures as they were reported to what the policy decides by: one set of numbers for the whole deployment.
+
+Owns what makes figures fit to decide by: complete, fresh, of one version. Knows neither Ray nor the rule. Ingresses'
+figures are merged: each router sees a part of the same traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from router.load.replica_load import DECODE_WEIGHT, DEFAULT_PREFILL_TOKENS_PER_S
+from router.protocol.autoscaling import IngressFigures, ReplicaFigures
+
+REPORT_INTERVAL_S = 1.0
+OLD_AFTER_S = 10.0
+"""Figures are not believed that are older, nor those of a deployment where any replica's are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The settings in force: see ``AutoscalingConfig``."""
+
+    min_replicas: int
+    max_replicas: int
+    target_ttft_s: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """The deployment at one moment; tokens and seconds are sums over replicas, or of one where that is said.
+
+    ``running``: replicas that run, ``target``: that are wanted; those between are starting. ``fault``: why nothing can
+    be decided, "" where it can. ``arrived_tokens``: by replica, the uncached tokens that ever came to it; ``token_s``:
+    how long a replica takes for one; ``backlog_s``: for all that wait. ``decoding``: sequences that run or wait,
+    ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica.
+    """
+
+    target: int
+    running: int
+    fault: str
+    bounds: Bounds | None = None
+    arrived_tokens: tuple[tuple[str, float], ...] = ()
+    token_s: float = 0.0
+    backlog_s: float = 0.0
+    decoding: float = 0.0
+    slots: float = 0.0
+    used_tokens: float = 0.0
+    pool_tokens: float = 0.0
+    pinned_tokens: float = 0.0
+    pin_budget_tokens: float = 0.0
+    working_set_tokens: float = 0.0
+    requests: float = 0.0
+    p90_ttft_s: float = 0.0
+    p90_own_s: float = 0.0
+
+
+def signals(
+    target: int,
+    running: Sequence[str],
+    replicas: Mapping[str, tuple[float, ReplicaFigures]],
+    ingresses: Sequence[tuple[float, IngressFigures]],
+) -> Signals:
+    """Return the signals. ``running``: ids of the replicas that run; figures come with their age in seconds."""
+    told = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
+    bounds = None
+    if told:
+        # While new settings travel, the ingresses may differ for a second: any one's are as good.
+        first = told[0]
+        bounds = Bounds(
+            int(first.min_replicas),
+            int(first.max_replicas),
+            first.target_ttft_s,
+            first.upscale_delay_s,
+            first.downscale_delay_s,
+        )
+    known = {name: replicas[name] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
+    fault = ""
+    if not running:
+        fault = "no replica runs"
+    elif len(known) < len(running):
+        fault = f"{len(running) - len(known)} of {len(running)} replicas have not reported lately"
+    elif not told:
+        fault = "no ingress has reported lately"
+    elif len({figures.version for _, figures in known.values()}) > 1:
+        fault = "replicas of two versions run"
+    if fault:
+        return Signals(target, len(running), fault, bounds)
+    return _merged(target, {name: figures for name, (_, figures) in known.items()}, told, bounds)
+
+
+def _merged(
+    target: int, replicas: Mapping[str, ReplicaFigures], ingresses: Sequence[IngressFigures], bounds: Bounds | None
+) -> Signals:
+    figures = list(replicas.values())
+    rates = [one.prefill_tokens_per_s for one in figures if one.prefill_tokens_per_s > 0.0]
+    rate = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
+    decoding = sum(one.running for one in figures)
+    token_s = (1.0 + DECODE_WEIGHT * decoding / len(figures)) / rate
+    requests = sum(one.requests for one in ingresses)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(v * one.requests for v, one in zip(values, ingresses, strict=True)) / requests if requests else 0.0
+
+    return Signals(
+        target=target,
+        running=len(figures),
+        fault="",
+        bounds=bounds,
+        arrived_tokens=tuple((name, one.arrived_tokens) for name, one in replicas.items()),
+        token_s=token_s,
+        backlog_s=sum(one.queued_tokens for one in figures) * token_s
+        + sum(one.waiting_requests * one.mean_own_s for one in ingresses),
+        decoding=decoding + sum(one.waiting for one in figures),
+        slots=min(one.slots for one in figures),
+        used_tokens=sum(one.used_tokens for one in figures),
+        pool_tokens=min(one.pool_tokens for one in figures),
+        pinned_tokens=sum(one.pinned_tokens for one in figures),
+        pin_budget_tokens=min(one.pin_budget_tokens for one in figures),
+        # Routers that share traffic see the same hot blocks: the most that one of them sees is what is common to them.
+        working_set_tokens=max(one.working_set_tokens for one in ingresses),
+        requests=requests,
+        p90_ttft_s=mean([one.p90_ttft_s for one in ingresses]),
+        p90_own_s=mean([one.p90_own_s for one in ingresses]),
+    )

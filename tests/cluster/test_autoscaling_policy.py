@@ -1,0 +1,217 @@
+"""Laws of the autoscaling policy, over any signals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.autoscaling_policy import CONTROL_PERIOD_S, Decision, State, decide
+from cluster.autoscaling_signals import Bounds, Signals
+
+BOUNDS = Bounds(1, 64, 2.0, 10.0, 600.0)
+PERIODS = int(BOUNDS.downscale_delay_s / CONTROL_PERIOD_S)
+
+any_signals = st.builds(
+    Signals,
+    target=st.integers(1, 64),
+    running=st.integers(1, 64),
+    fault=st.sampled_from(["", "", "", "1 of 3 replicas have not reported lately"]),
+    bounds=st.just(BOUNDS),
+    arrived_tokens=st.integers(0, 10**6).map(lambda tokens: (("one", float(tokens)),)),
+    token_s=st.sampled_from([1e-4, 2.5e-4, 1e-3]),
+    backlog_s=st.floats(0, 1e4),
+    decoding=st.floats(0, 1e3),
+    slots=st.sampled_from([0.0, 8.0, 256.0]),
+    used_tokens=st.floats(0, 1e6),
+    pool_tokens=st.sampled_from([0.0, 1e5]),
+    pinned_tokens=st.floats(0, 1e5),
+    pin_budget_tokens=st.sampled_from([0.0, 2.5e4]),
+    working_set_tokens=st.floats(0, 1e6),
+    requests=st.floats(0, 1e3),
+    p90_ttft_s=st.floats(0, 100),
+    p90_own_s=st.floats(0, 10),
+)
+
+
+class Deployment:
+    """What a controller does with decisions: the target is what was decided, and replicas start at once or never."""
+
+    def __init__(self, target: int, bounds: Bounds = BOUNDS, *, starts: bool = True) -> None:
+        self.signals = Signals(target, target, "", bounds, (("one", 0.0),), 2.5e-4)
+        self.state: State | None = None
+        self.now_s = 1000.0
+        self.starts = starts
+
+    def tick(self, work: float, periods: int = 1, **changed: object) -> list[Decision]:
+        """Go on for some control periods with so many replicas' worth of work coming in."""
+        decided = []
+        for _ in range(periods):
+            self.now_s += CONTROL_PERIOD_S
+            [(name, tokens)] = self.signals.arrived_tokens
+            tokens += work * CONTROL_PERIOD_S / self.signals.token_s
+            self.signals = replace(self.signals, arrived_tokens=((name, tokens),), **changed)  # type: ignore[arg-type]
+            decision, self.state = decide(self.state, self.signals, self.now_s)
+            running = decision.target if self.starts else min(self.signals.running, decision.target)
+            self.signals = replace(self.signals, target=decision.target, running=running)
+            decided.append(decision)
+        return decided
+
+
+@given(st.lists(any_signals, min_size=1, max_size=30))
+def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None:
+    """Whatever is reported: the number stays where reports are missing, and is within the bounds else."""
+    state, now_s = None, 0.0
+    for each in seen:
+        now_s += CONTROL_PERIOD_S
+        decision, state = decide(state, each, now_s)
+        if each.fault:
+            assert (decision.target, decision.reason) == (each.target, "hold")
+        else:
+            assert BOUNDS.min_replicas <= decision.target <= BOUNDS.max_replicas
+
+
+@given(st.lists(any_signals, min_size=1, max_size=20), any_signals)
+def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Signals) -> None:
+    """Asked again at the same moment, with the target that it gave: the same target."""
+    state, now_s = None, 0.0
+    for each in seen:
+        now_s += CONTROL_PERIOD_S
+        _, state = decide(state, each, now_s)
+    first, state = decide(state, last, now_s)
+    again, after = decide(state, replace(last, target=first.target), now_s)
+    assert again.target == first.target
+    assert decide(after, replace(last, target=first.target), now_s)[1] == after
+
+
+@given(st.lists(any_signals, min_size=1, max_size=20), any_signals, st.floats(1, 10))
+def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals, more: float) -> None:
+    """After the same past, with more waiting, decoding, in use or a later first token: no fewer."""
+    state, now_s = None, 0.0
+    for each in seen:
+        now_s += CONTROL_PERIOD_S
+        _, state = decide(state, each, now_s)
+    now_s += CONTROL_PERIOD_S
+    loaded = replace(
+        last,
+        arrived_tokens=tuple((name, tokens * more) for name, tokens in last.arrived_tokens),
+        backlog_s=last.backlog_s * more,
+        decoding=last.decoding * more,
+        used_tokens=last.used_tokens * more,
+        p90_ttft_s=last.p90_ttft_s * more,
+        requests=last.requests * more,
+    )
+    assert decide(state, loaded, now_s)[0].target >= decide(state, last, now_s)[0].target
+
+
+@given(st.floats(0.2, 40), st.integers(1, 64), st.lists(st.sampled_from([0.95, 1.0, 1.05]), min_size=1, max_size=12))
+def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
+    """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone."""
+    deployment = Deployment(first)
+    targets = [first]
+    for number in range(6 * PERIODS):
+        [decision] = deployment.tick(work * noise[number % len(noise)])
+        targets.append(decision.target)
+    changes = [
+        (number, after - before)
+        for number, (before, after) in enumerate(zip(targets, targets[1:], strict=False))
+        if after != before
+    ]
+    ups = [number for number, change in changes if change > 0]
+    downs = [number for number, change in changes if change < 0]
+    # While the windows fill, more of the same load is seen from tick to tick.
+    assert not ups or max(ups) * CONTROL_PERIOD_S <= 180
+    assert not downs or not ups or min(downs) > max(ups)
+
+
+@given(st.floats(1, 50), st.integers(0, 64), st.integers(0, 64))
+def test_it_never_shrinks_below_what_caches_need(work: float, set_pools: int, saved_budgets: int) -> None:
+    """The working set and explicit saves keep their replicas, however long there is no work; what they need not goes."""
+    kept = {"working_set_tokens": set_pools * 0.9e5, "pool_tokens": 1e5}
+    kept |= {"pinned_tokens": saved_budgets * 2.5e4, "pin_budget_tokens": 2.5e4}
+    deployment = Deployment(64)
+    deployment.tick(work, 30, **kept)
+    last = deployment.tick(0.0, 2 * PERIODS, **kept)[-1]
+    assert last.target in (floor := max(set_pools, saved_budgets, 1), floor + 1)  # one more by rounding
+    assert last.reason in ("floor", "steady")
+
+
+@given(st.floats(1, 40), st.integers(1, 200))
+def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods: int) -> None:
+    """No state, no replicas, no reports, then one after the other: nothing shrinks before a whole delay was seen."""
+    deployment = Deployment(48)
+    deployment.tick(work, periods)
+    target = deployment.signals.target
+    deployment.state = None
+    for fault in ("no replica runs", "3 of 48 replicas have not reported lately", "no ingress has reported lately"):
+        [held] = deployment.tick(work, fault=fault)
+        assert (held.target, held.reason) == (target, "hold")
+    after = deployment.tick(0.0, PERIODS, fault="")
+    assert min(each.target for each in after[:-1]) == target
+    assert deployment.tick(0.0, 2)[-1].target == 1
+
+
+def test_it_grows_by_as_many_as_the_work_needs_and_asks_once() -> None:
+    """Twelve replicas' worth of work: one decision, after the delay, and no second one while they start."""
+    deployment = Deployment(2, starts=False)
+    deployment.tick(1.0, 30)
+    decided = deployment.tick(12.0, 60)
+    grown = [each for each in decided if each.reason not in ("steady", "starting")]
+    targets = [each.target for each in decided]
+    assert 12 < targets[-1] <= 17
+    assert len({*targets}) <= 6, "while the window fills, and never again"
+    assert grown[-1].reason in ("work", "ttft")
+    assert len({each.target for each in decided[36:]}) == 1
+
+
+def test_replicas_that_never_start_are_not_asked_for_twice() -> None:
+    """A backlog that grows because nobody starts asks for no more, and says why."""
+    deployment = Deployment(2, starts=False)
+    deployment.tick(4.0, 60)
+    stuck = deployment.tick(4.0, 200, backlog_s=1e6)
+    assert {each.target for each in stuck[70:]} == {64} or stuck[-1].reason == "starting"
+
+
+def test_the_smallest_size_is_reached_within_two_periods_of_the_delay() -> None:
+    """Also from a large deployment in one step, and for every delay that can be set."""
+    for delay_s in (10.0, 60.0, 600.0, 3600.0):
+        deployment = Deployment(1, replace(BOUNDS, downscale_delay_s=delay_s))
+        deployment.tick(20.0, 800)
+        assert deployment.signals.target > 20
+        gone_s = deployment.now_s
+        while deployment.signals.target > 1:
+            deployment.tick(0.0)
+        assert deployment.now_s - gone_s <= delay_s + 2 * CONTROL_PERIOD_S
+
+
+def test_a_late_first_token_takes_replicas_and_the_requests_own_prefill_does_not() -> None:
+    """Beta rises where a p90 can be brought down; below what requests need for themselves it cannot."""
+    late, own = Deployment(12), Deployment(12)
+    few = late.tick(8.0, 60, requests=100.0, p90_ttft_s=1.0, p90_own_s=0.5)[-1]
+    assert late.tick(8.0, 120, requests=100.0, p90_ttft_s=6.0, p90_own_s=0.5)[-1].target > few.target
+    own.tick(8.0, 60, requests=100.0, p90_ttft_s=1.0, p90_own_s=0.5)
+    assert own.tick(8.0, 120, requests=100.0, p90_ttft_s=6.0, p90_own_s=5.8)[-1].target == few.target
+
+
+def test_slots_and_the_pool_take_replicas_too() -> None:
+    """Long answers bring little prefill, and fill what decodes."""
+    for changed, reason in (
+        ({"decoding": 200.0, "slots": 16.0}, "decode_slots"),
+        ({"used_tokens": 9.5e5, "pool_tokens": 1e5}, "kv_pool"),
+    ):
+        deployment = Deployment(4)
+        deployment.tick(1.0, 30)
+        [*_, before, last] = deployment.tick(1.0, 4, **changed)
+        assert max(before.target, last.target) >= 11
+        assert reason in [each.reason for each in (*_, before, last)]
+
+
+def test_new_bounds_hold_at_once() -> None:
+    """The bounds may change while it runs."""
+    deployment = Deployment(4)
+    deployment.tick(3.0, 10)
+    [raised] = deployment.tick(3.0, bounds=replace(BOUNDS, min_replicas=9))
+    assert (raised.target, raised.reason) == (9, "bounds")
+    [lowered] = deployment.tick(3.0, bounds=replace(BOUNDS, max_replicas=2))
+    assert (lowered.target, lowered.reason) == (2, "bounds")
