@@ -40,7 +40,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import read_body
 from serve_app.ingress.memory import return_large_buffers
-from serve_app.ingress.observe.autoscaling_stats import ingress_figures
+from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
 from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
@@ -136,6 +136,8 @@ class Services:
     async def all_samples(self) -> list[Sample]:
         """Return what every ingress and every replica has counted."""
         samples = replica_samples(self.core)
+        if self.config.autoscaling is not None:
+            samples += autoscaling_samples(await asyncio.to_thread(read, self.app_name, "autoscaling"))
         if self.config.ingress_replicas == 1:
             return samples + with_label(self.samples(), "ingress", self.name)
         for name, more in await self.broadcast.ingresses("named_samples", timeout_s=5):

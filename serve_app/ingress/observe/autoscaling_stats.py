@@ -1,9 +1,13 @@
-"""An ingress' figures for the autoscaling policy: what its router saw lately, who waits here, and the settings."""
+"""An ingress' figures for the autoscaling policy, and what the policy made of all figures, from the notice board."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from router.core import RoutingCore
 from router.protocol.autoscaling import IngressFigures
+from router.protocol.samples import Sample
 from serve_app.config.autoscaling import AutoscalingConfig
 
 
@@ -23,3 +27,14 @@ def ingress_figures(core: RoutingCore, waiting_requests: int, settings: Autoscal
         upscale_delay_s=settings.upscale_delay_s,
         downscale_delay_s=settings.downscale_delay_s,
     )
+
+
+def autoscaling_samples(notices: Sequence[dict[str, Any]]) -> list[Sample]:
+    """Return the latest decision as samples; none before the first. ``notices``: the newest first."""
+    if not notices:
+        return []
+    reason = (("reason", str(notices[0]["reason"])),)
+    return [
+        ("warmpath_autoscaling_target_replicas", reason, float(notices[0]["target"])),
+        ("warmpath_autoscaling_needed_replicas", reason, float(notices[0]["needed"])),
+    ]

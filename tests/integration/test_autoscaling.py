@@ -1,0 +1,110 @@
+"""Autoscaling on real Ray Serve: grows under load, shrinks after it, and a killed controller changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.common.server import instance
+from tests.integration.conftest import PATIENCE_S, cache_state, eventually, replicas_of, wait_for_replicas
+
+pytestmark = pytest.mark.integration
+
+SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 2, downscale_delay_s: 20}"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """One slow replica (a cost model of 2,000 tokens/s) that may become three."""
+    flags = ["--set", f"autoscaling={SETTINGS}", "--set", "simulated_prefill_tokens_per_s=2000"]
+    with instance("--engine", "simulated", *flags) as base:
+        yield base
+
+
+@contextmanager
+def load(url: str) -> Iterator[list[int]]:
+    """Eight clients that each send cold prompts of 3,000 words one after the other; yields the answers' statuses."""
+    stop, numbers, statuses = threading.Event(), count(), list[int]()
+
+    def client() -> None:
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+            while not stop.is_set():
+                prompt = f"{next(numbers)} " + "word " * 3000
+                answer = http.post("/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 2})
+                statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def decisions(url: str) -> list[dict[str, Any]]:
+    """The controller's notices, the newest first."""
+    found: list[dict[str, Any]] = cache_state(url)["notices"]["autoscaling"]
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def controller(url: str) -> int | None:
+    """The controller's process: of Ray's workers beside the replicas, the one of that name."""
+    raylet = parent(next(int(replica["pid"]) for replica in replicas_of(url).values()))
+    for entry in Path("/proc").iterdir():
+        try:
+            ours = entry.name.isdecimal() and parent(int(entry.name)) == raylet
+            if ours and b"ServeController" in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+        except OSError:
+            continue  # it has just ended
+    return None
+
+
+def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
+    """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one."""
+    wait_for_replicas(url, 1)
+    with load(url) as statuses:
+        wait_for_replicas(url, 3)
+        grown = [each for each in decisions(url) if each["target"] > each["from"]]
+        assert grown
+        assert grown[0]["reason"] in ("work", "backlog", "ttft")
+        assert "replicas" in grown[0]["why"]
+
+        before = set(replicas_of(url))
+        killed = controller(url)
+        assert killed is not None
+        killed_s = time.time()
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: controller(url) not in (None, killed))
+        # It looks again, first without anything to look at, and holds.
+        eventually(lambda: any(each["reason"] == "hold" and each["at_s"] > killed_s for each in decisions(url)))
+        held = next(each for each in decisions(url) if each["reason"] == "hold" and each["at_s"] > killed_s)
+        assert held["target"] == 3
+        answered = len(statuses)
+        eventually(lambda: len(statuses) > answered + 16)
+        assert set(replicas_of(url)) == before
+    assert set(statuses) == {200}
+
+    wait_for_replicas(url, 1)
+    eventually(lambda: decisions(url)[0]["target"] == 1)
+    shrunk = decisions(url)[0]
+    assert (shrunk["from"] > 1, shrunk["reason"]) == (True, "load_fell")
+    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    assert 'warmpath_autoscaling_target_replicas{reason="load_fell"} 1' in text
