@@ -12,6 +12,7 @@ MODULES = {
     "affinity": "end_to_end.affinity",
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",
+    "autoscale": "end_to_end.autoscale.run",
     "overhead": "end_to_end.overhead",
     "engine": "engine.compare",
     "lora": "engine.lora",

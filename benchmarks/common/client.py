@@ -17,6 +17,7 @@ import httpx
 class Answer:
     """One streamed answer. Times in seconds from sending the request.
 
+    ``gap_s``: the longest silence between two events of the stream, ``gap_at_s`` when it began (0 with fewer than two).
     ``usage_told``: whether the server counted tokens; ``cached_told``: whether it said how many were cached.
     """
 
@@ -28,6 +29,8 @@ class Answer:
     completion_tokens: int
     usage_told: bool = True
     cached_told: bool = True
+    gap_s: float = 0.0
+    gap_at_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
@@ -68,6 +71,7 @@ async def stream_answer(
     parts: list[str] = []
     usage: dict[str, Any] = {}
     done = False
+    heard_s, gap_s, gap_at_s = 0.0, 0.0, 0.0
     async with client.stream("POST", url, json=payload, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
@@ -79,6 +83,10 @@ async def stream_answer(
                 done = True
                 continue
             event = json.loads(data)
+            now_s = time.perf_counter() - started_s
+            if heard_s and now_s - heard_s > gap_s:
+                gap_s, gap_at_s = now_s - heard_s, heard_s
+            heard_s = now_s
             if "error" in event:
                 raise RequestFailed(500, line)
             for choice in event.get("choices") or ():
@@ -102,4 +110,6 @@ async def stream_answer(
         completion_tokens=usage.get("completion_tokens", len(parts)),
         usage_told=bool(usage),
         cached_told=cached is not None,
+        gap_s=gap_s,
+        gap_at_s=gap_at_s,
     )

@@ -35,19 +35,22 @@ def sglang_router(python: str, replicas: int, config: dict[str, Any], policy: st
         for _ in range(replicas):
             port = stack.enter_context(held_port())
             command = [sys.executable, "-m", "benchmarks.peers.plain_server", "--port", str(port)]
-            stack.enter_context(_process([*command, "--config", json.dumps(config)], f"http://127.0.0.1:{port}/health"))
+            stack.enter_context(
+                server_process([*command, "--config", json.dumps(config)], f"http://127.0.0.1:{port}/health")
+            )
             workers.append(f"http://127.0.0.1:{port}")
         port, metrics_port = stack.enter_context(held_port()), stack.enter_context(held_port())
         command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         command += ["--policy", policy, "--worker-urls", *workers]
         url = f"http://127.0.0.1:{port}"
-        stack.enter_context(_process(command, f"{url}/v1/models"))
+        stack.enter_context(server_process(command, f"{url}/v1/models"))
         yield url
 
 
 @contextmanager
-def _process(command: list[str], ready_url: str) -> Iterator[None]:
+def server_process(command: list[str], ready_url: str) -> Iterator[None]:
+    """Run a server until the end of the block; enters once it answers. Raises RuntimeError when it does not come up."""
     with tempfile.NamedTemporaryFile("w+", prefix="warmpath-peer-", suffix=".log") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         try:

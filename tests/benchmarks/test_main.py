@@ -12,7 +12,7 @@ import pytest
 from benchmarks import __main__ as benchmarks
 
 ROOT = Path(benchmarks.__file__).parent
-HELPED = ("simulate", "flooding", "admission", "replay", "pull", "hostile")
+HELPED = ("simulate", "flooding", "admission", "replay", "autoscale", "pull", "hostile")
 """Those whose modules are imported in a second or two."""
 
 

@@ -1,0 +1,99 @@
+"""Requests of a run, and what their answers must be: one seed makes both, whatever happens to the cluster.
+
+Conversations and prompts are those of many tenants; times follow the scenarios' load. The answers come from one engine
+behind a plain server, to which nothing ever happens. Knows no cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import httpx
+
+from benchmarks.common.client import stream_answer
+from benchmarks.common.open_loop import Shot
+from benchmarks.end_to_end.autoscale.scenarios import Span, arrivals
+from benchmarks.end_to_end.replay.text import TraceText
+from benchmarks.peers.sglang_router import server_process
+from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
+from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.cli.local_ray import held_port
+
+PATH = "/v1/completions"
+_CLIENTS = 8
+_START_S = 36_000.0
+_REQUESTS_PER_S = 1.5
+"""Of the tenants' own time, in which conversations pause for two minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficShape:
+    """``tokens_per_id``: of a trace's 512; ``output_shrink``: what answers' tokens are divided by.
+
+    ``long_tokens``: what every fourth answer has instead, where that is over 0.
+    """
+
+    tokens_per_id: int
+    output_shrink: int
+    max_blocks: int
+    long_tokens: int = 0
+
+
+def shots_of(spans: Sequence[Span], peak_per_s: float, model: str, shape: TrafficShape, seed: int) -> list[Shot]:
+    """Return what is sent when, drawn from ``seed``."""
+    times = list(arrivals(spans, peak_per_s, Random(seed)))
+    text = TraceText(resolve_model(model), shape.tokens_per_id)
+    wanted = TrafficSettings(
+        _REQUESTS_PER_S,
+        2.0 * len(times) / _REQUESTS_PER_S,
+        _START_S,
+        tenants=8,
+        max_blocks=shape.max_blocks,
+        seed=seed,
+    )
+    shots = []
+    for number, (at_s, request) in enumerate(zip(times, tenant_traffic(wanted), strict=False)):
+        tokens = max(4, min(round(request.output_tokens / shape.output_shrink), 1024 // shape.output_shrink))
+        body = {
+            "model": model,
+            "prompt": text.prompt(request),
+            "max_tokens": shape.long_tokens if shape.long_tokens and number % 4 == 0 else tokens,
+            "temperature": 0,
+            "seed": number,
+        }
+        shots.append(Shot(at_s, PATH, body, request.tenant))
+    return shots
+
+
+def undisturbed(shots: Sequence[Shot], settings: dict[str, Any], progress: Callable[[], None]) -> list[str]:
+    """Return the text of every answer, from one engine without Ray, asked by a few clients at a time.
+
+    ``settings``: of the engine; a simulated one's rates do not change its tokens, so they are raised.
+    """
+    if settings["engine"] == "simulated":
+        settings = {**settings, "simulated_prefill_tokens_per_s": 1e6, "simulated_decode_step_s": 0.001}
+    with held_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "benchmarks.peers.plain_server", "--port", str(port)]
+        with server_process([*command, "--config", json.dumps(settings)], f"{url}/health"):
+            return asyncio.run(_ask_all(url, shots, progress))
+
+
+async def _ask_all(url: str, shots: Sequence[Shot], progress: Callable[[], None]) -> list[str]:
+    texts = [""] * len(shots)
+    turns = iter(enumerate(shots))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for number, shot in turns:
+            texts[number] = (await stream_answer(client, url + shot.path, shot.body)).text
+            progress()
+
+    async with httpx.AsyncClient(timeout=300) as client:
+        await asyncio.gather(*(work(client) for _ in range(_CLIENTS)))
+    return texts
