@@ -31,7 +31,7 @@ def test_steps_are_an_hpas(current: int, waiting: list[float], kv: list[float], 
     assert wanted(current, waiting, kv) == expected
 
 
-@given(st.integers(1, 8), st.floats(0, 100), st.floats(0, 1), st.floats(0, 100), st.floats(0, 1))
+@given(st.integers(MIN_REPLICAS, MAX_REPLICAS), st.floats(0, 100), st.floats(0, 1), st.floats(0, 100), st.floats(0, 1))
 def test_more_load_never_asks_for_fewer(current: int, queue: float, kv: float, more: float, fuller: float) -> None:
     low = wanted(current, [queue] * current, [kv] * current)
     assert low <= wanted(current, [queue + more] * current, [max(kv, fuller)] * current)
