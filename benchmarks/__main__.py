@@ -25,6 +25,7 @@ MODULES = {
     "admission": "isolation.admission",
     "hostile": "isolation.hostile.run",
     "soak": "soak.run",
+    "crashes": "crashes.run",
 }
 """A benchmark's name and its module below ``benchmarks``."""
 

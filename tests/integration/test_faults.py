@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import random
 import shutil
 import signal
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ import httpx
 import pytest
 
 from benchmarks.common.server import instance
+from benchmarks.crashes.processes import ProcessCrashes
+from benchmarks.crashes.questions import Questions
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas
 
@@ -174,6 +178,21 @@ def test_a_full_queue_answers_429(url: str) -> None:
                 assert answer.json()["error"]["code"] == "rate_limit_exceeded"
 
     asyncio.run(run())
+
+
+def test_every_option_survives_kills_at_random_points(url: str) -> None:
+    """Short answers with every option at once, while replicas are killed: each is the undisturbed one to the byte.
+
+    `python -m benchmarks crashes` does that a thousand times, also with the real engine.
+    """
+    rng = random.Random(7)
+    wait_for_replicas(url, 2)
+    crashes = ProcessCrashes(url, rng, clients=6)
+    results = asyncio.run(crashes.run(Questions(rng), distinct=12, kills=2, until_s=math.inf, told=lambda _: None))
+    assert results["kills"] == 2
+    for phase in ("undisturbed_under_load", "with_kills"):
+        assert results[phase] | {"lost": 0, "cut": 0, "altered": 0} == results[phase]
+    wait_for_replicas(url, 2, crashes.killed)
 
 
 def test_without_any_replica_clients_are_told_to_come_back(url: str, model: Path) -> None:

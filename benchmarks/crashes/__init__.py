@@ -1,0 +1,1 @@
+"""Answers whose replicas crash, compared with undisturbed ones."""

@@ -1,0 +1,110 @@
+"""What is crashed: engines in this process, or the settings of an instance, with adapters and a public prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.random_adapters import make_adapters
+from benchmarks.common.running import running
+from benchmarks.crashes.calls import CallCrashes
+from benchmarks.engine.draft_pairs import build_pairs
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
+from serve_app.checkpoints.checkpoint import load_checkpoint_info, weights_fingerprint
+from serve_app.config.prompts import PublicPromptConfig
+from serve_app.engine.core.build import load_runner
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.step import Runner
+from serve_app.generation.prepare import Limits, Preparer
+from serve_app.prompts.registry import PublicPrompts
+from serve_app.tenants.tenants import Tenants
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+ADAPTERS = ("adapter-0", "adapter-1")
+PROMPT = PublicPromptConfig(name="clerk", version="1", text="You are a careful clerk. Name clause and date. " * 12)
+
+_SECRET = b"crashes benchmark, not a secret."
+_MAX_MODEL_LEN = 2048
+
+
+@contextmanager
+def call_crashes(
+    kind: str, model: Path, directory: Path, rng: random.Random, *, dtype: str = "float32", drafts: bool = False
+) -> Iterator[CallCrashes]:
+    """Start two engines in this process, "torch" or "simulated", behind one dispatcher.
+
+    ``drafts``: a draft model speculates for the model; both are cut from it (see ``build_pairs``).
+    """
+    drafter = ""
+    if drafts:
+        model, smaller = build_pairs(model, directory / "pairs")["agreeing"]
+        drafter = str(smaller)
+    info = load_checkpoint_info(model)
+    settings = EngineSettings(
+        num_blocks=768,
+        max_model_len=_MAX_MODEL_LEN,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_waiting_requests=1024,
+        pin_budget_blocks=128,
+        dtype=dtype,
+        num_threads=1,
+        max_loras=2,
+        max_cpu_loras=2,
+        model_fingerprint=info.fingerprint,
+        speculative_model=drafter,
+        speculative_fingerprint=weights_fingerprint(Path(drafter)) if drafts else "",
+        num_speculative_tokens=3 if drafts else 0,
+        tiers=TierSettings(),
+    )
+    specs = make_adapters(model, directory / "adapters", len(ADAPTERS), rank=4)
+
+    def runner() -> Runner:
+        if kind == "torch":
+            return load_runner(model, settings)
+        cost = CostModel(vocab_size=info.vocab_size, max_positions=_MAX_MODEL_LEN)
+        return SimulatedRunner(cost, sleep=lambda _: None, model_fingerprint=info.fingerprint)
+
+    engines = [TorchEngine(runner(), settings, lambda _: None) for _ in range(2)]
+    adapters = AdapterRegistry("demo")
+    adapters.merge(AdapterEntry(spec.name, spec) for spec in specs)
+    tokenizer, prompts = PromptTokenizer(model), PublicPrompts([PROMPT])
+    prompts.install(tokenizer)
+    limits = Limits(_MAX_MODEL_LEN, 32)
+    preparer = Preparer(info, tokenizer, Tenants([], _SECRET), _SECRET, adapters, limits, prompts)
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(running(engine))
+            for spec in specs:
+                engine.load_adapter(spec)
+        yield CallCrashes(engines, preparer, tokenizer, rng)
+
+
+def instance_settings(
+    kind: str, model: Path, directory: Path, *, replicas: int, dtype: str = "float32", drafts: bool = False
+) -> dict[str, Any]:
+    """Return the settings of an instance that serves the same, its adapters below ``directory``."""
+    speculation: dict[str, Any] = {}
+    if drafts:
+        model, drafter = build_pairs(model, directory / "pairs")["agreeing"]
+        speculation = {"speculative_model": str(drafter), "num_speculative_tokens": 3}
+    make_adapters(model, directory / "adapters", len(ADAPTERS), rank=4)
+    return {
+        "model": str(model),
+        "served_model_name": "demo",
+        "engine": kind,
+        "replicas": replicas,
+        "dtype": dtype,
+        "kv_cache_bytes": 64 << 20,
+        "max_model_len": _MAX_MODEL_LEN,
+        "num_threads": 1,
+        "lora_adapters": {name: str(directory / "adapters" / name) for name in ADAPTERS},
+        "public_prompts": [{"name": PROMPT.name, "version": PROMPT.version, "text": PROMPT.text}],
+        **speculation,
+    }

@@ -1,0 +1,175 @@
+"""Replicas of a real instance are killed by SIGKILL, at random, while clients ask over HTTP.
+
+Knows an instance by its URL alone. At least one replica is left at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from benchmarks.crashes.questions import Question, Questions, Reply
+from benchmarks.crashes.tally import Broken, Tally
+
+_TIMEOUT_S = 300.0
+_LONGEST_PAUSE_S = 0.3
+"""Between the choice of a replica and its end: a random point of its streams."""
+
+
+class ProcessCrashes:
+    """Clients of one instance, and who kills its replicas. ``clients``: how many ask at once."""
+
+    def __init__(self, url: str, rng: random.Random, clients: int) -> None:
+        self._url = url
+        self._random = rng
+        self._clients = clients
+        self.killed: set[str] = set()
+        """Their ids."""
+        self.streams_hit = 0
+        """Sequences that the victims, by their last report, ran when they were killed."""
+        self.undisturbed, self.disturbed = Tally(), Tally()
+
+    async def run(
+        self, questions: Questions, distinct: int, kills: int, until_s: float, told: Callable[[int], None]
+    ) -> dict[str, Any]:
+        """Ask ``distinct`` questions undisturbed, and again under load, then over and over while replicas are killed.
+
+        Ends after ``kills``, or at ``until_s`` of ``time.monotonic``. ``told``: is called with the kills so far.
+        """
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S, limits=limits) as client:
+            known = await self._references(client, questions, distinct)
+            await self._together(client, known, self.undisturbed)
+            before, started_s = await self._sent_again(client), time.monotonic()
+            ending = asyncio.Event()
+            asking = [asyncio.create_task(self._keep_asking(client, known, ending)) for _ in range(self._clients)]
+            try:
+                while len(self.killed) < kills and time.monotonic() < until_s:
+                    await self._kill_one(client)
+                    told(len(self.killed))
+            finally:
+                ending.set()
+                await asyncio.gather(*asking)
+            after = await self._sent_again(client)
+        return {
+            "kills": len(self.killed),
+            "seconds": time.monotonic() - started_s,
+            "streams_hit_by_report": self.streams_hit,
+            "generations_sent_again": {name: int(after[name] - before[name]) for name in sorted(after)},
+            "undisturbed_under_load": self.undisturbed.results(),
+            "with_kills": self.disturbed.results(),
+        }
+
+    async def _references(
+        self, client: httpx.AsyncClient, questions: Questions, distinct: int
+    ) -> list[tuple[Question, Reply]]:
+        """Return questions with their undisturbed answers, half of them with stop strings of that answer's text."""
+        known: list[tuple[Question, Reply]] = []
+        while len(known) < distinct:
+            question = questions.draw()
+            reply = await ask(client, question)
+            if len(known) % 2:
+                question = questions.with_stops(question, reply)
+                reply = await ask(client, question)
+            known.append((question, reply))
+        return known
+
+    async def _together(self, client: httpx.AsyncClient, known: Sequence[tuple[Question, Reply]], tally: Tally) -> None:
+        """Ask each once more, many at once: how far answers differ without any crash."""
+        left = iter(known)
+
+        async def work() -> None:
+            for question, expected in left:
+                tally.add(question, expected, await tried(client, question))
+
+        await asyncio.gather(*(work() for _ in range(self._clients)))
+
+    async def _keep_asking(
+        self, client: httpx.AsyncClient, known: Sequence[tuple[Question, Reply]], ending: asyncio.Event
+    ) -> None:
+        while not ending.is_set():
+            question, expected = self._random.choice(known)
+            self.disturbed.add(question, expected, await tried(client, question))
+
+    async def _kill_one(self, client: httpx.AsyncClient) -> None:
+        """Kill a replica that has streams under way, once at least one other is there."""
+        while True:
+            state = (await client.get("/v1/cache/state")).json()
+            alive = [r for r in state["replicas"] if "pid" in r and r["replica_id"] not in self.killed]
+            busy = [replica for replica in alive if replica["running_sequences"]]
+            if len(alive) > 1 and busy:
+                break
+            await asyncio.sleep(0.05)
+        victim = self._random.choice(busy)
+        await asyncio.sleep(self._random.random() * _LONGEST_PAUSE_S)
+        os.kill(victim["pid"], signal.SIGKILL)
+        self.killed.add(victim["replica_id"])
+        self.streams_hit += victim["running_sequences"]
+
+    async def _sent_again(self, client: httpx.AsyncClient) -> Counter[str]:
+        """Return how many generations were sent again so far, before and after their first token."""
+        counts: Counter[str] = Counter({"before_first_token": 0, "after_first_token": 0})
+        for line in (await client.get("/metrics")).text.splitlines():
+            if line.startswith("warmpath_request_retries_total{"):
+                after = 'after_first_token="true"' in line
+                counts["after_first_token" if after else "before_first_token"] += int(float(line.rsplit(" ", 1)[1]))
+        return counts
+
+
+async def tried(client: httpx.AsyncClient, question: Question) -> Reply | Broken:
+    """Return the answer, or how it broke."""
+    try:
+        return await ask(client, question)
+    except Broken as broken:
+        return broken
+
+
+async def ask(client: httpx.AsyncClient, question: Question) -> Reply:
+    """Ask over HTTP. Raises Broken, also for a stream that is not in order: each choice begins and ends once."""
+    try:
+        async with client.stream("POST", question.path, json=dict(question.body)) as response:
+            if response.status_code != 200:
+                raise Broken("lost", f"{response.status_code} {(await response.aread())[:300]!r}")
+            if not question.body["stream"]:
+                return _whole(json.loads(await response.aread()))
+            events = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
+    except httpx.HTTPError as error:
+        raise Broken("cut", repr(error)) from error
+    return _streamed(question, events)
+
+
+def _whole(body: dict[str, Any]) -> Reply:
+    found = [(c["message"]["content"] if "message" in c else c["text"], c["finish_reason"]) for c in body["choices"]]
+    if [choice["index"] for choice in body["choices"]] != list(range(len(found))):
+        raise Broken("cut", "the choices are not in order")
+    return Reply(tuple(found), body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
+
+
+def _streamed(question: Question, events: Sequence[str]) -> Reply:
+    if not events or events[-1] != "[DONE]":
+        raise Broken("cut", f"no [DONE]: {events[-1:]}")
+    texts = [""] * question.choices
+    reasons = [""] * question.choices
+    opened: set[int] = set()
+    usage = {"prompt_tokens": 0, "completion_tokens": 0}
+    for event in map(json.loads, events[:-1]):
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            index = choice["index"]
+            if reasons[index] or (("role" in choice.get("delta", {})) == (index in opened) and "delta" in choice):
+                raise Broken("cut", f"choice {index} opens twice, or goes on after its end")
+            opened.add(index)
+            texts[index] += (choice["delta"].get("content") or "") if "delta" in choice else choice["text"]
+            reasons[index] = choice["finish_reason"] or ""
+    if not all(reasons):
+        raise Broken("cut", "a choice has no end")
+    return Reply(tuple(zip(texts, reasons, strict=True)), usage["prompt_tokens"], usage["completion_tokens"])

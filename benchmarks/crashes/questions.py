@@ -1,0 +1,135 @@
+"""Requests with every option of the exact-resume contract, drawn at random, and their answers as far as those are due.
+
+Knows HTTP bodies, not who answers them. What differs between any two runs is no part of a reply: ids, times, how text
+is cut into events, how the events of several choices follow each other, and how many prompt tokens were cached.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+_WORDS = "harbour ledger clause storm copper winter anchor letter bridge market captain signal garden river".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer: (text, finish reason) of each choice, in their order, and the usage."""
+
+    choices: tuple[tuple[str, str], ...]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request. ``options``: what of the contract it is about."""
+
+    path: str
+    body: Mapping[str, Any]
+    options: tuple[str, ...]
+
+    @property
+    def choices(self) -> int:
+        """How many answers it gets, over all prompts."""
+        prompt = self.body.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        return int(self.body["n"]) * prompts
+
+
+class Questions:
+    """Draws questions for one deployment. ``adapters`` and ``prompt_refs``: names that it serves.
+
+    ``needs_seed``: without a seed every answer is another one. ``most_tokens``: of a choice.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        model: str = "demo",
+        adapters: Sequence[str] = (),
+        prompt_refs: Sequence[str] = (),
+        needs_seed: bool = True,
+        most_tokens: int = 32,
+    ) -> None:
+        self._random = rng
+        self._model = model
+        self._adapters = adapters
+        self._prompt_refs = prompt_refs
+        self._needs_seed = needs_seed
+        self._most_tokens = most_tokens
+
+    def draw(self) -> Question:
+        """Return a question; its answer needs about as long as its ``max_tokens`` say."""
+        rng = self._random
+        path = rng.choice([CHAT, COMPLETIONS])
+        body: dict[str, Any] = {
+            "model": self._model,
+            "n": rng.choice([1, 1, 1, 2, 3]),
+            "max_tokens": rng.choice([1, 2, 8, 15, 16, 17, self._most_tokens, self._most_tokens]),
+            "stream": rng.random() < 0.7,
+        }
+        options = ["chat" if path == CHAT else "completions", "streamed" if body["stream"] else "whole"]
+        if path == CHAT:
+            system = [{"role": "system", "content": f"Rules of the {rng.choice(_WORDS[:3])}: " + "be brief. " * 60}]
+            body["messages"] = [*(system if rng.random() < 0.5 else ()), {"role": "user", "content": self._text()}]
+        else:
+            prompts: list[Any] = [self._text(), [rng.randrange(300, 3000) for _ in range(rng.randrange(1, 40))]]
+            body["prompt"] = rng.choice([prompts[0], prompts[1], [self._text(), self._text()]])
+        self._sampling(body, options)
+        if body["n"] > 1 or (path == COMPLETIONS and Question(path, body, ()).choices > 1):
+            options.append("several choices")
+        if body["stream"] and rng.random() < 0.5:
+            body["stream_options"] = {"include_usage": True}
+        if self._adapters and rng.random() < 0.3:
+            body["lora_name"] = rng.choice(self._adapters)
+            options.append("lora")
+        if self._prompt_refs and rng.random() < 0.3 and (path == CHAT or isinstance(body["prompt"], str)):
+            body["prompt_ref"] = rng.choice(self._prompt_refs)
+            options.append("public prompt")
+        if path == CHAT and rng.random() < 0.2:
+            body["save_system_prompt_kv_cache"] = True
+            options.append("save")
+        if rng.random() < 0.2:
+            body["cache_salt"] = rng.choice(_WORDS)
+            options.append("salt")
+        if rng.random() < 0.3:
+            body["disable_spec_decode"] = True
+            options.append("no speculation")
+        return Question(path, body, tuple(options))
+
+    def with_stops(self, question: Question, reply: Reply) -> Question:
+        """Return the question with stop strings out of its own answer: one that ends it, others held back in vain."""
+        text = self._random.choice(reply.choices)[0]
+        if len(text) < 4:
+            return question
+        start = self._random.randrange(len(text) - 3)
+        found = text[start : start + self._random.randrange(1, 4)]
+        begun = text[: self._random.randrange(1, min(len(text), 12))] + "\x01"
+        stops = [found, begun] if self._random.random() < 0.7 else [begun, text[start:] + "\x02"]
+        return replace(question, body={**question.body, "stop": stops}, options=(*question.options, "stop strings"))
+
+    def _text(self) -> str:
+        rng = self._random
+        words = " ".join(rng.choice(_WORDS) for _ in range(rng.choice([1, 5, 20, 150])))
+        return f"{rng.randrange(1000)} {words} déjà 木 🌍" if rng.random() < 0.3 else words
+
+    def _sampling(self, body: dict[str, Any], options: list[str]) -> None:
+        rng = self._random
+        greedy = rng.random() < 0.4
+        body["temperature"] = 0 if greedy else rng.choice([0.3, 0.7, 1.0, 1.5])
+        options.append("greedy" if greedy else "sampled")
+        if self._needs_seed or not greedy:
+            body["seed"] = rng.choice([0, 1, -7, 2**62 + 3, rng.randrange(1 << 31)])
+        else:
+            options.append("no seed")
+        if not greedy and rng.random() < 0.4:
+            body |= {"top_p": rng.choice([0.5, 0.95]), "top_k": rng.choice([0, 5, 100])}
+            options.append("top-p, top-k")
+        if rng.random() < 0.3:
+            body["ignore_eos"] = True
