@@ -18,6 +18,7 @@ from router.directory.directory import Directory
 from router.directory.pending_prefixes import PendingPrefixes
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
+from router.load.silent_feeds import SilentFeeds
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
@@ -28,9 +29,12 @@ from router.policy.estimate import estimate
 from router.policy.policies import POLICIES, least_loaded
 from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import Event, LoadReport, StatsReport
+from router.protocol.events import BlocksStored, CacheCleared, Event, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import DEFAULT_POLICY, RouterSettings
+
+_SILENT = "silent"
+"""The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
 
 
 class RoutingCore:
@@ -55,7 +59,8 @@ class RoutingCore:
         self._lock = Lock()
         self._turn = 0
         self._stats: dict[str, StatsReport] = {}
-        self._is_live: Callable[[str], bool] = lambda replica_id: False
+        self._is_live: Callable[[str], bool] | None = None
+        self._silent = SilentFeeds()
         self._blocked: Callable[[], Collection[str]] = tuple
         self._away: frozenset[str] = frozenset()
         self._counted = self.counters.of_policy(self.settings.policy)
@@ -82,8 +87,8 @@ class RoutingCore:
     @property
     def knows_every_cache(self) -> bool:
         """Whether there are replicas and the feed of each has delivered its snapshot (see ``follow``)."""
-        replica_ids = self.replica_ids
-        return bool(replica_ids) and all(map(self._is_live, replica_ids))
+        replica_ids, is_live = self.replica_ids, self._is_live
+        return is_live is not None and bool(replica_ids) and all(map(is_live, replica_ids))
 
     def follow(self, is_live: Callable[[str], bool], blocked: Callable[[], Collection[str]] = tuple) -> None:
         """Say who knows whether a replica's feed is complete (its figures arrive before that, its blocks do not).
@@ -138,6 +143,7 @@ class RoutingCore:
     def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
         """Take one feed message's events; events of unknown replicas are ignored."""
         with self._lock:
+            self._silent.heard(replica_id)
             cache_events = []
             for event in events:
                 if isinstance(event, LoadReport):
@@ -209,6 +215,9 @@ class RoutingCore:
             if cached_tokens < selected:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
+            if decision.replica_id in self._silent and chain:
+                # Its feed does not say so, but after a first token the whole prompt's blocks are there.
+                self.directory.apply(decision.replica_id, _SILENT, (BlocksStored(chain),))
             self.counters.ttft_s.observe(ttft_s)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
@@ -290,6 +299,10 @@ class RoutingCore:
     def _expire(self, now_s: float) -> None:
         for number in self.loads.expire(now_s):
             self._pending.discard(number)
+        if self._is_live is not None:
+            for replica_id in self._silent.fallen_silent(self.loads, self._is_live, now_s):
+                self.loads.disbelieve(replica_id)
+                self.directory.apply(replica_id, _SILENT, (CacheCleared(),))
 
     def _new_shadow(self) -> ShadowPolicy | None:
         policy, block_size = self.settings.shadow_policy, self.settings.block_size
@@ -298,6 +311,7 @@ class RoutingCore:
 
     def _drop(self, replica_id: str) -> None:
         self._away -= {replica_id}
+        self._silent.heard(replica_id)
         for number in self.loads.remove_replica(replica_id):
             self._pending.discard(number)
         self.directory.remove_replica(replica_id)

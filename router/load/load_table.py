@@ -126,6 +126,19 @@ class LoadTable:
                 self._num_unreported -= 1
         self._write(replica)
 
+    def disbelieve(self, replica_id: str) -> None:
+        """Forget what work a replica has told of, not its pace: from now on only this router's own is counted."""
+        replica = self.replicas[replica_id]
+        if replica.report is not None:
+            replica.report = msgspec.structs.replace(
+                replica.report,
+                queued_prefill_tokens=0,
+                running_sequences=0,
+                waiting_sequences=0,
+                committed_prefill_tokens=0,
+            )
+            self._write(replica)
+
     def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
         """Count work as queued at a replica from now on and return the reservation's number, which only rises.
 
