@@ -37,6 +37,7 @@ def build_app(args: AppConfig) -> Application:
         health_check_period_s=5,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=20,
+        user_config={},  # never none: Serve would not tell replicas when a config file drops its user_config
         request_router_config=RequestRouterConfig(
             request_router_class="router.serve.request_router.CacheAwareRouter",
             request_router_kwargs=args.routing(),
@@ -49,6 +50,7 @@ def build_app(args: AppConfig) -> Application:
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": args.replica_num_cpus},
         graceful_shutdown_timeout_s=20,
+        user_config={},
     ).bind(config, replica)
 
 

@@ -11,9 +11,10 @@ from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Shared:
     core: RoutingCore
+    deployed: RouterSettings | None
     decisions: RecentDecisions = field(default_factory=RecentDecisions)
 
 
@@ -22,10 +23,11 @@ _shared_lock = Lock()
 
 
 def core_for(deployment_key: str, settings: RouterSettings | None = None) -> RoutingCore:
-    """Return this process's core for a deployment, made on first use; given ``settings`` are put into force.
+    """Return this process's core for a deployment, made on first use; ``router_id`` is unique to the process.
 
-    The ingress reaches through it the core that its process's Serve router uses. ``router_id`` is unique to the
-    process.
+    The ingress reaches through it the core that its process's Serve router uses. ``settings``: those that the
+    deployment has. They are put into force when they are new here, so that whoever comes second with the same ones
+    leaves alone what ``RoutingCore.configure`` has changed since.
     """
     return _of(deployment_key, settings).core
 
@@ -39,7 +41,9 @@ def _of(deployment_key: str, settings: RouterSettings | None) -> _Shared:
     with _shared_lock:
         shared = _shared.get(deployment_key)
         if shared is None:
-            shared = _shared[deployment_key] = _Shared(RoutingCore(uuid4().hex, settings))
-        elif settings is not None and settings != shared.core.settings:
-            shared.core.configure(settings)
+            shared = _shared[deployment_key] = _Shared(RoutingCore(uuid4().hex, settings), settings)
+        elif settings is not None and settings != shared.deployed:
+            shared.deployed = settings
+            if settings != shared.core.settings:
+                shared.core.configure(settings)
         return shared

@@ -20,12 +20,19 @@ _NAMESPACE = b"warmpath"
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
     """Put up a notice, in place of the earlier one of that name; ``at_s``, the wall clock's time, is added."""
-    key = f"{app_name}\0{kind}\0{name}".encode()
     internal_kv._internal_kv_put(
-        key, msgspec.json.encode({**notice, "at_s": time.time()}), overwrite=True, namespace=_NAMESPACE
+        _key(app_name, kind, name),
+        msgspec.json.encode({**notice, "at_s": time.time()}),
+        overwrite=True,
+        namespace=_NAMESPACE,
     )
     for old, _ in _notices(app_name, kind)[KEPT:]:
         internal_kv._internal_kv_del(old, namespace=_NAMESPACE)
+
+
+def remove(app_name: str, kind: str, name: str) -> None:
+    """Take a notice down; one that is not there is ignored."""
+    internal_kv._internal_kv_del(_key(app_name, kind, name), namespace=_NAMESPACE)
 
 
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
@@ -33,9 +40,13 @@ def read(app_name: str, kind: str) -> list[dict[str, Any]]:
     return [notice for _, notice in _notices(app_name, kind)]
 
 
+def _key(app_name: str, kind: str, name: str = "") -> bytes:
+    return f"{app_name}\0{kind}\0{name}".encode()
+
+
 def _notices(app_name: str, kind: str) -> list[tuple[bytes, dict[str, Any]]]:
     found: list[tuple[bytes, dict[str, Any]]] = []
-    for key in internal_kv._internal_kv_list(f"{app_name}\0{kind}\0".encode(), namespace=_NAMESPACE):
+    for key in internal_kv._internal_kv_list(_key(app_name, kind), namespace=_NAMESPACE):
         value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
         if value is not None:  # removed by its writer in the meantime
             found.append((key, msgspec.json.decode(value)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -10,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from serve_app.config.prompts import PublicPromptConfig, check_prompts
 
-_SHA256_HEX = re.compile(r"[0-9a-f]{64}")
-Sha256Hex = Annotated[str, StringConstraints(pattern=rf"^{_SHA256_HEX.pattern}$")]
+Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantConfig(BaseModel):
@@ -34,13 +32,28 @@ class TenantsSection(BaseModel):
     public_prompts: list[PublicPromptConfig] = Field(
         default_factory=list, description="system prompts whose KV all tenants share"
     )
-    operator_key_sha256: list[str] = Field(
+    operator_key_sha256: list[Sha256Hex] = Field(
         default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
     )
     metrics_public: bool = Field(False, description="serve /metrics without an operator key although tenants exist")
     secret_file: Path | None = Field(
         None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
     )
+
+    @property
+    def cache_shares(self) -> dict[str, float]:
+        """The tenants' weights, by name."""
+        return {tenant.name: tenant.cache_share for tenant in self.tenants}
+
+    @model_validator(mode="after")
+    def _names_and_keys_differ(self) -> Self:
+        names = [tenant.name for tenant in self.tenants]
+        if len(set(names)) < len(names):
+            raise ValueError("two tenants have the same name; give each its own")
+        keys = [*self.operator_key_sha256, *(key for tenant in self.tenants for key in tenant.key_sha256)]
+        if len(set(keys)) < len(keys):
+            raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
+        return self
 
     @model_validator(mode="after")
     def _prompts_fit(self) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -181,6 +181,12 @@ class Engine(Protocol):
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
+
+    def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
+        """Divide cache and memory among these tenants from now on, by weight; explicit saves of all others end.
+
+        Without any, there is one tenant. Waits for the current step. Raises ValueError for a weight that is none.
+        """
 
     @property
     def kv_block_bytes(self) -> int:

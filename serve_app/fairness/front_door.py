@@ -22,13 +22,15 @@ _WEIGHT = 0.2
 
 class FrontDoor:
     """Admits requests. ``places``: generations that may be under way at once; ``max_waiting``: requests in line,
-    ``max_bytes``: of their bodies; all three by tenant, by the rule of ``Budget``.
+    ``max_bytes``: of their bodies, which both may be set; all three by tenant, by the rule of ``Budget``.
     """
 
     def __init__(self, shares: Shares, *, places: Callable[[], int], max_waiting: int, max_bytes: int) -> None:
+        self.max_waiting = max_waiting
+        self.max_bytes = max_bytes
         self._shares = shares
-        self._requests = Budget(shares, lambda: max_waiting)
-        self._bytes = Budget(shares, lambda: max_bytes)
+        self._requests = Budget(shares, lambda: self.max_waiting)
+        self._bytes = Budget(shares, lambda: self.max_bytes)
         self._line = WaitingLine(Budget(shares, places))
         self._uncached: dict[str, float] = {}
 

@@ -33,6 +33,11 @@ class Shares:
         self._seen_s: OrderedDict[str, float] = OrderedDict()
         self._active_weight = 0.0
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go by other weights from now on."""
+        self._weights = dict(weights)
+        self._active_weight = sum(map(self._weight, self._seen_s))
+
     @property
     def several(self) -> bool:
         """Whether there can be more than one tenant."""

@@ -77,6 +77,11 @@ class Preparer:
         self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
         self._prompts = PublicPrompts() if prompts is None else prompts
 
+    def configure(self, limits: Limits) -> None:
+        """Go by other limits from the next request on, and by what the tenants and prompts have become."""
+        self._limits = limits
+        self._scopes.clear()  # a public root is there only where there are public prompts
+
     async def prepare(
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
     ) -> list[Generation]:

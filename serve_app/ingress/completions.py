@@ -42,7 +42,10 @@ _SAVE_WARNINGS = {
 
 
 class Completions:
-    """Answers whatever generates text, in the format of any API."""
+    """Answers whatever generates text, in the format of any API.
+
+    ``request_timeout_s`` may be set; a request has the time that there was when it came.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Completions:
         self._metrics = metrics
         self._traffic = traffic
         self._front_door = front_door
-        self._request_timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
 
     async def respond(
         self,
@@ -78,13 +81,13 @@ class Completions:
         """
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
-        body_bytes = arrival.body_bytes
-        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s + self._request_timeout_s)
+        body_bytes, timeout_s = arrival.body_bytes, self.request_timeout_s
+        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s)
         generations = await until_disconnect(request, begun)
         place = arrival.hand_over()
         try:
             pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop, place)
-            pieces = self._timed(pieces, generations, tenant, arrived_s, body_bytes)
+            pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
             answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
             if not wanted.stream:
@@ -100,24 +103,26 @@ class Completions:
             raise
         headers = {**sse.HEADERS, **warning_headers(first.save)}
         # What ends an answer at its time is sent after that time.
-        deadline_s = arrived_s + self._request_timeout_s + LAST_EVENT_S
+        deadline_s = arrived_s + timeout_s + LAST_EVENT_S
         return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
 
     async def _begin(
-        self, wanted: GenerateRequest, tenant: Tenant, arrival: Arrival, answer_id: str, deadline_s: float
+        self,
+        wanted: GenerateRequest,
+        tenant: Tenant,
+        arrival: Arrival,
+        answer_id: str,
+        arrived_s: float,
+        timeout_s: float,
     ) -> list[Generation]:
         """Wait for the request's turn, then make its generations. Raises GenerationFailed when that takes too long."""
+        deadline_s = arrived_s + timeout_s
         try:
             async with asyncio.timeout(deadline_s - time.perf_counter()):
                 await arrival.turn(wanted.choices)
                 return await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
         except TimeoutError as error:
-            raise self._took_too_long() from error
-
-    def _took_too_long(self) -> GenerationFailed:
-        return GenerationFailed(
-            f"The answer took over {self._request_timeout_s:.0f} s; ask for fewer tokens.", code="timeout"
-        )
+            raise _took_too_long(timeout_s) from error
 
     async def _timed(
         self,
@@ -125,12 +130,13 @@ class Completions:
         generations: list[Generation],
         tenant: Tenant,
         arrived_s: float,
+        timeout_s: float,
         body_bytes: int,
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises GenerationFailed when they take longer than a request may."""
         metrics, name = self._metrics, tenant.name
         uncached_tokens = 0
-        deadline_s = arrived_s + self._request_timeout_s
+        deadline_s = arrived_s + timeout_s
         last_s: dict[int, float] = {}
         metrics.in_flight.inc()
         try:
@@ -142,7 +148,7 @@ class Completions:
                     except StopAsyncIteration:
                         return
                     except TimeoutError as error:
-                        raise self._took_too_long() from error
+                        raise _took_too_long(timeout_s) from error
                     now_s = time.perf_counter()
                     if piece.cached_tokens is not None:
                         generation = generations[piece.index]
@@ -195,6 +201,10 @@ class Completions:
             raise
         else:
             yield stream.usage(usage.total())
+
+
+def _took_too_long(timeout_s: float) -> GenerationFailed:
+    return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
 
 async def _collect(answer: _Answer) -> Response:

@@ -21,20 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 class RouteGuard:
-    """Runs routes. ``has_operators``: operator keys are configured; ``allowed_hosts``: of which pages may post."""
+    """Runs routes. ``allowed_hosts``: of which pages may post; it may be set."""
 
     def __init__(
         self,
         tenants: Tenants,
         metrics: IngressMetrics,
         *,
-        has_operators: bool,
         allowed_hosts: Collection[str] | None = None,
     ) -> None:
+        self.allowed_hosts = allowed_hosts
         self._tenants = tenants
         self._metrics = metrics
-        self._has_operators = has_operators
-        self._allowed_hosts = allowed_hosts
 
     def tenant(self, request: Request) -> Tenant:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
@@ -47,7 +45,7 @@ class RouteGuard:
         """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
         if self._tenants.is_operator(request.headers.get("authorization")):
             return True
-        return self._tenants.open and not self._has_operators
+        return self._tenants.open and not self._tenants.has_operators
 
     def require_operator(self, request: Request) -> None:
         """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
@@ -66,7 +64,7 @@ class RouteGuard:
         request_id = request_id_of(request)
         error: WarmpathError
         try:
-            refuse_foreign_page(request, self._allowed_hosts)
+            refuse_foreign_page(request, self.allowed_hosts)
             response = await work()
             self._count(request, endpoint, response.status_code)
             return response

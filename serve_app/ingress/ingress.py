@@ -10,8 +10,8 @@ from ray.serve.handle import DeploymentHandle
 
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
-from serve_app.config.app import AppConfig
 from serve_app.ingress.memory import do_without_torch
+from serve_app.reconfigure import LiveSettings
 
 
 @serve.ingress()
@@ -23,7 +23,13 @@ class Ingress:
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
         from serve_app.ingress.services import make_services
 
-        self._services = await make_services(AppConfig.model_validate(config), replica)
+        self._live = LiveSettings(config)
+        self._services = await make_services(self._live.config, replica)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""
+        if not await self._live.reconfigure(user_config, self._services.configure):
+            self._services.metrics.refused_configurations.inc()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return what answers HTTP; Serve asks for it once the constructor is done."""

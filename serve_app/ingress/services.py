@@ -61,9 +61,12 @@ BODIES = 8
 """How many bodies of the greatest size an ingress holds before they are admitted, over all tenants."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
-    """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it."""
+    """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it.
+
+    ``config``: the settings in force, which ``configure`` replaces.
+    """
 
     config: AppConfig
     app_name: str
@@ -72,10 +75,13 @@ class Services:
     tenants: Tenants
     adapters: AdapterRegistry
     tokenizer: PromptTokenizer
+    prompts: PublicPrompts
+    preparer: Preparer
     core: RoutingCore
     metrics: IngressMetrics
     traffic: UsageTable
     guard: RouteGuard
+    shares: Shares
     front_door: FrontDoor
     workers: FairWorkers
     broadcast: Broadcast
@@ -83,6 +89,20 @@ class Services:
     explainer: Explainer
     completions: Completions
     health: Health
+
+    async def configure(self, config: AppConfig) -> None:
+        """Put other live settings into force; requests that have begun go on with those that they began with."""
+        # First what takes time, and could fail. All else happens between two requests.
+        await self.prompts.replace(config.public_prompts, self.tokenizer)
+        self.core.configure(RouterSettings.from_json(config.routing()))
+        self.tenants.configure(config.tenants, config.operator_key_sha256)
+        self.shares.set_weights(config.cache_shares)
+        self.front_door.max_waiting = config.max_queued_requests
+        self.front_door.max_bytes = BODIES * config.max_body_bytes
+        self.guard.allowed_hosts = config.allowed_hosts
+        self.completions.request_timeout_s = config.request_timeout_s
+        self.preparer.configure(_limits(config, self.base_model["max_model_len"]))
+        self.config = config
 
     async def generate(
         self, request: Request, parse: Callable[[bytes], GenerateRequest], answer_format: AnswerFormat
@@ -160,13 +180,13 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
     if tenants.open:
         logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
-    shares = Shares({tenant.name: tenant.cache_share for tenant in config.tenants})
+    shares = Shares(config.cache_shares)
     workers = FairWorkers(shares)
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters))
     metrics, traffic = IngressMetrics(), UsageTable()
-    limits = Limits(max_model_len(config, info), config.default_max_tokens, config.save_ttl_s)
+    limits = _limits(config, max_model_len(config, info))
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(config.routing()))
@@ -187,15 +207,17 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
         tenants=tenants,
         adapters=adapters,
         tokenizer=tokenizer,
+        prompts=prompts,
+        preparer=preparer,
         core=core,
         metrics=metrics,
         traffic=traffic,
         guard=RouteGuard(
             tenants,
             metrics,
-            has_operators=bool(config.operator_key_sha256),
             allowed_hosts=config.allowed_hosts,
         ),
+        shares=shares,
         front_door=front_door,
         workers=workers,
         broadcast=broadcast,
@@ -216,6 +238,10 @@ def places(config: AppConfig, replicas: int) -> int:
     """
     by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
     return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
+
+
+def _limits(config: AppConfig, model_len: int) -> Limits:
+    return Limits(model_len, config.default_max_tokens, config.save_ttl_s)
 
 
 def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, PublicPrompts]:

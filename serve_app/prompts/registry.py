@@ -56,6 +56,13 @@ class PublicPrompts:
         """Tell whether a formatted system prompt is a registered one and nothing else."""
         return system_text in self._formatted
 
+    async def replace(self, configs: Iterable[PublicPromptConfig], tokenizer: PromptTokenizer) -> None:
+        """Register these prompts in the place of all others; answers under way keep what they have."""
+        async with self._lock:
+            texts = {config.ref: config.text or "" for config in configs}
+            if texts != self._texts:
+                await asyncio.to_thread(self._install, texts, tokenizer)
+
     async def keep_current(self, tokenizer: PromptTokenizer) -> None:
         """Format the prompts, where that has not been done today."""
         if self._texts and self._formatted_on != self._today():
@@ -65,16 +72,20 @@ class PublicPrompts:
 
     def install(self, tokenizer: PromptTokenizer) -> None:
         """Format and tokenize every prompt, and have the tokenizer recognise them, in chats and as bare text."""
+        self._install(self._texts, tokenizer)
+
+    def _install(self, texts: dict[str, str], tokenizer: PromptTokenizer) -> None:
         today = self._today()
-        chats = [text for text in (_chat_text(tokenizer, ref, text) for ref, text in self._texts.items()) if text]
-        formatted = (*chats, *self._texts.values())
+        chats = [text for text in (_chat_text(tokenizer, ref, text) for ref, text in texts.items()) if text]
+        formatted = (*chats, *texts.values())
         if formatted != self._formatted:
             # What the tokenizer remembers of these calls is under a root that nobody has.
             root = secrets.token_bytes(16)
             ids = [tokenizer.encode(text, root).token_ids for text in chats]
-            ids += [tokenizer.encode(text, root, add_special_tokens=True).token_ids for text in self._texts.values()]
+            ids += [tokenizer.encode(text, root, add_special_tokens=True).token_ids for text in texts.values()]
             tokenizer.set_public(ids)
             self._formatted = formatted
+        self._texts = texts
         self._formatted_on = today
 
 

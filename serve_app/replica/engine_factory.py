@@ -87,7 +87,7 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
         admission=config.admission,
         enable_prefix_caching=config.enable_prefix_caching,
         pin_budget_blocks=pin_budget_blocks(config, num_blocks) if config.enable_prefix_caching else 0,
-        tenant_shares={tenant.name: tenant.cache_share for tenant in config.tenants},
+        tenant_shares=config.cache_shares,
         dtype=config.dtype,
         device=config.device,
         attention_backend=config.attention_backend,

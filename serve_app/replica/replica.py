@@ -35,6 +35,7 @@ from serve_app.engine.protocol import (
     SamplingParams,
     SaveOutcome,
 )
+from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.autoscaling_stats import replica_figures, version_of
@@ -58,7 +59,7 @@ class Replica:
         from serve_app.replica.engine_factory import make_engine
 
         self._ending = AsyncExitStack()
-        self._config = AppConfig.model_validate(config)
+        self._live = LiveSettings(config)
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
@@ -81,11 +82,24 @@ class Replica:
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
         reports = report(
-            self._engine, self._adapters, self._puller, self._feed.put, self._config.load_report_interval_s
+            self._engine,
+            self._adapters,
+            self._puller,
+            self._feed.put,
+            self._config.load_report_interval_s,
+            lambda: self._live.refused,
         )
         self._ending.callback(asyncio.create_task(reports).cancel)
         self._callers = Callers(self._engine.cancel)
         self._ending.callback(asyncio.create_task(self._callers.watch()).cancel)
+
+    @property
+    def _config(self) -> AppConfig:
+        return self._live.config
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""
+        await self._live.reconfigure(user_config, self._configure)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
@@ -174,6 +188,9 @@ class Replica:
         """Stop the engine after the last request; Serve awaits this before it ends the process."""
         self._stopping = True
         await self._ending.aclose()
+
+    async def _configure(self, config: AppConfig) -> None:
+        await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)

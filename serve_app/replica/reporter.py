@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
+from router.protocol.samples import Sample
 from serve_app.engine.protocol import Engine
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.pull import Puller
@@ -24,10 +25,12 @@ async def report(
     puller: Puller,
     publish: Callable[[Sequence[Event]], None],
     interval_s: float,
+    refused: Callable[[], int],
 ) -> None:
     """Hand reports to ``publish`` until cancelled.
 
-    Load goes out when it changed, at most every ``interval_s`` and at least every heartbeat.
+    Load goes out when it changed, at most every ``interval_s`` and at least every heartbeat. ``refused``: user_configs
+    that could not be used.
     """
     last_load: LoadReport | None = None
     last_load_s = last_stats_s = float("-inf")
@@ -46,7 +49,8 @@ async def report(
         if now_s - last_stats_s >= STATS_INTERVAL_S:
             info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
             pulls = puller.meters.samples((), puller.tokens_per_s)
-            events.append(StatsReport((*engine.stats().samples, *pulls, info)))
+            bad: Sample = ("warmpath_refused_configurations_total", (), float(refused()))
+            events.append(StatsReport((*engine.stats().samples, *pulls, info, bad)))
             last_stats_s = now_s
         if events:
             publish(events)

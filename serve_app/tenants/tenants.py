@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from serve_app.config.tenants import _SHA256_HEX, TenantConfig
+from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
 
 DEFAULT_TENANT = "default"
@@ -26,31 +26,32 @@ class Tenant:
 
 
 class Tenants:
-    """All tenants of a deployment. Raises ValueError when a name or a key is given twice."""
+    """All tenants of a deployment. Their names and keys differ (``TenantsSection`` checks it)."""
 
     def __init__(
         self, configs: Sequence[TenantConfig], secret: bytes, *, operator_key_sha256: Sequence[str] = ()
     ) -> None:
-        names = [config.name for config in configs]
-        if len(set(names)) < len(names):
-            raise ValueError("two tenants have the same name; give each its own")
         self._secret = secret
-        if not all(_SHA256_HEX.fullmatch(key) for key in operator_key_sha256):
-            raise ValueError("an operator key must be a SHA-256, 64 hex digits; make one with `warmpath keys`")
+        self.configure(configs, operator_key_sha256)
+
+    def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
+        """Know these tenants and operators from now on; who has been authenticated stays so."""
         self._keys = [
             (bytes.fromhex(key), Tenant(config.name, config.trust_group))
             for config in configs
             for key in config.key_sha256
         ]
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
-        every = [digest for digest, _ in self._keys] + self._operator_keys
-        if len(set(every)) < len(every):
-            raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
 
     @property
     def open(self) -> bool:
         """True when no tenant is configured: everybody is the tenant ``default``, and all share one cache."""
         return not self._keys
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether there are operator keys."""
+        return bool(self._operator_keys)
 
     def authenticate(self, authorization: str | None) -> Tenant:
         """Return the tenant whose key the Authorization header bears.

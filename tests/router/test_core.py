@@ -192,6 +192,11 @@ def test_core_for_is_one_per_key_and_takes_settings() -> None:
     assert core is found[0]
     assert core.settings.policy == "lmetric"
     assert core_for("test#one").settings.policy == "lmetric"
+    core.configure(RouterSettings(policy="sglang"))
+    core_for("test#one", RouterSettings(policy="lmetric"))  # a router that comes to life late
+    assert core.settings.policy == "sglang"
+    core_for("test#one", RouterSettings(policy="round_robin"))
+    assert core.settings.policy == "round_robin"
     assert core_for("test#two").router_id != core.router_id
 
 

@@ -51,9 +51,7 @@ class Accounts(Generic[Leaves]):
         active_s: float,
         new_leaves: Callable[[], Leaves],
     ) -> None:
-        if any(not 0.0 < weight < math.inf for weight in weights.values()):
-            raise ValueError("a tenant's share must be a finite number over 0")
-        self._weights = dict(weights)
+        self._weights = _checked(weights)
         self._clock = clock
         self._active_s = active_s
         self._new_leaves = new_leaves
@@ -62,6 +60,14 @@ class Accounts(Generic[Leaves]):
         self._active_weight = 0.0
         self._line: list[tuple[float, int, Account[Leaves]]] = []
         self._ticks = 0
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go by other weights from now on. O(tenants)."""
+        self._weights = _checked(weights)
+        for tenant, account in self._accounts.items():
+            account.weight = self._weights.get(tenant, 1.0)
+            self._queue(account)
+        self._active_weight = sum(account.weight for account in self._recent.values())
 
     def holdings(self) -> dict[str, int]:
         """Return what each tenant holds (any thread)."""
@@ -133,3 +139,9 @@ class Accounts(Generic[Leaves]):
                 del self._accounts[tenant]
             else:
                 self._queue(account)
+
+
+def _checked(weights: Mapping[str, float]) -> dict[str, float]:
+    if any(not 0.0 < weight < math.inf for weight in weights.values()):
+        raise ValueError("a tenant's share must be a finite number over 0")
+    return dict(weights)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal
@@ -48,9 +48,7 @@ class Pins:
         if budget_blocks < 0:
             raise ValueError("a pin budget must not be negative")
         self.budget_blocks = budget_blocks
-        weights = weights or {}
-        total = sum(weights.values())
-        self._shares = {name: int(budget_blocks * weight / total) for name, weight in weights.items()}
+        self.set_weights(weights or {})
         self._accounts: dict[str, _Account] = {}
         self._pins: dict[bytes, Pin] = {}
         self._counts: Counter[int] = Counter()
@@ -59,6 +57,15 @@ class Pins:
         self._entries = 0
         self.on_end: Callable[[list[int]], None] | None = None
         """Called with the blocks that no pin keeps any more, while they are indexed still."""
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go by other weights from now on; nothing is recalled before somebody needs the room."""
+        total = sum(weights.values())
+        self._shares = {name: int(self.budget_blocks * weight / total) for name, weight in weights.items()}
+
+    def of_others(self, tenants: Collection[str]) -> list[bytes]:
+        """Return the keys of all pins that are none of these tenants'."""
+        return [key for key, pin in self._pins.items() if pin.tenant not in tenants]
 
     def __len__(self) -> int:
         """How many prefixes are pinned."""

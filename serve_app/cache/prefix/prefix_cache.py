@@ -71,6 +71,13 @@ class PrefixCache:
         """Blocks that ``allocate`` can hand out: free ones and evictable ones."""
         return self.pool.free_blocks + self.pool.idle_blocks
 
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by other weights of tenants from now on; where there are any, pins of all others end."""
+        self.quota.set_weights(shares)
+        self.pins.set_weights(shares)
+        for key in self.pins.of_others(shares) if shares else ():
+            self.unpin(key)
+
     def chain(self, parent: bytes, token_ids: TokenArray) -> bytes:
         """Return the packed hashes of the full blocks of ``token_ids`` after ``parent``; b"" when caching is off."""
         return self._hash_chain(parent, token_ids, self.block_size) if self.enabled else b""

@@ -95,6 +95,11 @@ class DiskTier:
         with self._lock:
             self.index.touch(owner)
 
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by other weights of tenants from now on (any thread)."""
+        with self._lock:
+            self.index.set_weights(shares)
+
     def take_events(self) -> list[BlocksStored | BlocksRemoved]:
         """Return the events since the last call (any thread)."""
         if not self._events:

@@ -27,6 +27,10 @@ def account_key(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=16, person=b"kv-tier-account").hexdigest()
 
 
+def _by_key(shares: Mapping[str, float]) -> dict[str, float]:
+    return {account_key(tenant): weight for tenant, weight in shares.items()}
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """A block of a tier. ``size``: bytes. ``saved_until_s``: Unix time of its save's end, or inf; None: not saved."""
@@ -61,9 +65,13 @@ class TierIndex(Accounts[Line], Generic[E]):
     """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys."""
 
     def __init__(self, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
-        super().__init__({account_key(tenant): weight for tenant, weight in shares.items()}, clock, active_s, Line)
+        super().__init__(_by_key(shares), clock, active_s, Line)
         self.used_bytes = 0
         self._entries: OrderedDict[bytes, E] = OrderedDict()
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go by other weights of the tenants, by name, from now on."""
+        super().set_weights(_by_key(weights))
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -104,6 +104,13 @@ class Tiers:
             if self.disk is not None:
                 self.disk.tier.seen(owner)
 
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by other weights of tenants from now on."""
+        if self._host is not None:
+            self._host.index.set_weights(shares)
+        if self.disk is not None:
+            self.disk.tier.set_shares(shares)
+
     def find(self, block_hash: bytes) -> tuple[TierBlock, str] | None:
         """Return what is known of a block and its fastest tier."""
         if self._host is not None:

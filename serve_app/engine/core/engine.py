@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,10 @@ class TorchEngine:
         """
         return self._loop.call(lambda: self._reset(tiers))
 
+    def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by other weights of tenants from now on, by name; what others have pinned ends. Waits for the step."""
+        self._loop.call(lambda: self._set_tenant_shares(shares))
+
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
@@ -274,6 +279,13 @@ class TorchEngine:
         self.deliver()
         if self._tier_loader is not None:
             self._tier_loader.spiller.close()
+
+    def _set_tenant_shares(self, shares: Mapping[str, float]) -> None:
+        self._cache.set_shares(shares)
+        if self._tier_loader is not None:
+            self._tier_loader.tiers.set_shares(shares)
+        with self._inbox.changed:
+            self._inbox.tenants = self._load_reporter.tenants = len(shares)
 
     def _reset(self, tiers: bool) -> bool:
         if self._tier_loader is not None and tiers:

@@ -28,6 +28,8 @@ class Inbox:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.changed = threading.Condition()
+        self.tenants = len(settings.tenant_shares)
+        """How many tenants there can be."""
         self.arrivals: dict[str, SequenceState] = {}
         self.stopping = False
         self.closed = False
@@ -130,9 +132,9 @@ class Inbox:
 
         Among several tenants the last eighth is for those that do not fill more than their part of the line.
         """
-        most, tenants = self._settings.max_waiting_requests, len(self._settings.tenant_shares)
+        most = self._settings.max_waiting_requests
         others = sum(1 for other in self._waiting if other != tenant)
-        if tenants > 1 and self._waiting[tenant] >= max(1, most // (others + 2)):
+        if self.tenants > 1 and self._waiting[tenant] >= max(1, most // (others + 2)):
             return most - most // UNBORROWED_PART
         return most
 

@@ -43,6 +43,8 @@ class LoadReporter:
     """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        self.tenants = len(settings.tenant_shares)
+        """How many tenants there can be."""
         self._settings = settings
         self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
         self._work: dict[str, _Work] = {}
@@ -142,7 +144,7 @@ class LoadReporter:
                 old[work.tenant] += rest if is_old else 0
             if work.waits and (is_old or not rest):
                 sequences += 1
-        if len(self._settings.tenant_shares) <= 1:
+        if self.tenants <= 1:
             return under_way + old.total(), sequences
         quantum, begun = self._quantum_tokens, self._begun_turns
         turns = sum(min(tokens, begun.get(tenant, quantum)) for tenant, tokens in queued.items())

@@ -54,6 +54,9 @@ class IngressMetrics:
             "warmpath_request_retries", "Generations sent again after a replica was lost", ["after_first_token"]
         )
         self.disconnects = counter("warmpath_client_disconnects", "Clients that left before the answer's end")
+        self.refused_configurations = counter(
+            "warmpath_refused_configurations", "user_configs that could not be used and changed nothing"
+        )
         self.tokenizer_cache_bytes = gauge("warmpath_tokenizer_cache_bytes", "Bytes of cached ids and hashes")
         self.tokenizer_cache_max_bytes = gauge("warmpath_tokenizer_cache_max_bytes", "Their bound")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,16 +20,16 @@ from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.routes import adapters, models, openai, operations
 from serve_app.ingress.services import Services
 
+OPENAPI_PATH = "/openapi.json"
 BODIES = (ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
 
 
 def make_application(services: Services) -> FastAPI:
-    """Return the application; ``/openapi.json`` and ``/docs`` exist only where the settings say so."""
-    documented = services.config.documented
+    """Return the application; ``/openapi.json`` and ``/docs`` exist only while the settings say so."""
     application = _Application(
         title="warmpath",
-        openapi_url="/openapi.json" if documented else None,
-        docs_url="/docs" if documented else None,
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # Starlette would redirect to whatever host the client names
         exception_handlers={HTTPException: _no_such_route},
@@ -36,7 +37,25 @@ def make_application(services: Services) -> FastAPI:
     application.state.services = services
     for routes in (openai, models, adapters, operations):
         application.include_router(routes.router)
+    _add_docs(application, services)
     return application
+
+
+def _add_docs(application: FastAPI, services: Services) -> None:
+    # Not FastAPI's own routes: these are there once and for all, and tenants may come later.
+    def only_where_published() -> None:
+        if not services.config.documented:
+            raise HTTPException(404)
+
+    @application.get(OPENAPI_PATH, include_in_schema=False)
+    async def schema() -> Response:
+        only_where_published()
+        return json_response(application.openapi())
+
+    @application.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        only_where_published()
+        return get_swagger_ui_html(openapi_url=OPENAPI_PATH, title=application.title)
 
 
 class _Application(FastAPI):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +36,20 @@ def test_shares_are_those_of_whoever_was_seen_lately() -> None:
     clock.now_s += 1
     shares.touch("a")
     assert shares.fraction("a") == 1 / 2
+
+
+@given(st.lists(st.sampled_from("abc")), st.lists(st.floats(0.1, 9), min_size=3, max_size=3))
+def test_other_weights_hold_as_if_they_had_always_been(seen: list[str], weights: list[float]) -> None:
+    """Settings may change while tenants are there; several become one and one becomes several too."""
+    new = dict(zip("abc", weights, strict=True))
+    changed, fresh = Shares({}, Clock()), Shares(new, Clock())
+    for tenant in seen:
+        changed.touch(tenant)
+        fresh.touch(tenant)
+    changed.set_weights(new)
+    assert changed.several
+    for tenant in "abcd":
+        assert changed.fraction(tenant) == pytest.approx(fresh.fraction(tenant))
 
 
 def test_where_there_is_one_tenant_all_is_its() -> None:

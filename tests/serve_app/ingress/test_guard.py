@@ -42,7 +42,7 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
     configs = [TenantConfig(name="acme", key_sha256=[DIGEST])] if has_tenants else []
     tenants = CountingTenants(configs, b"s" * 32)
     metrics = IngressMetrics()
-    guard = RouteGuard(tenants, metrics, has_operators=False)
+    guard = RouteGuard(tenants, metrics)
     headers = [(b"authorization", header.encode())] if header else []
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
 

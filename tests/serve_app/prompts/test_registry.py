@@ -137,3 +137,25 @@ def test_prompts_are_formatted_anew_each_day() -> None:
     now[0] = date(2026, 11, 22)
     asyncio.run(prompts.keep_current(tokenizer))
     assert public_blocks() >= first > 0
+
+
+def test_other_prompts_take_the_place_of_all() -> None:
+    """Settings change: what was public is private from the next request on, and the other way round."""
+    tokenizer = PromptTokenizer(resolve_model("demo"))
+    prompts = PublicPrompts()
+    prompts.install(tokenizer)
+
+    def public_blocks(text: str) -> int:
+        return tokenizer.encode(text, b"r" * 16, public_root=b"p" * 16, add_special_tokens=True).public_blocks
+
+    assert not prompts and public_blocks(TEXT) == 0
+    asyncio.run(prompts.replace([config(text=TEXT)], tokenizer))
+    assert prompts and public_blocks(TEXT) > 0
+    assert prompts.text("clerk@1") == TEXT
+    other = "You are a pirate. " * 20
+    asyncio.run(prompts.replace([config(text=other, version="2")], tokenizer))
+    assert public_blocks(TEXT) == 0 < public_blocks(other)
+    with pytest.raises(PromptNotFound):
+        prompts.text("clerk@1")
+    asyncio.run(prompts.replace([], tokenizer))
+    assert not prompts and public_blocks(other) == 0

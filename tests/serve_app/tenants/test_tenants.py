@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from serve_app.config.live import BadSettings, app_config
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import AuthenticationFailed
 from serve_app.tenants import tenants as tenancy
@@ -103,9 +104,9 @@ def test_without_tenants_everybody_is_the_default_one(tenants: Tenants) -> None:
 )
 def test_ambiguous_configurations_are_refused(names: tuple[str, str], keys: tuple[str, str]) -> None:
     """One name twice, one key for two tenants, or one key for a tenant and an operator."""
-    configs = [TenantConfig(name=name, key_sha256=[KEYS[key][1]]) for name, key in zip(names, keys, strict=True)]
-    with pytest.raises(ValueError, match=r"same name|given twice"):
-        Tenants(configs, SECRET, operator_key_sha256=[KEYS["operator"][1]])
+    configs = [{"name": name, "key_sha256": [KEYS[key][1]]} for name, key in zip(names, keys, strict=True)]
+    with pytest.raises(BadSettings, match=r"same name|given twice"):
+        app_config({"tenants": configs, "operator_key_sha256": [KEYS["operator"][1]]})
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,19 @@ def test_a_wrong_tenant_setting_is_refused(config: dict[str, object]) -> None:
 def test_an_operator_key_that_is_no_digest_is_refused(key: str) -> None:
     """The sentence says how to make one."""
     with pytest.raises(ValueError, match="64 hex digits"):
-        Tenants([], SECRET, operator_key_sha256=[key])
+        app_config({"operator_key_sha256": [key]})
+
+
+def test_tenants_and_keys_may_change_at_any_time(tenants: Tenants) -> None:
+    """A new key opens, a removed one does not, and a tenant that stays has the salt that it had."""
+    salt = tenants.salt(Tenant("acme"), None)
+    tenants.configure([TenantConfig(name="acme", key_sha256=[KEYS["acme2"][1]])], [])
+    assert tenants.authenticate(f"Bearer {KEYS['acme2'][0]}") == Tenant("acme")
+    for gone in ("acme", "zeta"):
+        with pytest.raises(AuthenticationFailed):
+            tenants.authenticate(f"Bearer {KEYS[gone][0]}")
+    assert not tenants.has_operators and not tenants.is_operator(f"Bearer {KEYS['operator'][0]}")
+    assert tenants.salt(Tenant("acme"), None) == salt
 
 
 SCOPES = st.tuples(st.text("ab\0\1\2", min_size=1, max_size=4), st.none() | st.text("ab\0\1\2", max_size=4))

@@ -22,9 +22,11 @@ PUBLIC_PROMPT = [0, 1, 0, 1, 0]
 """Two whole blocks that both tenants share, and a token of a third."""
 TENANTS = {b"a": "a", b"b": "b"}
 SHARES = {"a": 1.0, "b": 2.0}
-ALL_SHARES = {**SHARES, PUBLIC: 1.0}
-PIN_SHARES = {"a": 1, "b": 3}
-"""Whole blocks of the pin budget by weight."""
+
+
+def pin_shares(weights: dict[str, float]) -> dict[str, int]:
+    """Whole blocks of the pin budget by weight."""
+    return {name: int(PIN_BUDGET * weight / sum(weights.values())) for name, weight in weights.items()}
 
 
 def scope_of(scope: PrefixScope, ids: list[int]) -> PrefixScope:
@@ -56,7 +58,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.cache = PrefixCache(BLOCKS, SIZE, pin_budget_blocks=PIN_BUDGET, shares=SHARES, clock=lambda: self.now_s)
         self.oracle = NaiveCache(SIZE)
-        self.pins = NaivePins(PIN_BUDGET, PIN_SHARES)
+        self.pins = NaivePins(PIN_BUDGET, pin_shares(SHARES))
+        self.shares: dict[str, float] = {**SHARES, PUBLIC: 1.0}
         self.owner: dict[int, str] = {}
         self.seen_s: dict[str, float] = {}
         self.held: list[Running] = []
@@ -95,11 +98,11 @@ class CacheMachine(RuleBasedStateMachine):
         active = [name for name, seen_s in self.seen_s.items() if self.now_s - seen_s <= ACTIVE_S]
         for name in lost:
             left = held[name] - lost[name]
-            share = BLOCKS * ALL_SHARES[name] / sum(ALL_SHARES[other] for other in active) if name in active else 0.0
+            share = BLOCKS * self.shares[name] / sum(self.shares[other] for other in active) if name in active else 0.0
             for other in can_give:
                 if can_give[other] > lost[other] and other != name:
-                    weights = sum(ALL_SHARES[n] for n in active)
-                    others_share = BLOCKS * ALL_SHARES[other] / weights if other in active else 0.0
+                    weights = sum(self.shares[n] for n in active)
+                    others_share = BLOCKS * self.shares[other] / weights if other in active else 0.0
                     over = held[other] - lost[other] > others_share
                     assert not (over and left + 1 <= share), f"{name} gave a block while {other} was over its share"
         self.seen_s[tenant] = self.now_s
@@ -135,6 +138,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from([b"x", b"y"]))
     def unpin(self, key: bytes) -> None:
         assert self.cache.unpin(key) == self.pins.remove(key)
+
+    @rule(weights=st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=2, max_size=2))
+    def reweigh(self, weights: list[float]) -> None:
+        """The settings change: nothing goes by that, and from now on the shares are others."""
+        new = dict(zip(SHARES, weights, strict=True))
+        self.shares.update(new)
+        self.pins.shares = pin_shares(new)
+        self.cache.set_shares(new)
 
     @rule(seconds=st.sampled_from([1.0, 3.0, ACTIVE_S + 1]))
     def time_passes(self, seconds: float) -> None:
@@ -239,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
         taken = [block for block in range(BLOCKS) if pool.references(block) or pool.is_idle(block)]
         self.owner = {block: self.owner[block] for block in taken}
         assert self.cache.quota.holdings() == Counter(self.owner.values())
-        for tenant in ALL_SHARES:
+        for tenant in self.shares:
             used = sum(1 for block in taken if self.owner[block] == tenant and not pool.is_idle(block))
             assert self.cache.quota.in_use(tenant) == used
 

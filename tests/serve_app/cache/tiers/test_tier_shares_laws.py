@@ -47,7 +47,7 @@ class NaiveTier:
     """Remembers every block, and looks through all of them each time."""
 
     def __init__(self, blocks: int, active_s: float) -> None:
-        self.blocks, self.active_s = blocks, active_s
+        self.blocks, self.active_s, self.shares = blocks, active_s, SHARES
         self.held: dict[bytes, NaiveBlock] = {}
         self.seen_s: dict[str, float] = {}
         self.ticks = 0
@@ -58,14 +58,14 @@ class NaiveTier:
 
     def excess(self, tenant: str, now_s: float) -> float:
         holding = sum(1 for block in self.held.values() if block.owner == tenant)
-        return holding / SHARES[tenant] if self.active(tenant, now_s) else math.inf
+        return holding / self.shares[tenant] if self.active(tenant, now_s) else math.inf
 
     def active(self, tenant: str, now_s: float) -> bool:
         return tenant in self.seen_s and now_s - self.seen_s[tenant] <= self.active_s
 
     def share(self, tenant: str, now_s: float) -> float:
-        weights = sum(weight for name, weight in SHARES.items() if self.active(name, now_s))
-        return self.blocks * SHARES[tenant] / weights if self.active(tenant, now_s) else 0.0
+        weights = sum(weight for name, weight in self.shares.items() if self.active(name, now_s))
+        return self.blocks * self.shares[tenant] / weights if self.active(tenant, now_s) else 0.0
 
     def may_go(self, owner: str, now_s: float, *, saved: bool) -> set[bytes]:
         """Which blocks one of ``owner``'s may displace, one of each of those most over their share."""
@@ -106,7 +106,7 @@ class ShareMachine(RuleBasedStateMachine):
         bounds = (0, self.blocks * FILE) if self.disk else (self.blocks * BYTES, 0)
         self.tiers = Tiers(
             TierSettings(*bounds, self.directory),
-            FORMAT, BYTES, lambda: None, shares=SHARES, clock=lambda: self.now_s, start=False,
+            FORMAT, BYTES, lambda: None, shares=self.naive.shares, clock=lambda: self.now_s, start=False,
         )  # fmt: skip
 
     def work(self) -> None:
@@ -141,7 +141,7 @@ class ShareMachine(RuleBasedStateMachine):
         assert (block_hash in self.hashes()) == (len(before) < self.blocks or bool(may_go))
         for gone in lost:
             name = naive.held[gone].owner
-            within = naive.excess(name, now_s) * SHARES[name] <= naive.share(name, now_s)
+            within = naive.excess(name, now_s) * naive.shares[name] <= naive.share(name, now_s)
             others = (other for other in SHARES if other != name and naive.of(other))
             over = [other for other in others if len(naive.of(other)) > naive.share(other, now_s)]
             assert not (within and over), f"{name} gave a block while {over} were over their shares"
@@ -182,6 +182,12 @@ class ShareMachine(RuleBasedStateMachine):
     def ask(self, tenants: list[str]) -> None:
         self.tiers.seen(tenants)
         self.naive.seen_s.update(dict.fromkeys(tenants, self.now_s))
+
+    @rule(weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=3, max_size=3))
+    def reweigh(self, weights: list[float]) -> None:
+        """The settings change: nobody loses a block by that, and the next eviction goes by the new shares."""
+        self.naive.shares = dict(zip(SHARES, weights, strict=True))
+        self.tiers.set_shares(self.naive.shares)
 
     @rule(seconds=st.sampled_from([1.0, ACTIVE_S + 1, disk_tier.ACTIVE_S + 1]))
     def time_passes(self, seconds: float) -> None:

@@ -204,6 +204,26 @@ def test_one_tenant_cannot_keep_the_whole_budget() -> None:
     engine.stop()
 
 
+def test_other_tenants_take_effect_in_a_running_engine() -> None:
+    """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line."""
+    engine = simulated(
+        GatedRunner(), num_blocks=128, pin_budget_blocks=12, max_waiting_requests=16,
+        tenant_shares={"gone": 1.0, "stays": 1.0},
+    )  # fmt: skip
+    engine.start()
+    for tenant in ("gone", "stays"):
+        scope = PrefixScope("tiny", salt=tenant.encode())
+        assert run(engine, saving(tenant, 1, key=tenant.encode(), scope=scope, tenant=tenant)).saves[tenant] == "saved"
+    engine.set_tenant_shares({"stays": 1.0, "new": 3.0})
+    assert sample(engine, "warmpath_tenant_pinned_blocks", tenant="stays") == 6
+    assert sample(engine, "warmpath_pinned_blocks") == 6
+    assert engine._cache.quota.fraction("new") == 0.6  # 3 of itself, of "stays" and of "gone", seen just now
+    with pytest.raises(ValueError, match="finite"):
+        engine.set_tenant_shares({"stays": math.inf})
+    assert run(engine, asking("after", 2, scope=PrefixScope("tiny", salt=b"stays"))).cached["after"] == 96
+    engine.stop()
+
+
 def test_only_the_common_tokens_are_reused() -> None:
     """Another request has the saved prompt's text but not all its ids: the last ones merged with what follows."""
     engine = simulated(GatedRunner(), pin_budget_blocks=16)

@@ -27,9 +27,7 @@ def get(
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
-    guard = RouteGuard(
-        tenants, IngressMetrics(), has_operators=bool(config.operator_key_sha256), allowed_hosts=config.allowed_hosts
-    )
+    guard = RouteGuard(tenants, IngressMetrics(), allowed_hosts=config.allowed_hosts)
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
@@ -156,3 +154,18 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
     refused = get(path, AppConfig(allowed_hosts=[]), "POST", rebound, "{}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
     assert "allowed_hosts" in refused.json()["error"]["message"]
+
+
+def test_docs_go_when_tenants_come() -> None:
+    """The application is made once; what is published follows the settings."""
+    services = Services(**dict.fromkeys(field.name for field in fields(Services)) | {"config": AppConfig()})
+    application = make_application(services)
+
+    async def statuses() -> list[int]:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [(await client.get(path)).status_code for path in ("/openapi.json", "/docs")]
+
+    assert asyncio.run(statuses()) == [200, 200]
+    services.config = AppConfig(tenants=[ACME])
+    assert asyncio.run(statuses()) == [404, 404]

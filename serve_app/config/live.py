@@ -1,0 +1,107 @@
+"""Which settings change while an instance runs: those that a Serve config file may give as ``user_config``.
+
+Everything under ``args:`` restarts every replica when it changes. What stands in ``user_config``, of the ingresses and
+of the replicas alike, is laid over it, and restarts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from serve_app.config.app import AppConfig
+
+LIVE = frozenset(
+    {
+        "policy",
+        "shadow_policy",
+        "no_replica_wait_s",
+        "tenants",
+        "operator_key_sha256",
+        "metrics_public",
+        "public_prompts",
+        "allowed_hosts",
+        "enable_docs",
+        "max_queued_requests",
+        "max_body_bytes",
+        "default_max_tokens",
+        "request_timeout_s",
+    }
+)
+"""The names of settings that may change without a restart."""
+
+Location = tuple[int | str, ...]
+
+
+class BadSettings(ValueError):
+    """Settings that cannot be used. ``found``: where in them, and a sentence that says what to change."""
+
+    def __init__(self, found: list[tuple[Location, str]]) -> None:
+        self.found = found
+        super().__init__("; ".join(f"{'.'.join(map(str, where))}: {what}" if where else what for where, what in found))
+
+
+def app_config(values: Any) -> AppConfig:
+    """Read settings as ``args:`` or a settings file holds them. Raises BadSettings."""
+    if not isinstance(values, Mapping):
+        raise BadSettings([((), "settings are pairs of NAME: VALUE")])
+    try:
+        return AppConfig.model_validate(values)
+    except ValidationError as error:
+        raise BadSettings([(each["loc"], _sentence(each)) for each in error.errors()]) from None
+
+
+def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
+    """Return the settings in force: ``args`` with those of ``user_config`` in their place. Raises BadSettings.
+
+    A list, as of tenants, replaces the one of ``args`` whole.
+    """
+    if not user_config:
+        return args
+    if not isinstance(user_config, Mapping):
+        raise BadSettings([((), "a user_config is pairs of NAME: VALUE")])
+    refused: list[tuple[Location, str]] = [((name,), _not_live(str(name))) for name in user_config if name not in LIVE]
+    for number, prompt in enumerate(_list_of(user_config, "public_prompts")):
+        if isinstance(prompt, Mapping) and "file" in prompt and "sha256" not in prompt:
+            # Each process reads the file for itself, and they do so one after another.
+            what = "a file that a user_config names needs its sha256 (run: sha256sum FILE), or give the text instead"
+            refused.append((("public_prompts", number), what))
+    if refused:
+        raise BadSettings(refused)
+    return app_config({**args.to_json(), **user_config})
+
+
+def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:
+    """Return the tenants that are in another trust group than before: what they have cached is out of their reach."""
+    groups = {tenant.name: tenant.trust_group for tenant in before.tenants}
+    return [each.name for each in after.tenants if groups.get(each.name, each.trust_group) != each.trust_group]
+
+
+def _not_live(name: str) -> str:
+    if name in AppConfig.model_fields:
+        return "changes with a restart only; put it under args:"
+    return _unknown(name, LIVE)
+
+
+def _unknown(name: str, known: frozenset[str]) -> str:
+    near = get_close_matches(name, known, n=1)
+    return f"there is no such setting; did you mean {near[0]}?" if near else "there is no such setting; leave it out"
+
+
+def _sentence(error: ErrorDetails) -> str:
+    where = error["loc"]
+    if error["type"] == "extra_forbidden":
+        known = frozenset(AppConfig.model_fields) if len(where) == 1 else frozenset[str]()
+        return _unknown(str(where[-1]), known)
+    if error["type"] == "string_pattern_mismatch" and "key_sha256" in " ".join(map(str, where)):
+        return "a key is named by its SHA-256, 64 hex digits; make both with `warmpath keys`"
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _list_of(values: Mapping[Any, Any], name: str) -> list[Any]:
+    found = values.get(name)
+    return found if isinstance(found, list) else []

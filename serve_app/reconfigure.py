@@ -1,0 +1,83 @@
+"""The settings in force in one Serve replica, of an ingress or of an engine, and how they change while it runs.
+
+Serve kills a replica whose ``reconfigure`` raises, and starts others with the same mistake: here a bad ``user_config``
+changes nothing, and is logged, counted and put on the notice board.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ray import serve
+
+from router.serve.notices import post, remove
+from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, app_config, changed_salts, overlaid
+
+logger = logging.getLogger(__name__)
+
+KIND = "configuration"
+"""Of the notices that are posted here."""
+
+Apply = Callable[[AppConfig], Awaitable[None]]
+"""Puts settings into force. Where it raises, it has changed nothing."""
+
+
+class LiveSettings:
+    """``args`` overlaid with the newest good ``user_config``; ``config``: the settings in force.
+
+    ``refused``: user_configs that could not be used. Raises BadSettings where the first cannot: a replica that starts
+    has none to go on with.
+    """
+
+    def __init__(self, args: dict[str, Any]) -> None:
+        context = serve.get_replica_context()
+        self._args = app_config(args)
+        # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
+        self.config = overlaid(self._args, context._deployment_config.user_config)
+        self.refused = 0
+        self._app_name = context.app_name
+        self._name = f"{context.deployment} {context.replica_id.unique_id}"
+        self._lock = asyncio.Lock()
+
+    async def reconfigure(self, user_config: Any, apply: Apply) -> bool:
+        """Put a ``user_config`` into force by ``apply``; False where it is refused. Never raises.
+
+        The same one again changes nothing.
+        """
+        async with self._lock:
+            before = self.config
+            try:
+                config = overlaid(self._args, user_config)
+                if before.tenants and not config.tenants:
+                    raise BadSettings([(("tenants",), "without any, everybody could come in; that needs a restart")])
+                if config != before:
+                    await apply(config)
+                self.config = config
+            except Exception as error:
+                self.refused += 1
+                known = isinstance(error, BadSettings)
+                logger.error("a user_config changed nothing: %s", error, exc_info=None if known else error)
+                await self._tell({"accepted": False, "why": str(error) if known else "a fault; the log has it"})
+                return False
+            changed = changed_salts(before, config)
+            if changed:
+                what = f"in another trust group, out of reach of what they had cached: {', '.join(changed)}"
+                logger.warning(what)
+                await self._tell({"accepted": True, "why": what})
+            elif config != before or self.refused:
+                await self._tell(None)
+            return True
+
+    async def _tell(self, notice: dict[str, Any] | None) -> None:
+        """Replace this replica's notice, None: take it down."""
+        try:
+            if notice is None:
+                await asyncio.to_thread(remove, self._app_name, KIND, self._name)
+            else:
+                await asyncio.to_thread(post, self._app_name, KIND, self._name, {"name": self._name, **notice})
+        except Exception:
+            logger.exception("the notice board cannot be reached")

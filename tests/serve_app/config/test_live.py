@@ -1,0 +1,101 @@
+"""What may change without a restart: it is laid over args, and what cannot be used is told with a remedy."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.settings import POLICY_NAMES
+from serve_app.config.app import AppConfig
+from serve_app.config.live import LIVE, BadSettings, app_config, changed_salts, overlaid
+
+KEY, OTHER = "a" * 64, "b" * 64
+
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "policy": st.sampled_from(POLICY_NAMES),
+        "shadow_policy": st.none() | st.sampled_from(POLICY_NAMES),
+        "max_queued_requests": st.integers(1, 99),
+        "request_timeout_s": st.floats(1, 99),
+        "allowed_hosts": st.none() | st.lists(st.sampled_from(["a", "b"])),
+        "tenants": st.just([{"name": "acme", "key_sha256": [KEY], "cache_share": 2.0}]),
+        "public_prompts": st.just([{"name": "p", "version": "1", "text": "Be brief."}]),
+    },
+)
+
+
+@given(values, values)
+def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, Any], live: dict[str, Any]) -> None:
+    """Whole values are replaced; with the same user_config the same settings come out."""
+    base = AppConfig.model_validate(args)
+    found = overlaid(base, live)
+    expected = AppConfig.model_validate(args | live)
+    assert found == expected == overlaid(base, live)
+    assert overlaid(base, {}) == overlaid(base, None) == base
+
+
+def test_every_live_name_is_a_setting() -> None:
+    """A name that no setting has could never be given."""
+    assert set(AppConfig.model_fields) >= LIVE
+
+
+@pytest.mark.parametrize(
+    ("user_config", "told"),
+    [
+        ({"model": "small"}, "model: changes with a restart only; put it under args:"),
+        ({"polcy": "lmetric"}, "polcy: there is no such setting; did you mean policy?"),
+        ({"sparkle": 1}, "sparkle: there is no such setting; leave it out"),
+        ({"policy": "best"}, "policy: Input should be 'estimated_ttft'"),
+        ({"request_timeout_s": 0}, "request_timeout_s: Input should be greater than 0"),
+        ({"tenants": [{"name": "a", "key_sha256": ["wp-secret"]}]}, "64 hex digits; make both with `warmpath keys`"),
+        ({"operator_key_sha256": ["wp-secret"]}, "64 hex digits; make both with `warmpath keys`"),
+        ({"tenants": [{"name": "a", "key_sha256": [KEY]}] * 2}, "two tenants have the same name; give each its own"),
+        ({"operator_key_sha256": [KEY, KEY]}, "the same API key is given twice"),
+        ({"tenants": [{"name": "a", "key_sha256": [KEY], "share": 1}]}, "tenants.0.share: there is no such setting"),
+        ({"public_prompts": [{"name": "p", "version": "1", "file": "/p"}]}, "public_prompts.0: a file that a user_"),
+        (["policy"], "a user_config is pairs of NAME: VALUE"),
+    ],
+)
+def test_what_cannot_be_used_is_told_with_a_remedy(user_config: Any, told: str) -> None:
+    """The sentence names the setting, and never what was mistaken for a key."""
+    with pytest.raises(BadSettings) as caught:
+        overlaid(AppConfig(), user_config)
+    assert told in str(caught.value)
+    assert "wp-secret" not in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    """Whoever repairs a file wants the whole list."""
+    with pytest.raises(BadSettings) as caught:
+        app_config({"polcy": "x", "replicas": 0})
+    assert {where for where, _ in caught.value.found} == {("polcy",), ("replicas",)}
+
+
+def test_a_file_is_read_where_its_digest_is_told(tmp_path: Path) -> None:
+    """Then every process that reads it has the same text, or refuses."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("Be brief.")
+    prompt = {"name": "p", "version": "1", "file": str(file), "sha256": sha256(b"Be brief.").hexdigest()}
+    assert overlaid(AppConfig(), {"public_prompts": [prompt]}).public_prompts[0].text == "Be brief."
+    file.write_text("Be long.")
+    with pytest.raises(BadSettings, match="was expected"):
+        overlaid(AppConfig(), {"public_prompts": [prompt]})
+
+
+def test_who_is_in_another_trust_group_has_another_salt() -> None:
+    """Joining, leaving and changing a group are told; new tenants and other keys are not."""
+
+    def config(**groups: str | None) -> AppConfig:
+        keys = (character * 64 for character in "abcdef")
+        tenants = [{"name": n, "key_sha256": [next(keys)], "trust_group": group} for n, group in groups.items()]
+        return AppConfig.model_validate({"tenants": tenants})
+
+    before = config(joins=None, leaves="g", moves="g", stays="g", goes="g")
+    after = config(joins="g", leaves=None, moves="h", stays="g", comes="g")
+    assert changed_salts(before, after) == ["joins", "leaves", "moves"]
