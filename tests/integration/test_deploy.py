@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import httpx
 import pytest
 import yaml
 
 from serve_app.cli.local_ray import held_port
+from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.integration
@@ -148,3 +153,134 @@ def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], tiny_model
         assert answer("http://127.0.0.1:8000", tiny_model_path.name)
     finally:
         end(process, signal.SIGINT, 60)
+
+
+KEYS = {name: make_api_key() for name in ("acme", "zeta", "operator")}
+OPERATOR = {"Authorization": f"Bearer {KEYS['operator'][0]}"}
+CHAT = {
+    "model": "demo",
+    "messages": [{"role": "system", "content": "You are a clerk. " * 40}, {"role": "user", "content": "Count."}],
+    "max_tokens": 160,
+    "seed": 7,
+    "temperature": 1.0,
+}
+
+
+def tenant(name: str) -> dict[str, Any]:
+    """A tenant as a settings file names it."""
+    return {"name": name, "key_sha256": [KEYS[name][1]]}
+
+
+def live_config(port: int, user_config: dict[str, Any]) -> dict[str, Any]:
+    """A Serve config of simulated replicas whose answers take some seconds, with these live settings."""
+    deployments = [{"name": name, "user_config": user_config} for name in ("Ingress", "Replica")]
+    args = {"model": "demo", "engine": "simulated", "replicas": 2, "simulated_decode_step_s": 0.05}
+    app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
+    http = {"host": "127.0.0.1", "port": port}
+    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [app | {"deployments": deployments}]}
+
+
+class Instance:
+    """What operators and tenants see of a deployed app."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def state(self) -> dict[str, Any]:
+        response = httpx.get(f"{self.url}/v1/cache/state", headers=OPERATOR, timeout=PATIENCE_S)
+        found: dict[str, Any] = response.raise_for_status().json()
+        return found
+
+    def chat(self, name: str, **body: object) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {KEYS[name][0]}"}
+        return httpx.post(f"{self.url}/v1/chat/completions", json={**CHAT, **body}, headers=headers, timeout=PATIENCE_S)
+
+    def stream(self, begun: Event) -> str:
+        """Return a streamed answer's text; ``begun`` is set with its first piece."""
+        headers = {"Authorization": f"Bearer {KEYS['acme'][0]}"}
+        body, text = {**CHAT, "stream": True}, ""
+        with httpx.stream(
+            "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S
+        ) as events:
+            for line in events.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                    begun.set()
+        return text
+
+    def processes(self) -> tuple[str, dict[str, int]]:
+        """Who the ingress and the replicas are."""
+        state = self.state()
+        return state["router_id"], {replica["replica_id"]: replica["pid"] for replica in state["replicas"]}
+
+    def cached_tokens(self) -> int:
+        """How much of the chat's prompt the router believes cached, for acme."""
+        answer = httpx.post(
+            f"{self.url}/v1/cache/explain", json={**CHAT, "tenant": "acme"}, headers=OPERATOR, timeout=PATIENCE_S
+        )
+        return int(answer.raise_for_status().json()["prompts"][0]["best_cached_tokens"])
+
+    def count(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        text = httpx.get(f"{self.url}/metrics", headers=OPERATOR, timeout=PATIENCE_S).text
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.mark.usefixtures("shut_down")
+def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
+    """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
+
+    A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
+    """
+    file, instance = tmp_path / "serve_config.yaml", Instance(f"http://127.0.0.1:{port}")
+
+    def deploy(**user_config: object) -> None:
+        file.write_text(yaml.safe_dump(live_config(port, user_config)))
+        subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
+
+    operators = [KEYS["operator"][1]]
+    deploy(tenants=[tenant("acme")], operator_key_sha256=operators)
+    wait_for_replicas(instance.url, 2, cluster)
+    assert instance.chat("zeta").status_code == 401
+    undisturbed = instance.stream(Event())
+    eventually(lambda: instance.cached_tokens() >= 100)
+    eventually(lambda: len(instance.processes()[1]) == 2)
+    before, snapshots = instance.processes(), instance.count("warmpath_feed_snapshots_total")
+
+    begun = Event()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(instance.stream, begun)
+        assert begun.wait(PATIENCE_S)
+        good = {
+            "tenants": [tenant("zeta"), {**tenant("acme"), "cache_share": 3.0}],
+            "operator_key_sha256": operators,
+            "policy": "lmetric",
+            "public_prompts": [{"name": "pirate", "version": "1", "text": "You are a pirate. " * 40}],
+            "default_max_tokens": 4,
+        }
+        deploy(**good)
+        eventually(lambda: instance.state()["policy"] == "lmetric")
+        assert stream.result() == undisturbed != ""
+    eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
+    assert instance.processes() == before
+    assert instance.cached_tokens() >= 100
+    assert instance.count("warmpath_feed_snapshots_total") == snapshots, "a router learned a cache again"
+    answer = instance.chat("zeta", messages=CHAT["messages"][1:], prompt_ref="pirate@1", max_tokens=None)  # type: ignore[index]
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert instance.state()["notices"]["configuration"] == []
+
+    deploy(**{**good, "tenants": [], "polcy": "sglang"})
+    eventually(lambda: len(instance.state()["notices"]["configuration"]) == 3)
+    for notice in instance.state()["notices"]["configuration"]:
+        assert notice["accepted"] is False and "did you mean policy?" in notice["why"]
+    eventually(lambda: instance.count("warmpath_refused_configurations_total") == 3)
+    assert instance.processes() == before
+    assert instance.state()["policy"] == "lmetric"
+    assert instance.chat("zeta", max_tokens=2).status_code == 200
+
+    deploy(**{**good, "tenants": [tenant("acme")]})
+    eventually(lambda: instance.chat("zeta", max_tokens=2).status_code == 401)
+    eventually(lambda: instance.state()["notices"]["configuration"] == [])
+    assert instance.processes() == before
+    assert instance.chat("acme").json()["choices"][0]["message"]["content"] == undisturbed
