@@ -27,7 +27,7 @@ Apply = Callable[[AppConfig], Awaitable[None]]
 
 
 class LiveSettings:
-    """``args`` overlaid with the newest good ``user_config``; ``config``: the settings in force.
+    """``args`` overlaid with the newest good ``user_config``; ``config``: that, the settings in force.
 
     ``refused``: user_configs that could not be used. Raises BadSettings where the first cannot: a replica that starts
     has none to go on with.
@@ -35,9 +35,9 @@ class LiveSettings:
 
     def __init__(self, args: dict[str, Any]) -> None:
         context = serve.get_replica_context()
-        self._args = app_config(args)
+        self.args = app_config(args)
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = overlaid(self._args, context._deployment_config.user_config)
+        self.config = overlaid(self.args, context._deployment_config.user_config)
         self.refused = 0
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
@@ -51,7 +51,7 @@ class LiveSettings:
         async with self._lock:
             before = self.config
             try:
-                config = overlaid(self._args, user_config)
+                config = overlaid(self.args, user_config)
                 if before.tenants and not config.tenants:
                     raise BadSettings([(("tenants",), "without any, everybody could come in; that needs a restart")])
                 if config != before:

@@ -1,4 +1,4 @@
-"""`warmpath`: start a local instance, make API keys.
+"""`warmpath`: start a local instance, make API keys, check configurations.
 
 Owns flags, progress and the words a newcomer reads. Everything it starts it stops, on SIGINT and SIGTERM alike.
 """
@@ -17,7 +17,6 @@ import urllib.request
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import pydantic
 import typer
 import yaml
 from rich.console import Console
@@ -25,9 +24,11 @@ from rich.console import Console
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.drafter import load_served_model
+from serve_app.cli.check import mistakes_in
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS, PortBounds
 from serve_app.cli.local_ray import keep_token_private, local_environment, port_in_use
 from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, app_config
 from serve_app.engine.protocol import AdapterError
 from serve_app.tenants.tenants import make_api_key
 
@@ -100,10 +101,9 @@ def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> 
         merged[name] = yaml.safe_load(value)
     merged.update({name: value for name, value in flags.items() if value is not None})
     try:
-        return AppConfig.model_validate(merged)
-    except pydantic.ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ValueError(f"settings: {problems}") from None
+        return app_config(merged)
+    except BadSettings as error:
+        raise ValueError(f"settings: {error}") from None
 
 
 def _serve(settings: AppConfig, host: str, port: int) -> None:
@@ -207,6 +207,21 @@ def keys() -> None:
     """Make an API key: give the key to the tenant, put the SHA-256 into the settings file."""
     key, digest = make_api_key()
     print(f"key     {key}\nsha256  {digest}")
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RayService, or file of settings")]) -> None:
+    """Say what is wrong with a configuration before it is deployed; leaves with 1 where something is."""
+    try:
+        found = mistakes_in(file.read_text())
+    except (OSError, ValueError) as error:
+        fail(f"cannot read {file}: {error}")
+    for mistake in found:
+        place = f"{mistake.place}: " if mistake.place else ""
+        print(f"{file}:{mistake.line}: {place}{mistake.what}")
+    if found:
+        raise typer.Exit(1)
+    print(f"{file}: nothing is wrong")
 
 
 def fail(message: str) -> NoReturn:

@@ -19,6 +19,7 @@ LIVE = frozenset(
     {
         "policy",
         "shadow_policy",
+        "autoscaling",
         "no_replica_wait_s",
         "tenants",
         "operator_key_sha256",
@@ -70,6 +71,9 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
             # Each process reads the file for itself, and they do so one after another.
             what = "a file that a user_config names needs its sha256 (run: sha256sum FILE), or give the text instead"
             refused.append((("public_prompts", number), what))
+    if "autoscaling" in user_config and (args.autoscaling is None) != (user_config["autoscaling"] is None):
+        what = "is switched on or off with a restart only; put it under args:, its values may change here"
+        refused.append((("autoscaling",), what))
     if refused:
         raise BadSettings(refused)
     return app_config({**args.to_json(), **user_config})

@@ -24,7 +24,7 @@ class Ingress:
         from serve_app.ingress.services import make_services
 
         self._live = LiveSettings(config)
-        self._services = await make_services(self._live.config, replica)
+        self._services = await make_services(self._live.config, self._live.args, replica)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""

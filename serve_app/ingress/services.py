@@ -171,8 +171,11 @@ class Services:
         return cache_state(self.core, self.traffic, self.tokenizer.stats(), found, model=model, engine=engine)
 
 
-async def make_services(config: AppConfig, replica: DeploymentHandle) -> Services:
-    """Load the tokenizer and put the parts of an ingress together; its router connects in the background."""
+async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
+    """Load the tokenizer and put the parts of an ingress together; its router connects in the background.
+
+    ``args``: the settings without what is live; those that Serve's router has.
+    """
     return_large_buffers()
     context = serve.get_replica_context()
     info = await asyncio.to_thread(load_served_model, config)
@@ -189,7 +192,8 @@ async def make_services(config: AppConfig, replica: DeploymentHandle) -> Service
     limits = _limits(config, max_model_len(config, info))
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
-    core = core_for(deployment, RouterSettings.from_json(config.routing()))
+    core = core_for(deployment, RouterSettings.from_json(args.routing()))
+    core.configure(RouterSettings.from_json(config.routing()))
     caller = ray.get_runtime_context().get_actor_name() or ""
     dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)

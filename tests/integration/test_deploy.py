@@ -239,8 +239,9 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, s
         subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
 
     operators = [KEYS["operator"][1]]
-    deploy(tenants=[tenant("acme")], operator_key_sha256=operators)
+    deploy(tenants=[tenant("acme")], operator_key_sha256=operators, policy="sglang")
     wait_for_replicas(instance.url, 2, cluster)
+    assert instance.state()["policy"] == "sglang"
     assert instance.chat("zeta").status_code == 401
     undisturbed = instance.stream(Event())
     eventually(lambda: instance.cached_tokens() >= 100)

@@ -59,6 +59,7 @@ def test_every_live_name_is_a_setting() -> None:
         ({"operator_key_sha256": [KEY, KEY]}, "the same API key is given twice"),
         ({"tenants": [{"name": "a", "key_sha256": [KEY], "share": 1}]}, "tenants.0.share: there is no such setting"),
         ({"public_prompts": [{"name": "p", "version": "1", "file": "/p"}]}, "public_prompts.0: a file that a user_"),
+        ({"autoscaling": {"max_replicas": 3}}, "autoscaling: is switched on or off with a restart only"),
         (["policy"], "a user_config is pairs of NAME: VALUE"),
     ],
 )
@@ -68,6 +69,15 @@ def test_what_cannot_be_used_is_told_with_a_remedy(user_config: Any, told: str) 
         overlaid(AppConfig(), user_config)
     assert told in str(caught.value)
     assert "wp-secret" not in str(caught.value)
+
+
+def test_autoscaling_follows_other_targets_and_stays_on() -> None:
+    """Where it is on its values may change; to switch it off is another policy in Serve's controller."""
+    base = AppConfig.model_validate({"autoscaling": {"max_replicas": 4}})
+    found = overlaid(base, {"autoscaling": {"max_replicas": 8, "target_ttft_s": 1.0}})
+    assert found.autoscaling is not None and found.autoscaling.max_replicas == 8
+    with pytest.raises(BadSettings, match="restart only"):
+        overlaid(base, {"autoscaling": None})
 
 
 def test_all_mistakes_are_told_at_once() -> None:

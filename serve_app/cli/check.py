@@ -1,0 +1,152 @@
+"""`warmpath check`: what is wrong with a Serve config file, a RayService or a settings file before it is deployed.
+
+Every mistake has its line, its place and a remedy. Nothing is started, and no cluster is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, Location, app_config, overlaid
+
+IMPORT_PATH = "serve_app.app:build_app"
+DEPLOYMENTS = ("Ingress", "Replica")
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """``line``: from 1; ``place``: a path of names and numbers, "" for the whole file."""
+
+    line: int
+    place: str
+    what: str
+
+
+def mistakes_in(text: str) -> list[Mistake]:
+    """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all."""
+    document = _Document(text)
+    values = document.values
+    if not isinstance(values, Mapping):
+        return [Mistake(1, "", "the file holds no NAME: VALUE pairs")]
+    if values.get("kind") == "RayService":
+        return list(_ray_service(document))
+    if "applications" in values:
+        return list(_serve_config(document))
+    return list(_settings(document, ()))
+
+
+class _Document:
+    """Values of a YAML text, and the line of each. ``before``: lines of a file in front of the text."""
+
+    def __init__(self, text: str, before: int = 0) -> None:
+        try:
+            self.values = yaml.safe_load(text)
+            self.root = yaml.compose(text, yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"this is not YAML: {error}") from None
+        self.before = before
+
+    def at(self, place: Location) -> Any:
+        """Return the value at a place, None where there is none."""
+        found = self.values
+        for step in place:
+            try:
+                found = found[step]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return found
+
+    def mistake(self, place: Location, what: str) -> Mistake:
+        """Return a mistake at a place, with the line of the nearest thing that is there."""
+        node, line = self.root, self.root.start_mark.line
+        for step in place:
+            found = _child(node, step)
+            if found is None:
+                break
+            line, node = found
+        return Mistake(self.before + line + 1, ".".join(map(str, place)), what)
+
+    def inner(self, place: Location) -> _Document:
+        """Return the YAML that stands in a text at a place (after ``|``)."""
+        return _Document(self.at(place), self.mistake(place, "").line)
+
+
+def _child(node: Any, step: int | str) -> tuple[int, Any] | None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(step):
+                return key.start_mark.line, value
+    elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        return node.value[step].start_mark.line, node.value[step]
+    return None
+
+
+def _ray_service(document: _Document) -> Iterator[Mistake]:
+    place: Location = ("spec", "serveConfigV2")
+    if not isinstance(document.at(place), str):
+        yield document.mistake(place, "a RayService needs the Serve config here, as text after `|`")
+        return
+    yield from _serve_config(document.inner(place))
+
+
+def _serve_config(document: _Document) -> Iterator[Mistake]:
+    from ray.serve.schema import ServeDeploySchema  # seconds, which a settings file need not wait for
+
+    try:
+        ServeDeploySchema.model_validate(document.values)
+    except ValidationError as error:
+        for each in error.errors():
+            yield document.mistake(each["loc"], each["msg"].removeprefix("Value error, "))
+        return
+    ours = 0
+    for number, app in enumerate(document.at(("applications",))):
+        if app["import_path"] == IMPORT_PATH:
+            ours += 1
+            yield from _application(document, ("applications", number))
+    if not ours:
+        yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATH}")
+
+
+def _application(document: _Document, place: Location) -> Iterator[Mistake]:
+    args = list(_settings(document, (*place, "args")))
+    yield from args
+    user_configs: dict[str, Any] = {}
+    places: dict[str, Location] = {}
+    for number, deployment in enumerate(document.at((*place, "deployments")) or ()):
+        name, where = deployment["name"], (*place, "deployments", number)
+        if name not in DEPLOYMENTS:
+            yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")
+            continue
+        user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
+    found = [user_configs.get(name, {}) for name in DEPLOYMENTS]
+    if found[0] != found[1]:
+        where = places.get("Replica", places.get("Ingress", place))
+        what = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
+        yield document.mistake(where, what)
+    if args:
+        return
+    config = app_config(document.at((*place, "args")) or {})
+    for name, where in places.items():
+        yield from _user_config(document, config, where, user_configs[name])
+
+
+def _user_config(document: _Document, config: AppConfig, place: Location, user_config: Any) -> Iterator[Mistake]:
+    try:
+        overlaid(config, user_config)
+    except BadSettings as error:
+        for where, what in error.found:
+            yield document.mistake((*place, *where), what)
+
+
+def _settings(document: _Document, place: Location) -> Iterator[Mistake]:
+    try:
+        app_config(document.at(place) or {})
+    except BadSettings as error:
+        for where, what in error.found:
+            yield document.mistake((*place, *where), what)

@@ -1,0 +1,124 @@
+"""`warmpath check` finds mistakes where they stand, and passes every file that is shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from serve_app.cli.check import Mistake, mistakes_in
+from serve_app.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
+
+CONFIG = """\
+applications:
+  - name: warmpath
+    import_path: serve_app.app:build_app
+    args:
+      model: demo
+      replicas: 2
+    deployments:
+      - name: Ingress
+        user_config: &live
+          policy: lmetric
+          tenants:
+            - name: acme
+              key_sha256: [{digest}]
+      - name: Replica
+        user_config: *live
+""".replace("{digest}", "a" * 64)
+
+
+def found(old: str, new: str) -> list[Mistake]:
+    """What is found once a part of the good file is another."""
+    assert old in CONFIG
+    return mistakes_in(CONFIG.replace(old, new))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_every_shipped_file_passes(path: Path) -> None:
+    """Ready to be deployed, but for the keys that everybody makes for themselves."""
+    assert mistakes_in(path.read_text()) == []
+
+
+def test_a_good_file_has_no_mistakes() -> None:
+    assert mistakes_in(CONFIG) == []
+    assert mistakes_in("model: demo\nreplicas: 3\n") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "place", "what"),
+    [
+        ("replicas: 2", "replcas: 2", 6, "applications.0.args.replcas", "did you mean replicas?"),
+        ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "greater than or equal to 1"),
+        ("policy: lmetric", "polcy: lmetric", 10, "applications.0.deployments.0.user_config.polcy", "mean policy?"),
+        ("policy: lmetric", "model: x", 10, "applications.0.deployments.0.user_config.model", "put it under args:"),
+        ("a" * 64, "wp-key", 13, "applications.0.deployments.0.user_config.tenants.0.key_sha256.0", "64 hex digits"),
+        ("name: Replica", "name: Replicas", 14, "applications.0.deployments.1.name", "there are Ingress and Replica"),
+        ("*live", "{}", 15, "applications.0.deployments.1.user_config", "need the same user_config"),
+        ("build_app", "make_app", 1, "applications", "no application has the import_path"),
+        ("    import_path", "    import_paht", 2, "applications.0.import_path", "Field required"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, line: int, place: str, what: str) -> None:
+    mistakes = found(old, new)
+    assert any((each.line, each.place) == (line, place) and what in each.what for each in mistakes), mistakes
+    assert not any("wp-key" in each.what for each in mistakes)
+
+
+def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
+    """The Serve config is a text in it."""
+    inner = "".join(f"    {line}\n" for line in CONFIG.replace("policy:", "polcy:").splitlines())
+    text = f"kind: RayService\nspec:\n  serveConfigV2: |\n{inner}  rayClusterConfig: {{}}\n"
+    lines = {text.splitlines()[each.line - 1].strip() for each in mistakes_in(text)}
+    assert lines == {"polcy: lmetric"} or lines == {"polcy: lmetric", "user_config: *live"}
+    [missing] = mistakes_in("kind: RayService\nspec:\n  rayClusterConfig: {}\n")
+    assert (missing.line, missing.place) == (2, "spec.serveConfigV2")
+
+
+def run(path: Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", str(path)])
+    return result.exit_code, result.output
+
+
+def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None:
+    """0: good; 1: mistakes, a line each; 2: nothing to read."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    assert run(file)[0] == 0
+    file.write_text(CONFIG.replace("replicas: 2", "replcas: 2"))
+    status, output = run(file)
+    assert status == 1
+    assert f"{file}:6: applications.0.args.replcas: there is no such setting; did you mean replicas?" in output
+    file.write_text("a: [")
+    assert run(file)[0] == 2
+    assert run(tmp_path / "nothing.yaml")[0] == 2
+
+
+def applications(config: dict[str, Any]) -> Any:
+    return config["applications"]
+
+
+def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
+    """On Kubernetes only the addresses differ: HTTP listens for the cluster's network."""
+    for kind in ("", "_gpu"):
+        serve_config = yaml.safe_load((ROOT / f"cluster/serve_config{kind}.yaml").read_text())
+        service = yaml.safe_load((ROOT / f"cluster/rayservice{kind}.yaml").read_text())
+        inner = yaml.safe_load(service["spec"]["serveConfigV2"])
+        assert applications(inner) == applications(serve_config)
+        containers = [
+            group["template"]["spec"]["containers"][0]
+            for group in (
+                service["spec"]["rayClusterConfig"]["headGroupSpec"],
+                *service["spec"]["rayClusterConfig"]["workerGroupSpecs"],
+            )
+        ]
+        for container in containers:
+            env = {entry["name"]: entry for entry in container["env"]}
+            assert "secretKeyRef" in env["WARMPATH_SECRET"]["valueFrom"]
+            assert not any("value" in entry for name, entry in env.items() if "SECRET" in name or "KEY" in name)
