@@ -12,11 +12,12 @@ from serve_app.config.app import AppConfig
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
+from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantConfig, TenantsSection
 
-_INTRODUCTION = """\
+_INTRODUCTION = f"""\
 # Settings
 
 Made from the descriptions in `serve_app/config/` by `python -m serve_app.config.reference > docs/settings.md`.
@@ -25,6 +26,9 @@ Give a setting as `--set NAME=VALUE`, or in a YAML file with `warmpath serve --c
 config file; or as `serve run serve_app.app:build_app NAME=VALUE`. Unknown names are errors. Names that vLLM also has
 mean the same. Units are in the names: `_s` seconds, `_tokens`, `_blocks`, `_bytes`; all are plain numbers. Relative
 paths start where the command runs.
+
+These are live: as `user_config` in a Serve config file they change without a restart ([clusters](cluster.md#user_config)):
+{", ".join(f"`{name}`" for name in sorted(LIVE))}.
 """
 
 SECTIONS: dict[str, type[BaseModel]] = {

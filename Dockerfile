@@ -1,0 +1,30 @@
+# warmpath's image, for KubeRay (cluster/rayservice.yaml) and for `ray start` anywhere. On GPUs torch's wheel brings CUDA.
+#   docker build -t warmpath:0.1.0 .
+#   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.1.0 warmpath serve --host 0.0.0.0
+FROM python:3.11.13-slim-bookworm
+
+# gcc: kernels are compiled where they run. wget: KubeRay's probes call it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev wget \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home warmpath
+
+WORKDIR /opt/warmpath
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY router router
+COPY serve_app serve_app
+COPY cluster cluster
+COPY benchmarks benchmarks
+RUN pip install --no-cache-dir --disable-pip-version-check -c constraints.txt .
+
+USER 10001
+WORKDIR /home/warmpath
+ENV HOME=/home/warmpath \
+    PYTHONUNBUFFERED=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    TOKENIZERS_PARALLELISM=false
+# Built once, here: replicas without a checkpoint of their own find the demo model.
+RUN python -c "from serve_app.checkpoints.demo_model import ensure_demo_model; ensure_demo_model('demo')"
+EXPOSE 8000
+CMD ["warmpath", "serve", "--host", "0.0.0.0"]
