@@ -27,7 +27,8 @@ config file; or as `serve run serve_app.app:build_app NAME=VALUE`. Unknown names
 mean the same. Units are in the names: `_s` seconds, `_tokens`, `_blocks`, `_bytes`; all are plain numbers. Relative
 paths start where the command runs.
 
-These are live: as `user_config` in a Serve config file they change without a restart ([clusters](cluster.md#user_config)):
+These are live: as `user_config` in a Serve config file ([clusters](cluster.md#user_config)) they change without
+a restart:
 {", ".join(f"`{name}`" for name in sorted(LIVE))}.
 """
 
