@@ -47,7 +47,7 @@ class _Document:
     def __init__(self, text: str, before: int = 0) -> None:
         try:
             self.values = yaml.safe_load(text)
-            self.root = yaml.compose(text, yaml.SafeLoader)
+            self.root: Any = yaml.compose(text, yaml.SafeLoader)
         except yaml.YAMLError as error:
             raise ValueError(f"this is not YAML: {error}") from None
         self.before = before
@@ -89,7 +89,8 @@ def _child(node: Any, step: int | str) -> tuple[int, Any] | None:
 
 def _ray_service(document: _Document) -> Iterator[Mistake]:
     place: Location = ("spec", "serveConfigV2")
-    if not isinstance(document.at(place), str):
+    text = document.at(place)
+    if not isinstance(text, str) or not isinstance(yaml.safe_load(text), Mapping):
         yield document.mistake(place, "a RayService needs the Serve config here, as text after `|`")
         return
     yield from _serve_config(document.inner(place))

@@ -77,6 +77,7 @@ def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
     text = f"kind: RayService\nspec:\n  serveConfigV2: |\n{inner}  rayClusterConfig: {{}}\n"
     lines = {text.splitlines()[each.line - 1].strip() for each in mistakes_in(text)}
     assert lines == {"polcy: lmetric"} or lines == {"polcy: lmetric", "user_config: *live"}
+    assert mistakes_in("kind: RayService\nspec:\n  serveConfigV2: ''\n")[0].line == 3
     [missing] = mistakes_in("kind: RayService\nspec:\n  rayClusterConfig: {}\n")
     assert (missing.line, missing.place) == (2, "spec.serveConfigV2")
 
