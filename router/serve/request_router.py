@@ -20,6 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from router.feed import FeedEndpoint, FeedSubscriber
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
+from router.serve.running_replicas import running_replicas
 from router.serve.wait_queue import WaitQueue
 from router.settings import RouterSettings
 
@@ -48,6 +49,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         key = deployment_key(self._deployment_id.app_name, self._deployment_id.name)
         self._core = core_for(key, RouterSettings.from_json(settings))
         self._decisions = decisions_for(key)
+        self._running = running_replicas(key)
         self._subscriber: FeedSubscriber | None = None
         self._by_name: dict[str, RunningReplica] = {}  # replaced, never changed: other threads read it
         self._away: dict[str, RunningReplica] = {}
@@ -164,6 +166,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         if self._by_name and not by_name:
             self._empty_since_s = time.monotonic()
         self._by_name = by_name
+        self._running.heard(by_name)
 
     def _undo(self, pending_request: PendingRequest) -> None:
         """Release what was reserved at the replica that has just rejected the request."""

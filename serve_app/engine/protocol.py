@@ -12,9 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from router.protocol.block_hash import PrefixScope, TokenArray
 from router.protocol.events import Event, LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 
 Clock = Callable[[], float]
 """Returns the seconds since some moment; never fewer than before."""
@@ -128,6 +132,18 @@ class EngineOutput:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheRoom:
+    """Room for blocks from elsewhere. ``idle_heats``: of blocks that could be evicted, packed float32, ascending."""
+
+    free_blocks: int
+    idle_heats: bytes
+
+    def blocks_for(self, heat: float) -> int:
+        """Return how many blocks of that heat fit without pushing out one as hot."""
+        return self.free_blocks + int(np.searchsorted(np.frombuffer(self.idle_heats, "<f4"), np.float32(heat)))
+
+
 OutputSink = Callable[[Sequence[EngineOutput]], None]
 """Called from the engine's thread once a step with everything of that step that belongs to one submitter."""
 
@@ -206,12 +222,14 @@ class Engine(Protocol):
         first: int = 0,
         most_blocks: int | None = None,
         *,
+        block_hashes: bytes = b"",
         demote: bool = False,
     ) -> KvChain | None:
         """Return the KV of the longest cached prefix, in whole blocks from ``first`` on, ``most_blocks`` at most.
 
-        ``demote``: another replica takes the prefix over, so that what nobody else uses of it is evicted first here.
-        Any thread, but it waits for the loop. None when there is none.
+        ``block_hashes``: the chain, as far as it is known; ``root`` is needed for the rest. ``demote``: another replica
+        takes the prefix over, so that what nobody else uses of it is evicted first here. Any thread, but it waits for
+        the loop. None when there is none.
         """
 
     def import_part(
@@ -221,6 +239,18 @@ class Engine(Protocol):
 
         ``token_ids`` and ``block_hashes``: the prompt's own. Any thread, but it waits for the loop. Raises a
         TransferError, taking nothing.
+        """
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return all that the pool holds, saves and the hottest first. Any thread, but it waits for the loop."""
+
+    def cache_room(self) -> CacheRoom:
+        """Return what would fit from elsewhere. Any thread, but it waits for the loop."""
+
+    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica kept; None where not all of it is here, or its time is over.
+
+        Any thread, but it waits for the loop.
         """
 
     def load_adapter(self, spec: AdapterSpec) -> None:

@@ -6,6 +6,7 @@ Owns which block is whose child. Tokens and chains flow in; entries and block id
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +14,9 @@ from itertools import islice
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, split_chain
+
+HEAT_MEMORY_S = 600.0
+"""A hit counts 1/e as much after this time."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,19 @@ class CachedBlock:
     released_at: int = 0
     prefix_digest: bytes = b""
     """Filled by the tiers when they need it (see ``serve_app.cache.prefix_digest``)."""
+    used_s: float = 0.0
+    """When it was indexed, or when the last request matched a prefix that ends here."""
+    hits: float = 0.0
+    """Requests that matched a prefix that ends here, as of ``used_s``: older ones count less."""
+
+    def hit(self, now_s: float) -> None:
+        """Count a request that matched a prefix that ends here."""
+        self.hits = self.hits_at(now_s) + 1.0
+        self.used_s = now_s
+
+    def hits_at(self, now_s: float) -> float:
+        """Return what the hits so far count now."""
+        return self.hits * math.exp((self.used_s - now_s) / HEAT_MEMORY_S)
 
     def equals(self, parent: int | None, token_bytes: bytes, scope: PrefixScope) -> bool:
         """Return whether it holds these tokens under this parent in this scope: an equal hash alone proves nothing."""

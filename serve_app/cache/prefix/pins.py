@@ -148,7 +148,7 @@ class Pins:
             return False
         if pin.ttl_s is not None:
             pin.ttl_s = None if ttl_s is None else max(ttl_s, pin.ttl_s)
-            pin.expires_s = math.inf if pin.ttl_s is None else now_s + pin.ttl_s
+            pin.expires_s = math.inf if pin.ttl_s is None else max(pin.expires_s, now_s + pin.ttl_s)
         return True
 
     def read(self, blocks: Iterable[int], now_s: float) -> None:

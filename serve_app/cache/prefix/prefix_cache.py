@@ -106,13 +106,24 @@ class PrefixCache:
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
         return self.index.match(scope, token_ids, chain, limit)
 
-    def acquire(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each matched block, so that none can be evicted, and renew the pins among them."""
+    def acquire(self, blocks: Sequence[int], *, read: bool = True) -> None:
+        """Add a reference to each matched block, so that none can be evicted.
+
+        ``read``: for a request, which renews the pins among them; a copy of the cache's own does not.
+        """
         for block in blocks:
             self._retain(block)
+        if not read:
+            return
         if blocks:
             self.quota.read(blocks[0])
         self.pins.read(blocks, self._clock())
+
+    def hit(self, matched: Sequence[int]) -> None:
+        """Count a request that starts with these blocks, which are hotter for it."""
+        entry = self.index.of_block(matched[-1]) if matched else None
+        if entry is not None:
+            entry.hit(self._clock())
 
     def allocate(self, count: int, tenant: str = "default") -> list[int]:
         """Return ``count`` blocks of ``tenant`` with one reference each, evicting leaves as needed.
@@ -176,7 +187,7 @@ class PrefixCache:
         raw = np.ascontiguousarray(token_ids[first * size : last * size], dtype="<i4").tobytes()
         parent = blocks[first - 1] if first else None
         stored = bytearray()
-        done = first
+        done, now_s = first, self._clock()
         for i in range(first, last):
             block_hash = hash_at(chain, i)
             content = raw[4 * size * (i - first) : 4 * size * (i - first + 1)]
@@ -186,7 +197,7 @@ class PrefixCache:
                 if i < scope.public_blocks:
                     self.quota.hand_over(blocks[i], PUBLIC)
                 tenant = self.quota.tenant_of(blocks[i])
-                self.index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope, tenant))
+                self.index.add(CachedBlock(block_hash, blocks[i], parent, content, own_scope, tenant, used_s=now_s))
                 stored += block_hash
             elif not entry.equals(parent, content, own_scope):
                 break
@@ -208,16 +219,23 @@ class PrefixCache:
         return pins.fits(blocks - pins.pinned_leading(held), tenant, blocks - pins.pinned_leading(held, tenant))
 
     def pin(
-        self, key: bytes, blocks: Sequence[int], ttl_s: float | None = None, *, tenant: str = "default"
+        self,
+        key: bytes,
+        blocks: Sequence[int],
+        ttl_s: float | None = None,
+        *,
+        tenant: str = "default",
+        unread_s: float = 0.0,
     ) -> PinOutcome:
         """Keep a prefix of indexed blocks under ``key`` for ``ttl_s`` after its last read; None: until unpinned.
 
-        What others pinned beyond their shares makes room for what is within ``tenant``'s. Nothing changes when it does
-        not fit the budget, or when the key is taken, except that its time runs anew.
+        ``unread_s``: how long ago that was. What others pinned beyond their shares makes room for what is within
+        ``tenant``'s. Nothing changes when it does not fit the budget, or when the key is taken, except that its time
+        runs anew.
         """
         if not blocks or any(block not in self.index for block in blocks):
             raise ValueError("a pin needs at least one block, and only indexed ones")
-        now_s = self._clock()
+        now_s = self._clock() - unread_s
         while (outcome := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
             lent = self.pins.recall(blocks, tenant)
             if lent is None:

@@ -22,6 +22,7 @@ from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
+from serve_app.engine.kv.moves import PrefixMoves
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
@@ -37,7 +38,7 @@ class TorchEngine:
     """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
 
     The inbox's condition guards the load view too; scheduler and cache belong to the loop. Export and import are
-    ``PrefixTransfer``'s own.
+    ``PrefixTransfer``'s own, questions of caches that move ``PrefixMoves``'.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class TorchEngine:
         self._saves = PromptSaves(self._cache, self._meters, save)
         transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
         self.export_prefix, self.import_part = transfer.export_prefix, transfer.import_part
+        moves = PrefixMoves(self._cache, self._scheduler, self._saves, self._loop.call, clock)
+        self.hot_prefixes, self.cache_room, self.keep_save = moves.hot_prefixes, moves.cache_room, moves.keep_save
         self._outputs = OutputProcessor(
             self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
             self._cache.enabled, Outbox(self._meters),

@@ -7,25 +7,14 @@ loop, between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.step import Runner
 
 Rows = Callable[[], Sequence[Row]]
 """Asked once blocks are allocated (an eviction may have moved what was to be read): the rows still there, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class HashedTokens:
-    """Tokens under a scope, and ``chain``: the packed hashes of their full blocks. ``tenant``: pays for new blocks."""
-
-    scope: PrefixScope
-    token_ids: TokenArray
-    chain: bytes
-    tenant: str = "default"
 
 
 def install_blocks(
@@ -36,7 +25,7 @@ def install_blocks(
     The caller has made sure that ``count`` blocks are available besides those matched and reserved. What is loaded
     is idle afterwards, and the last of its line to be evicted.
     """
-    cache.acquire(matched)
+    cache.acquire(matched, read=False)
     fresh: list[int] = []
     try:
         fresh = cache.allocate(count, tokens.tenant)

@@ -15,6 +15,8 @@ from itertools import count
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.hot_prefixes import SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
@@ -89,6 +91,13 @@ class PromptSaves:
             self._record_outcome(follower, outcome)
             outcome = "present" if outcome == "saved" else outcome
         return True
+
+    def take_over(self, saved: SavedPrefix, blocks: list[int]) -> PinOutcome:
+        """Keep what another replica kept as a save; ``blocks``: all of the prefix."""
+        outcome = self._cache.pin(saved.key, blocks, saved.ttl_s, tenant=saved.tenant, unread_s=saved.unread_s)
+        if outcome == "pinned":
+            self._write_to_disk(blocks, None if saved.ttl_s is None else saved.ttl_s - saved.unread_s)
+        return outcome
 
     def abandon(self, sequence: SequenceState) -> str | None:
         """Note that a request was cancelled; return the id of the save that nobody waits for any more, if any."""

@@ -13,12 +13,13 @@ from time import perf_counter
 from router.protocol.block_hash import hash_at
 from router.protocol.samples import Histogram, Labels, Sample
 from serve_app.cache.kv_chain import Row
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import TierBlock, extend_digests
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
 from serve_app.cache.tiers.tiers import Tiers
-from serve_app.engine.kv.install import HashedTokens, install_blocks
+from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock

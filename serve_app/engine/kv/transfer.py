@@ -13,8 +13,9 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.kv.install import HashedTokens, install_blocks
+from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
 
@@ -56,18 +57,21 @@ class PrefixTransfer:
         first: int = 0,
         most_blocks: int | None = None,
         *,
+        block_hashes: bytes = b"",
         demote: bool = False,
     ) -> KvChain | None:
         """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
 
-        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile, and with
-        ``demote`` they are the first to be evicted afterwards, as far as no other prefix or sequence uses them.
+        ``block_hashes``: the chain, where it is known; ``root`` is needed for the rest. ``most_blocks`` bounds them.
+        None when there are none. Those of the pool cannot be evicted meanwhile, and with ``demote`` they are the first
+        to be evicted afterwards, as far as no other prefix or sequence uses them.
         """
         size = self._cache.block_size
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
-        chain = self._cache.prompt_chain(scope, root, ids)
+        known = block_hashes[: len(ids) // size * HASH_BYTES]
+        chain = self._cache.prompt_chain(scope, root, ids, known)
         tokens = HashedTokens(scope, ids, chain)
         payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
         blocks: list[int] | None = None
@@ -81,7 +85,7 @@ class PrefixTransfer:
             nonlocal blocks, copied
             if blocks is None:
                 blocks = self._match(tokens)
-                self._cache.acquire(blocks)
+                self._cache.acquire(blocks, read=demote)  # who pulls for a request takes it over
             rows = list(payload[copied : copied + self._step_blocks])
             at, end = first + copied, first + copied + len(rows)
             held = blocks[at:end]

@@ -41,6 +41,7 @@ class RunningSet:
         if self._adapters is not None:
             self._adapters.acquire(sequence.request.scope.lora)
         cache.acquire(matched)
+        cache.hit(matched)
         sequence.blocks.extend(matched)
         sequence.published = hits
         sequence.computed = hits * size

@@ -1,0 +1,235 @@
+"""What a cache holds as it is told to another replica: runs of blocks, the hottest first.
+
+Owns the order (saves, public prompts, then by heat) in which a parent never comes after its child, so that any
+beginning of the list can be used by itself. Heat is what a block saves for each byte of it: hits of all prefixes that
+it is part of, older ones in part. Entries flow in, plain data that can cross processes flows out; pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock
+from serve_app.cache.prefix.quota import PUBLIC
+
+Kind = Literal["save", "public", "prefix"]
+"""Pinned by an explicit save; of a public prompt; anything else."""
+
+KINDS: tuple[Kind, ...] = ("save", "public", "prefix")
+"""In the order in which they go."""
+
+
+@dataclass(frozen=True, slots=True)
+class HashedTokens:
+    """Tokens under a scope, and ``chain``: the packed hashes of their full blocks. ``tenant``: pays for new blocks."""
+
+    scope: PrefixScope
+    token_ids: TokenArray
+    chain: bytes
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRun:
+    """Blocks in a row without a branch, of one owner and kind. ``parent``: the run before it in the same list.
+
+    ``hashes``: packed; ``token_ids``: int32-LE bytes; ``scope``: the blocks' own; ``heat``: the last block's.
+    """
+
+    parent: int | None
+    hashes: bytes
+    token_ids: bytes
+    scope: PrefixScope
+    tenant: str
+    kind: Kind
+    heat: float
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks."""
+        return len(self.hashes) // HASH_BYTES
+
+    @property
+    def tip(self) -> bytes:
+        """The hash of the last block."""
+        return self.hashes[-HASH_BYTES:]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPrefix:
+    """An explicit save whose blocks end with those of ``run``. ``unread_s``: how long ago it was read last."""
+
+    key: bytes
+    tenant: str
+    ttl_s: float | None
+    unread_s: float
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class HotPrefixes:
+    """Runs in their order, and the saves among them."""
+
+    runs: tuple[PrefixRun, ...] = ()
+    saves: tuple[SavedPrefix, ...] = ()
+
+    def path(self, index: int) -> list[int]:
+        """Return the runs from a prompt's start to run ``index``, which is the last of them."""
+        path: list[int] = []
+        at: int | None = index
+        while at is not None:
+            path.append(at)
+            at = self.runs[at].parent
+        return path[::-1]
+
+    def prefix(self, index: int) -> HashedTokens:
+        """Return the whole prefix that ends with a run; the tenant is that of the run."""
+        runs = [self.runs[i] for i in self.path(index)]
+        public = sum(run.blocks for run in runs if run.tenant == PUBLIC)
+        return HashedTokens(
+            replace(runs[-1].scope, public_blocks=public),
+            np.frombuffer(b"".join(run.token_ids for run in runs), dtype="<i4"),
+            b"".join(run.hashes for run in runs),
+            runs[-1].tenant,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBlocks:
+    """A pin as ``list_hot`` needs it: ``left_s`` is inf without a TTL."""
+
+    key: bytes
+    tenant: str
+    blocks: Sequence[int]
+    ttl_s: float | None
+    left_s: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run that grows."""
+
+    parent: int | None
+    first_heat: float
+    kind: Kind
+    entries: list[CachedBlock] = field(default_factory=list)
+
+
+def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
+    """Return the heat of each block, given all entries of an index in its order (parents first). O(blocks).
+
+    Hits of prefixes that end at the block or after it, and up to 1 for how lately one of them was new or hit: what
+    nobody came back to yet is ordered by age. A parent is never colder than its child.
+    """
+    hits: dict[int, float] = {}
+    used_s: dict[int, float] = {}
+    for entry in reversed(entries):
+        block = entry.block
+        hits[block] = entry.hits_at(now_s) + hits.get(block, 0.0)
+        used_s[block] = max(entry.used_s, used_s.get(block, -math.inf))
+        if entry.parent is not None:
+            hits[entry.parent] = hits.get(entry.parent, 0.0) + hits[block]
+            used_s[entry.parent] = max(used_s.get(entry.parent, -math.inf), used_s[block])
+    return {block: count + math.exp((used_s[block] - now_s) / HEAT_MEMORY_S) for block, count in hits.items()}
+
+
+def list_hot(entries: Sequence[CachedBlock], pins: Iterable[PinnedBlocks], now_s: float) -> HotPrefixes:
+    """Return what an index holds, in order. ``entries``: all of it, parents first. O(blocks log runs).
+
+    A run also ends where heat has halved: what many use of a long prefix goes before what few do.
+    """
+    pins = list(pins)
+    pinned = {block for pin in pins for block in pin.blocks}
+    tails = {pin.blocks[-1] for pin in pins}
+    heat = heats(entries, now_s)
+    children: dict[int, int] = {}
+    for entry in entries:
+        if entry.parent is not None:
+            children[entry.parent] = children.get(entry.parent, 0) + 1
+    runs: list[_Run] = []
+    run_of: dict[int, int] = {}
+    for entry in entries:
+        kind: Kind = "save" if entry.block in pinned else "public" if entry.tenant == PUBLIC else "prefix"
+        parent = None if entry.parent is None else run_of[entry.parent]
+        if parent is None or not _continues(runs[parent], entry, kind, heat, children, tails):
+            run_of[entry.block] = len(runs)
+            runs.append(_Run(parent, heat[entry.block], kind, [entry]))
+        else:
+            run_of[entry.block] = parent
+            runs[parent].entries.append(entry)
+    ranks = {kind: rank for rank, kind in enumerate(KINDS)}
+    order = sorted(range(len(runs)), key=lambda i: (ranks[runs[i].kind], -heat[runs[i].entries[-1].block], i))
+    place = {old: new for new, old in enumerate(order)}
+    return HotPrefixes(
+        tuple(_freeze(runs[old], heat, place) for old in order),
+        tuple(
+            SavedPrefix(
+                pin.key, pin.tenant, pin.ttl_s, 0.0 if pin.ttl_s is None else max(0.0, pin.ttl_s - pin.left_s),
+                place[run_of[pin.blocks[-1]]],
+            )
+            for pin in pins
+        ),
+    )  # fmt: skip
+
+
+def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
+    """Return the beginning of a list that has at most so many blocks; the last run is cut where it has to be."""
+    runs: list[PrefixRun] = []
+    room, whole = most_blocks, 0
+    for run in hot.runs:
+        if room <= 0:
+            break
+        if run.blocks <= room:
+            whole += 1
+            runs.append(run)
+        else:
+            ids = len(run.token_ids) // run.blocks
+            runs.append(replace(run, hashes=run.hashes[: room * HASH_BYTES], token_ids=run.token_ids[: room * ids]))
+        room -= run.blocks
+    return HotPrefixes(tuple(runs), tuple(save for save in hot.saves if save.run < whole))
+
+
+def idle_heats(entries: Sequence[CachedBlock], idle: Collection[int], now_s: float) -> bytes:
+    """Return the heats of the idle blocks as packed float32, the coldest first: what a newcomer may push out."""
+    found = heats(entries, now_s)
+    return np.sort(np.array([found[block] for block in idle], dtype="<f4")).tobytes()
+
+
+def _continues(
+    run: _Run,
+    entry: CachedBlock,
+    kind: Kind,
+    heat: dict[int, float],
+    children: dict[int, int],
+    tails: Collection[int],
+) -> bool:
+    """Return whether a block goes on a run that ends with its parent's."""
+    last = run.entries[-1]
+    return (
+        last.block == entry.parent
+        and children[last.block] == 1
+        and last.block not in tails
+        and run.kind == kind
+        and last.tenant == entry.tenant
+        and last.scope == entry.scope
+        and heat[entry.block] >= run.first_heat / 2
+    )
+
+
+def _freeze(run: _Run, heat: dict[int, float], place: dict[int, int]) -> PrefixRun:
+    last = run.entries[-1]
+    return PrefixRun(
+        None if run.parent is None else place[run.parent],
+        b"".join(entry.block_hash for entry in run.entries),
+        b"".join(entry.token_bytes for entry in run.entries),
+        last.scope,
+        last.tenant,
+        run.kind,
+        heat[last.block],
+    )

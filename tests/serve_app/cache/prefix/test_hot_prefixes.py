@@ -1,0 +1,143 @@
+"""What a cache tells of itself: each block once, parents first, by kind and then by heat as a naive count has it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
+from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
+from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, PinnedBlocks, idle_heats, list_hot, within
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+
+SIZE = 2
+SCOPES = {"a": PrefixScope("m", salt=b"a"), "b": PrefixScope("m", salt=b"b")}
+PUBLIC_PROMPT = [0, 1, 0, 1]
+
+Prompts = st.lists(
+    st.tuples(st.sampled_from("ab"), st.lists(st.integers(0, 1), min_size=SIZE, max_size=12), st.integers(0, 900)),
+    min_size=1,
+    max_size=12,
+)
+"""Requests: tenant, tokens, seconds since the one before."""
+
+
+def scope_of(tenant: str, ids: list[int]) -> PrefixScope:
+    common = 0
+    while common < min(len(ids), len(PUBLIC_PROMPT)) and ids[common] == PUBLIC_PROMPT[common]:
+        common += 1
+    return replace(SCOPES[tenant], public_blocks=common // SIZE)
+
+
+def root_of(scope: PrefixScope) -> bytes:
+    root = scope.private.root(b"k")
+    return scope.public.root(b"k") + root if scope.public_blocks else root
+
+
+class Used:
+    """A cache after some requests, and how often and when each block's prefix was new or matched, the naive way."""
+
+    def __init__(self, requests: list[tuple[str, list[int], int]], pinned: int = 0) -> None:
+        self.now_s = 0.0
+        self.cache = PrefixCache(256, SIZE, pin_budget_blocks=256, clock=lambda: self.now_s)
+        self.uses: list[tuple[bytes, float, float]] = []  # chain, hits, when
+        for number, (tenant, ids, after_s) in enumerate(requests):
+            self.now_s += after_s
+            scope, array = scope_of(tenant, ids), np.array(ids, dtype=np.int32)
+            chain = extend_chain(root_of(scope), scope.public_blocks, array, SIZE)
+            matched = self.cache.match(scope, array, chain)
+            self.cache.acquire(matched)
+            self.cache.hit(matched)
+            if matched:
+                self.uses.append((chain[: len(matched) * HASH_BYTES], 1.0, self.now_s))
+            full = len(chain) // HASH_BYTES
+            blocks = matched + self.cache.allocate(-(-len(ids) // SIZE) - len(matched), tenant)
+            before = {entry.block_hash for entry in self.cache.index}
+            self.cache.publish(scope, array, chain, blocks, len(matched), full)
+            for i, block_hash in enumerate(split_chain(chain)):
+                if block_hash not in before:
+                    self.uses.append((chain[: (i + 1) * HASH_BYTES], 0.0, self.now_s))
+            if number < pinned and full:
+                self.cache.pin(b"%d" % number, blocks[:full], 1000.0, tenant=tenant)
+            self.cache.release(blocks)
+        self.chains = {use[0] for use in self.uses}
+
+    def heat(self, chain: bytes) -> float:
+        uses = [use for use in self.uses if use[0].startswith(chain)]
+        hits = sum(count * math.exp((at_s - self.now_s) / HEAT_MEMORY_S) for _, count, at_s in uses)
+        return hits + math.exp((max(use[2] for use in uses) - self.now_s) / HEAT_MEMORY_S)
+
+    def hot(self) -> HotPrefixes:
+        pins = [
+            PinnedBlocks(pin.key, pin.tenant, pin.blocks, pin.ttl_s, pin.expires_s - self.now_s)
+            for pin in self.cache.pins.soonest_first()
+        ]
+        return list_hot(list(self.cache.index), pins, self.now_s)
+
+
+@given(Prompts, st.integers(0, 3))
+def test_each_block_once_parents_first_by_kind_and_heat(
+    requests: list[tuple[str, list[int], int]], pinned: int
+) -> None:
+    """And every prefix that the list names is one that the cache holds, tokens, scopes and owners included."""
+    used = Used(requests, pinned)
+    hot = used.hot()
+    told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]
+    assert len(told) == len(set(told))
+    assert set(told) == used.cache.index.hashes()
+    assert all(run.parent is None or run.parent < number for number, run in enumerate(hot.runs))
+    keys = [(KINDS.index(run.kind), -run.heat) for run in hot.runs]
+    assert keys == sorted(keys)
+    for number, run in enumerate(hot.runs):
+        prefix = hot.prefix(number)
+        assert math.isclose(run.heat, used.heat(prefix.chain), rel_tol=1e-9)
+        root = root_of(prefix.scope)
+        assert prefix.chain == extend_chain(root, prefix.scope.public_blocks, prefix.token_ids, SIZE)
+        matched = used.cache.match(prefix.scope, np.append(prefix.token_ids, np.int32(0)), prefix.chain)
+        assert len(matched) * SIZE == len(prefix.token_ids)
+        assert used.cache.quota.tenant_of(matched[-1]) == prefix.tenant
+        kind = "save" if matched[-1] in used.cache.pins.counts() else "public" if "public" in run.tenant else "prefix"
+        assert run.kind == kind
+    assert {save.key for save in hot.saves} == set(used.cache.pins)
+    for save in hot.saves:
+        pin = next(pin for pin in used.cache.pins.soonest_first() if pin.key == save.key)
+        assert len(hot.prefix(save.run).chain) // HASH_BYTES == len(pin.blocks)
+        assert math.isclose(save.unread_s, 1000.0 - (pin.expires_s - used.now_s), abs_tol=1e-6)
+
+
+@given(Prompts, st.integers(0, 3), st.integers(0, 40))
+def test_a_beginning_is_a_list_of_its_own(
+    requests: list[tuple[str, list[int], int]], pinned: int, most_blocks: int
+) -> None:
+    """It has as many blocks as allowed, or all; every parent; and the saves that it holds whole."""
+    hot = Used(requests, pinned).hot()
+    part = within(hot, most_blocks)
+    blocks = sum(run.blocks for run in part.runs)
+    assert blocks == min(most_blocks, sum(run.blocks for run in hot.runs))
+    for number, run in enumerate(part.runs):
+        assert run.parent is None or run.parent < number
+        assert part.prefix(number).chain == hot.prefix(number).chain[: len(part.prefix(number).chain)]
+    whole = {hot.prefix(save.run).chain for save in hot.saves}
+    assert all(part.prefix(save.run).chain in whole for save in part.saves)
+
+
+@given(Prompts)
+def test_idle_heats_are_those_of_the_blocks_ascending(requests: list[tuple[str, list[int], int]]) -> None:
+    used = Used(requests)
+    idle = [entry.block for entry in used.cache.index]
+    found = np.frombuffer(idle_heats(list(used.cache.index), idle, used.now_s), "<f4")
+    expected = sorted(used.heat(chain) for chain in used.chains)
+    assert np.allclose(found, expected, rtol=1e-5)
+
+
+def test_a_long_prefix_is_told_in_parts_as_its_heat_falls() -> None:
+    """What ten use of it comes before what another prompt's two use, and that before its cold tail."""
+    long, other = [0] * 40, [1] * 8
+    used = Used([("a", long, 0)] + [("a", [*long[:20], 9], 0)] * 9 + [("b", other, 0)] + [("b", [*other, 9], 0)])
+    order = [(run.tenant, run.blocks) for run in used.hot().runs if run.kind == "prefix"]
+    assert order.index(("b", 4)) < len(order) - 1
+    assert order[-1][0] == "a"
