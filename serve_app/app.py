@@ -36,7 +36,7 @@ def build_app(args: AppConfig) -> Application:
         ray_actor_options={"num_cpus": args.replica_num_cpus, "num_gpus": args.replica_num_gpus},
         health_check_period_s=5,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=20,
+        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
         user_config={},  # never none: Serve would not tell replicas when a config file drops its user_config
         request_router_config=RequestRouterConfig(
             request_router_class="router.serve.request_router.CacheAwareRouter",

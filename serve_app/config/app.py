@@ -13,11 +13,12 @@ from pydantic import ConfigDict, Field, model_validator
 from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
+from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
 
 
-class AppConfig(TenantsSection, LoraSection, RoutingSection, CacheSection, EngineSection):
+class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
     """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
 
     model_config = ConfigDict(extra="forbid")

@@ -12,6 +12,7 @@ from serve_app.config.app import AppConfig
 from serve_app.config.autoscaling import AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
+from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.routing import RoutingSection
@@ -37,6 +38,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "KV cache": CacheSection,
     "LoRA adapters": LoraSection,
     "Routing": RoutingSection,
+    "Joining and leaving": LifecycleSection,
     "Tenants and keys": TenantsSection,
 }
 ENTRIES: dict[str, type[BaseModel]] = {

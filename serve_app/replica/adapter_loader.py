@@ -41,6 +41,7 @@ class ReplicaAdapters:
         """Seconds that a load took lately, smoothed; 0.0 until there was one."""
         self.registry = AdapterRegistry(config.model_name)
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._paths: dict[str, str] = {}
 
     async def preload(self) -> None:
         """Load the adapters of the settings, as many as memory takes. Raises AdapterError for one that is unfit."""
@@ -56,8 +57,17 @@ class ReplicaAdapters:
     async def load(self, entry: AdapterEntry) -> str:
         """Load what an entry names; returns why it cannot be served, or "". It is not registered yet."""
         assert entry.spec is not None, "an unloaded name has nothing to load"
+        return await self.load_ahead(entry.spec)
+
+    def loaded(self) -> tuple[AdapterSpec, ...]:
+        """Return the adapters in memory, the last used first."""
+        keys = reversed(self._engine.adapters())
+        return tuple(AdapterSpec.of_key(key, self._paths[key]) for key in keys if key in self._paths)
+
+    async def load_ahead(self, spec: AdapterSpec) -> str:
+        """Load an adapter that nobody asks for yet; returns why it cannot be served, or ""."""
         try:
-            await self._load(entry.spec)
+            await self._load(spec)
         except (AdapterError, EngineError) as error:
             return str(error)
         return ""
@@ -93,6 +103,8 @@ class ReplicaAdapters:
         here = spec.key in self._engine.adapters()
         started_s = self._clock()
         await asyncio.to_thread(self._engine.load_adapter, spec)
+        self._paths[spec.key] = spec.path
+        self._paths = {key: self._paths[key] for key in self._engine.adapters() if key in self._paths}
         if not here:
             took_s = self._clock() - started_s
             self.load_s = took_s if not self.load_s else self.load_s + _SMOOTHING * (took_s - self.load_s)

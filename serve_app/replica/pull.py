@@ -16,8 +16,9 @@ from typing import Literal
 
 import numpy as np
 
-from router.protocol.block_hash import PrefixScope, common_blocks
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, common_blocks
 from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
 
@@ -51,20 +52,23 @@ class PullSettings:
 @dataclass(frozen=True, slots=True)
 class WantedPart:
     """What one replica asks of another: blocks from ``first`` on, ``most_blocks`` at most, of a prefix of exactly
-    this scope. ``token_ids``: int32-LE bytes from the prompt's start."""
+    this scope. ``token_ids``: int32-LE bytes from the prompt's start, ``block_hashes`` their packed chain.
+    ``demote``: as in ``Engine.export_prefix``."""
 
     scope: PrefixScope
-    root: bytes
+    block_hashes: bytes
     token_ids: bytes
     first: int
     most_blocks: int
+    demote: bool = True
 
 
 class HolderLost(Exception):
     """The replica that was to hand over KV is gone."""
 
 
-PulledPart = KvChain | Literal["gone", "busy", "lost"]
+NoPart = Literal["gone", "busy", "lost"]
+PulledPart = KvChain | NoPart
 """A part; or nothing: the holder has no more of it, it hands out too much already, or it is there no more."""
 
 Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
@@ -214,28 +218,46 @@ class Puller:
     async def _copy(self, pull: _Pull) -> Outcome:
         """Copy piece after piece; ``pull.held`` says how far it came."""
         request = pull.request
+        prefix = HashedTokens(request.scope, request.token_ids, request.block_hashes, request.tenant)
         piece_blocks = max(1, PIECE_BYTES // self._block_bytes)
         while pull.held < pull.last:
             count = min(piece_blocks, pull.last - pull.held)
-            ids = np.ascontiguousarray(request.token_ids[: (pull.held + count) * self._size], dtype="<i4")
-            wanted = WantedPart(request.scope, request.root, ids.tobytes(), pull.held, count)
-            part = await self._fetch(pull.holder, wanted)
-            if not isinstance(part, KvChain):
-                return "part" if pull.held > pull.first else _OUTCOMES[part]
-            # A copy into the pool that has begun is finished, whatever becomes of the deadline.
-            held = await asyncio.shield(
-                asyncio.to_thread(
-                    self._engine.import_part,
-                    part,
-                    request.scope,
-                    request.token_ids,
-                    request.block_hashes,
-                    pull.held,
-                    request.tenant,
-                )
-            )
-            arrived = pull.held + part.header.blocks
-            pull.held = max(pull.held, min(held, pull.last))
+            held = await copy_part(self._engine, self._fetch, pull.holder, prefix, pull.held, count, self._size)
+            if not isinstance(held, tuple):
+                return "part" if pull.held > pull.first else _OUTCOMES[held]
+            arrived = pull.held + held[1]
+            pull.held = max(pull.held, min(held[0], pull.last))
             if pull.held < arrived:
                 return "no_room"
         return "whole"
+
+
+async def copy_part(
+    engine: Engine,
+    fetch: Fetch,
+    holder: str,
+    prefix: HashedTokens,
+    first: int,
+    count: int,
+    block_size: int,
+    *,
+    demote: bool = True,
+) -> tuple[int, int] | NoPart:
+    """Copy up to ``count`` blocks of a prefix from ``first`` on; return how many leading ones are held, and arrived.
+
+    Raises HolderLost, or a TransferError.
+    """
+    end = first + count
+    ids = np.ascontiguousarray(prefix.token_ids[: end * block_size], dtype="<i4")
+    chain = prefix.chain[: end * HASH_BYTES]
+    part = await fetch(holder, WantedPart(prefix.scope, chain, ids.tobytes(), first, count, demote))
+    if not isinstance(part, KvChain):
+        return part
+    # A copy into the pool that has begun is finished, whatever becomes of a deadline.
+    held = await asyncio.shield(asyncio.to_thread(import_part, engine, part, prefix, first))
+    return held, part.header.blocks
+
+
+def import_part(engine: Engine, part: KvChain, prefix: HashedTokens, first: int) -> int:
+    """Take blocks of a prefix from ``first`` on; return how many leading ones are held. See ``Engine.import_part``."""
+    return engine.import_part(part, prefix.scope, prefix.token_ids, prefix.chain, first, prefix.tenant)

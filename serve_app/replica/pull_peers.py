@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from ray import serve
@@ -14,6 +15,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from router.protocol.request import NoReplicaLeft
+from router.serve.request_router import deployment_key
+from router.serve.running_replicas import running_replicas
 from serve_app.cache.kv_chain import KvChain
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
@@ -25,29 +29,34 @@ EXPORTS_WAITING = 32
 
 
 class Peers:
-    """The other replicas of this one's deployment, reached by name; the handle comes to life with the first call."""
+    """The other replicas of this one's deployment, reached by name. ``running``: what the router beside knows of them.
+
+    Its handle, and so that router, comes to life here: a replica that starts knows its peers by the time it can ask.
+    """
 
     def __init__(self, app_name: str, deployment_name: str) -> None:
-        self._names = deployment_name, app_name
-        self._handle: DeploymentHandle | None = None
+        self.running = running_replicas(deployment_key(app_name, deployment_name))
+        handle = serve.get_deployment_handle(deployment_name, app_name)
+        self._handle: DeploymentHandle = handle.options(_by_reference=True)
 
     async def fetch(self, holder: str, wanted: WantedPart) -> PulledPart:
         """Ask ``holder`` for a part. Raises HolderLost; cancelling it cancels the call."""
-        if self._handle is None:
-            handle = serve.get_deployment_handle(*self._names)
-            self._handle = handle.options(method_name="export_kv", _by_reference=True)
+        part: PulledPart = await self.call("export_kv", holder, wanted)
+        return part
+
+    async def call(self, method: str, peer: str, *args: Any) -> Any:
+        """Call a method of a peer that takes a ``target``. Raises HolderLost; cancelling it cancels the call."""
         try:
-            response = self._handle.remote(wanted, target=holder)
+            response = self._handle.options(method_name=method).remote(*args, target=peer)
         except RayServeException as error:
             raise HolderLost(str(error)) from error
         try:
-            answer: PulledPart = await response
+            return await response
         except asyncio.CancelledError:
             response.cancel()
             raise
-        except (RayError, RayServeException) as error:
+        except (RayError, RayServeException, NoReplicaLeft) as error:
             raise HolderLost(type(error).__name__) from error
-        return answer
 
 
 class Exports:
@@ -84,19 +93,29 @@ class Exports:
     def _export(self, wanted: WantedPart) -> KvChain | None:
         token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
         return self._engine.export_prefix(
-            wanted.scope, wanted.root, token_ids, wanted.first, wanted.most_blocks, demote=True
+            wanted.scope,
+            b"",
+            token_ids,
+            wanted.first,
+            wanted.most_blocks,
+            block_hashes=wanted.block_hashes,
+            demote=wanted.demote,
         )
 
 
-def open_pulls(config: AppConfig, engine: Engine) -> tuple[Puller, Exports]:
-    """Return both sides of the pulls of the replica whose process this is."""
+def open_peers() -> Peers:
+    """Return the peers of the replica whose process this is."""
     context = serve.get_replica_context()
+    return Peers(context.app_name, context.deployment)
+
+
+def open_pulls(config: AppConfig, engine: Engine, peers: Peers) -> tuple[Puller, Exports]:
+    """Return both sides of the pulls of the replica whose process this is."""
     settings = PullSettings(
         enabled=config.kv_pull and config.enable_prefix_caching,
         max_pulls=config.max_pulls,
         max_bytes=config.max_pull_bytes,
         min_tokens=config.min_pull_tokens,
     )
-    peers = Peers(context.app_name, context.deployment)
     puller = Puller(engine, peers.fetch, config.block_size, settings)
     return puller, Exports(engine, config.block_size, puller.meters)

@@ -22,6 +22,7 @@ from ray import serve
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
 from router.protocol.request import Decision, RoutedRequest
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
@@ -40,8 +41,11 @@ from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.autoscaling_stats import replica_figures, version_of
 from serve_app.replica.callers import Callers
+from serve_app.replica.lifecycle.lifecycle import Lifecycle, Lost
+from serve_app.replica.lifecycle.prewarm import HotOffer
+from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
-from serve_app.replica.pull_peers import open_pulls
+from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import report
 from serve_app.replica.token_streams import TokenStream
 
@@ -49,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 1024
 """Prompt of the warm-up: long enough that the kernels of long prefills are compiled before the first user comes."""
+
+_STOPPING = "the replica is being stopped"
 
 
 class Replica:
@@ -65,6 +71,7 @@ class Replica:
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._streams: dict[str, TokenStream] = {}
         self._stopping = False
+        peers = open_peers()
         info = await asyncio.to_thread(load_served_model, self._config)
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
@@ -72,19 +79,24 @@ class Replica:
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         self._adapters = ReplicaAdapters(self._config, self._engine)
-        self._puller, self._exports = open_pulls(self._config, self._engine)
+        self._puller, self._exports = open_pulls(self._config, self._engine, peers)
         self._ending.push_async_callback(self._puller.stop)
         self._ending.callback(self._exports.close)
+        self._lifecycle = Lifecycle(
+            self._config, self._engine, self._adapters, peers, self._end_streams, lambda: bool(self._streams)
+        )
         await self._adapters.preload()
         self._engine.start()
         pool = self._config.num_blocks
         room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
         tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
         await self._warm_up(max(1, tokens), info.vocab_size)
+        await self._lifecycle.join()
         reports = report(
             self._engine,
             self._adapters,
             self._puller,
+            self._lifecycle.meters,
             self._feed.put,
             self._config.load_report_interval_s,
             lambda: self._live.refused,
@@ -92,6 +104,7 @@ class Replica:
         self._ending.callback(asyncio.create_task(reports).cancel)
         self._callers = Callers(self._engine.cancel)
         self._ending.callback(asyncio.create_task(self._callers.watch()).cancel)
+        self._ending.push_async_callback(self._lifecycle.finish)
 
     @property
     def _config(self) -> AppConfig:
@@ -99,7 +112,8 @@ class Replica:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""
-        await self._live.reconfigure(user_config, self._configure)
+        with self._lifecycle.departure.reconfiguring():
+            await self._live.reconfigure(user_config, self._configure)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Advertise the feed to every router (read by ``CacheAwareRouter``)."""
@@ -133,6 +147,26 @@ class Replica:
         """
         return await self._exports.part(wanted) if target == self._replica_id else "lost"
 
+    async def offer_hot(self, most_blocks: int, *, target: str) -> HotOffer | Lost:
+        """Say what is hottest here, to a replica that joins. ``target``: see ``export_kv``, here and below."""
+        return await self._lifecycle.takeover.offer(most_blocks) if target == self._replica_id else "lost"
+
+    async def survey_cache(self, runs: Sequence[bytes], *, target: str) -> Survey | Lost:
+        """Say what is known here of runs of blocks, and what fits, to a replica that leaves."""
+        return await self._lifecycle.takeover.survey(runs) if target == self._replica_id else "lost"
+
+    async def take_kv(
+        self, prefix: HashedTokens, first: int, part: Sequence[ray.ObjectRef], kind: Kind, *, target: str
+    ) -> int | Lost:
+        """Take blocks of a prefix over from a replica that leaves; see ``Takeover.take``. ``part``: one reference."""
+        if target != self._replica_id:
+            return "lost"
+        return await self._lifecycle.takeover.take(prefix, first, await part[0], kind)
+
+    async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens, *, target: str) -> bool | Lost:
+        """Keep an explicit save of a replica that leaves."""
+        return await self._lifecycle.takeover.keep(saved, prefix) if target == self._replica_id else "lost"
+
     async def load_adapter(self, entry: AdapterEntry) -> str:
         """Load an adapter ahead of its requests; returns why this replica cannot serve it, or ""."""
         return await self._adapters.load(entry)
@@ -159,6 +193,9 @@ class Replica:
             decision.router_id if decision is not None else "",
             decision.reservation if decision is not None else 0,
         )
+        if self._lifecycle.over:
+            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
+            return
         holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
         remote_kv = self._puller.begin(request, holder, tokens)
         if remote_kv is not None:
@@ -181,7 +218,7 @@ class Replica:
         finally:
             self._streams.pop(call.request_id, None)
             self._callers.ended(call.caller, call.request_id)
-            if not ended:
+            if not ended or self._lifecycle.over:
                 self._engine.cancel(call.request_id)
 
     async def __del__(self) -> None:
@@ -191,6 +228,12 @@ class Replica:
 
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
+
+    def _end_streams(self) -> None:
+        """Break off every stream, so that its ingress goes on with it elsewhere."""
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            stream.push(EngineOutput(request_id, finish_reason="error", error=_STOPPING))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
         self._loop.call_soon_threadsafe(self._deliver, outputs)
@@ -215,7 +258,7 @@ class Replica:
             return wire.GenerateChunk(replica_id=self._replica_id, error="timeout", message=last.error)
         if last.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
-            kind: wire.ChunkError = "unavailable" if self._stopping else "failed"
+            kind: wire.ChunkError = "unavailable" if self._stopping or self._lifecycle.over else "failed"
             return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=last.error)
         return wire.GenerateChunk(
             token_ids=token_ids,

@@ -13,6 +13,7 @@ from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.engine.protocol import Engine
 from serve_app.replica.adapter_loader import ReplicaAdapters
+from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.pull import Puller
 
 STATS_INTERVAL_S = 0.5
@@ -23,6 +24,7 @@ async def report(
     engine: Engine,
     adapters: ReplicaAdapters,
     puller: Puller,
+    moves: MoveMeters,
     publish: Callable[[Sequence[Event]], None],
     interval_s: float,
     refused: Callable[[], int],
@@ -50,7 +52,7 @@ async def report(
             info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
             pulls = puller.meters.samples((), puller.tokens_per_s)
             bad: Sample = ("warmpath_refused_configurations_total", (), float(refused()))
-            events.append(StatsReport((*engine.stats().samples, *pulls, info, bad)))
+            events.append(StatsReport((*engine.stats().samples, *pulls, *moves.samples(), info, bad)))
             last_stats_s = now_s
         if events:
             publish(events)

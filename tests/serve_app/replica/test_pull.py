@@ -199,7 +199,7 @@ def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> 
     exports = Exports(engine, 16, PullMeters())
 
     def ask(scope: PrefixScope, root: bytes, first: int = 0, most: int = 99) -> PulledPart:
-        return asyncio.run(exports.part(WantedPart(scope, root, ids.tobytes(), first, most)))
+        return asyncio.run(exports.part(WantedPart(scope, hash_blocks(root, ids, 16), ids.tobytes(), first, most)))
 
     assert ask(theirs, theirs.root(SECRET)) == "gone"
     assert ask(theirs, mine.root(SECRET)) == "gone"

@@ -1,0 +1,80 @@
+"""How a replica learns that it is being stopped: its own router hears of its peers, and of it no more.
+
+That is a fraction of a second after the decision, while its streams go on; Serve itself says so only after the last
+stream. Knows no engine. Runs in the replica's loop, except ``heard``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+
+MISSING_S = 1.0
+"""A replica that is missing for so long leaves; a shorter absence has other reasons."""
+
+NOTICED_S = 0.3
+"""From the decision to the moment when routers hear of it, at most, on an idle machine."""
+
+
+class Departure:
+    """Watches for this replica's absence among those that run.
+
+    ``leave`` gets the loop's time of the decision; ``stay`` is called when the replica runs again after that.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        leave: Callable[[float], None],
+        stay: Callable[[], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.leaving = False
+        self._replica_id = replica_id
+        self._leave = leave
+        self._stay = stay
+        self._loop = loop
+        self._seen = False
+        self._missing_since_s: float | None = None
+        self._present_until_s = 0.0
+        self._reconfiguring = 0
+
+    def heard(self, names: Set[str]) -> None:
+        """Take in which replicas run (any thread)."""
+        self._loop.call_soon_threadsafe(self._heard, self._replica_id in names)
+
+    @contextmanager
+    def reconfiguring(self) -> Iterator[None]:
+        """Around a ``reconfigure``: while it runs Serve takes a replica out of the routers, though it stays."""
+        self._reconfiguring += 1
+        try:
+            yield
+        finally:
+            self._reconfiguring -= 1
+            self._present_until_s = self._loop.time()
+
+    def decided_s(self) -> float:
+        """Return when it was decided to stop this replica, as far as it knows: now, where it was not missing yet."""
+        now_s = self._loop.time()
+        return (now_s if self._missing_since_s is None else self._missing_since_s) - NOTICED_S
+
+    def _heard(self, present: bool) -> None:
+        if present:
+            self._seen, self._missing_since_s = True, None
+            if self.leaving:
+                self.leaving = False
+                self._stay()
+        elif self._seen and self._missing_since_s is None:  # one that starts is missing until it was seen once
+            self._missing_since_s = self._loop.time()
+            self._loop.call_later(MISSING_S, self._look)
+
+    def _look(self) -> None:
+        if self._missing_since_s is None or self.leaving:
+            return
+        absent_s = self._loop.time() - max(self._missing_since_s, self._present_until_s)
+        if self._reconfiguring or absent_s < MISSING_S:
+            self._loop.call_later(MISSING_S, self._look)
+            return
+        self.leaving = True
+        self._leave(self.decided_s())

@@ -1,0 +1,248 @@
+"""A new replica copies the hottest prefixes from its peers before it takes requests.
+
+Owns which blocks are copied from whom, inside a byte and a time budget. Peers are asked through ``AskHot`` and
+``Fetch``; whatever fails costs a warm start, never the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from router.protocol.block_hash import HASH_BYTES, split_chain
+from serve_app.cache.kv_chain import TransferError
+from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, Kind
+from serve_app.engine.protocol import AdapterSpec, Engine
+from serve_app.replica.lifecycle.receipt import Receipt, Skipped
+from serve_app.replica.pull import PIECE_BYTES, Fetch, HolderLost, copy_part
+
+logger = logging.getLogger(__name__)
+
+PULLS_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HotOffer:
+    """What a peer has: prefixes, the hottest first, and the adapters in its memory, the last used first."""
+
+    prefixes: HotPrefixes
+    adapters: tuple[AdapterSpec, ...] = ()
+
+
+AskHot = Callable[[str, int], Awaitable[HotOffer]]
+"""(peer, most blocks) -> its offer. Raises HolderLost."""
+
+LoadAdapter = Callable[[AdapterSpec], Awaitable[str]]
+"""Loads an adapter; returns why it could not be, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a pre-warm may take."""
+
+    most_bytes: int
+    time_s: float
+    most_adapters: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks ``first`` to ``last`` - 1 of a prefix. ``after``: the piece that brings the block before, if one does."""
+
+    prefix: HashedTokens
+    first: int
+    last: int
+    kind: Kind
+    holders: tuple[str, ...]
+    after: int | None
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks."""
+        return self.last - self.first
+
+
+def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
+    """Return what to copy in which order: saves, public prompts, then by heat; each block once, parents first."""
+    holders: dict[bytes, list[str]] = {}
+    for peer, hot in offers.items():
+        for run in hot.runs:
+            for block_hash in split_chain(run.hashes):
+                holders.setdefault(block_hash, []).append(peer)
+    ranks = {kind: rank for rank, kind in enumerate(KINDS)}
+    order = sorted(
+        ((ranks[run.kind], -run.heat, number), peer)
+        for peer, hot in offers.items()
+        for number, run in enumerate(hot.runs)
+    )
+    pieces: list[Piece] = []
+    brought: dict[bytes, int] = {}
+    room = most_blocks
+    for (_, _, number), peer in order:
+        hot = offers[peer]
+        run = hot.runs[number]
+        hashes = list(split_chain(run.hashes))
+        known = sum(1 for block_hash in hashes if block_hash in brought)
+        count = min(run.blocks - known, room)
+        before = hashes[known - 1] if known else hot.runs[run.parent].tip if run.parent is not None else None
+        if count <= 0 or (before is not None and before not in brought):
+            continue
+        prefix = hot.prefix(number)
+        first = len(prefix.chain) // HASH_BYTES - run.blocks + known
+        after = None if before is None else brought[before]
+        last_hash = hashes[known + count - 1]
+        for block_hash in hashes[known : known + count]:
+            brought[block_hash] = len(pieces)
+        pieces.append(Piece(prefix, first, first + count, run.kind, tuple(holders[last_hash]), after))
+        room -= count
+    return pieces
+
+
+class Prewarm:
+    """One replica's pre-warm. ``peers``: ids of the replicas that run."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ask: AskHot,
+        fetch: Fetch,
+        load_adapter: LoadAdapter,
+        block_size: int,
+        budget: Budget,
+    ) -> None:
+        self._engine = engine
+        self._ask = ask
+        self._fetch = fetch
+        self._load_adapter = load_adapter
+        self._size = block_size
+        self._budget = budget
+        self._block_bytes = max(engine.kv_block_bytes, 1)
+        self._open: dict[str, int] = {}
+        self._left: list[int] = []
+        self.receipt = Receipt()
+
+    async def run(self, peers: Sequence[str]) -> Receipt:
+        """Copy what the budget allows; raises nothing."""
+        receipt, started_s = self.receipt, time.monotonic()
+        try:
+            if peers:
+                async with asyncio.timeout(self._budget.time_s):
+                    offers = await self._offers(peers)
+                    receipt.peers = len(offers)
+                    free = (await asyncio.to_thread(self._engine.cache_room)).free_blocks
+                    most_blocks = min(self._budget.most_bytes // self._block_bytes, free)
+                    pieces = plan({peer: offer.prefixes for peer, offer in offers.items()}, most_blocks)
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(self._load_adapters(offers))
+                        group.create_task(self._copy_all(pieces, list(offers)))
+        except TimeoutError:
+            self._skip("time", sum(self._left))
+        except Exception:
+            logger.exception("the pre-warm failed; this replica starts with what it has")
+        receipt.state = "done"
+        receipt.seconds = time.monotonic() - started_s
+        return receipt
+
+    async def _offers(self, peers: Sequence[str]) -> dict[str, HotOffer]:
+        """Ask all peers; who does not answer is left out. Raises TimeoutError with everything else."""
+        most_blocks = self._budget.most_bytes // self._block_bytes
+        answers = await asyncio.gather(*(self._ask(peer, most_blocks) for peer in peers), return_exceptions=True)
+        offers: dict[str, HotOffer] = {}
+        for peer, answer in zip(peers, answers, strict=True):
+            if isinstance(answer, HotOffer):
+                offers[peer] = answer
+            elif isinstance(answer, HolderLost):
+                logger.info("replica %s did not say what it holds: %s", peer, answer)
+            else:
+                raise answer
+        return offers
+
+    async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
+        """Load what peers have in memory: what each used last comes first."""
+        wanted: dict[str, AdapterSpec] = {}
+        for place in range(max((len(offer.adapters) for offer in offers.values()), default=0)):
+            for offer in offers.values():
+                for spec in offer.adapters[place : place + 1]:
+                    wanted.setdefault(spec.key, spec)
+        here = set(self._engine.adapters())
+        missing = [spec for key, spec in wanted.items() if key not in here]
+        for spec in missing[: max(0, self._budget.most_adapters - len(here))]:
+            refusal = await self._load_adapter(spec)
+            if refusal:
+                logger.warning("the adapter %s was not loaded ahead: %s", spec.name, refusal)
+            else:
+                self.receipt.adapters += 1
+
+    async def _copy_all(self, pieces: Sequence[Piece], peers: Sequence[str]) -> None:
+        self._open = dict.fromkeys(peers, 0)
+        numbers = iter(range(len(pieces)))
+        done = [asyncio.Event() for _ in pieces]
+        held = [0] * len(pieces)
+        self._left = [piece.blocks for piece in pieces]
+
+        async def work() -> None:
+            for number in numbers:
+                piece = pieces[number]
+                if piece.after is not None:
+                    await done[piece.after].wait()
+                if piece.after is not None and held[piece.after] < piece.first:
+                    self._skip("parent_missing", piece.blocks)
+                else:
+                    held[number] = await self._copy(piece, number)
+                self._left[number] = 0
+                done[number].set()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(PULLS_AT_ONCE):
+                group.create_task(work())
+
+    async def _copy(self, piece: Piece, number: int) -> int:
+        """Copy one piece, from another holder where one fails; return how many leading blocks are held then."""
+        at = piece.first
+        reason: Skipped | None = None
+        step = max(1, PIECE_BYTES // self._block_bytes)
+        tried: set[str] = set()
+        while at < piece.last:
+            open_to = [peer for peer in piece.holders if peer in self._open and peer not in tried]
+            if not open_to:
+                self._skip(reason or "peer_lost", piece.last - at)
+                break
+            holder = min(open_to, key=self._open.__getitem__)
+            self._open[holder] += 1
+            reason = None
+            try:
+                count = min(step, piece.last - at)
+                held = await copy_part(
+                    self._engine, self._fetch, holder, piece.prefix, at, count, self._size, demote=False
+                )
+                if not isinstance(held, tuple):
+                    reason = "peer_lost" if held == "lost" else "gone"
+                else:
+                    moved = max(0, min(held[0], piece.last) - at)
+                    self.receipt.moved(piece.kind, moved, self._block_bytes)
+                    at += moved
+                    self._left[number] -= moved
+                    if moved < held[1]:
+                        self._skip("no_room", piece.last - at)
+                        break
+            except HolderLost:
+                reason = "peer_lost"
+            except TransferError as error:
+                logger.warning("KV from replica %s was refused: %s", holder, error)
+                reason = "refused"
+            finally:
+                if holder in self._open:
+                    self._open[holder] -= 1
+            if reason == "gone":
+                tried.add(holder)
+            elif reason is not None:  # dead, or of another model: nobody asks it again
+                self._open.pop(holder, None)
+        self.receipt.prefixes += at == piece.last
+        return at
+
+    def _skip(self, reason: Skipped, blocks: int) -> None:
+        if blocks:
+            self.receipt.skipped[reason] += blocks

@@ -1,0 +1,99 @@
+"""Replicas without Ray: simulated engines, and calls between them that can be made to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
+from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.replica.lifecycle.prewarm import HotOffer
+from serve_app.replica.lifecycle.receipt import MoveMeters
+from serve_app.replica.lifecycle.takeover import Survey, Takeover
+from serve_app.replica.pull import PIECE_BYTES, HolderLost, PulledPart, WantedPart
+from serve_app.replica.pull_metrics import PullMeters
+from serve_app.replica.pull_peers import Exports
+
+SIZE = 4
+SECRET = b"k"
+PIECE_BLOCKS = 3
+BLOCK_BYTES = PIECE_BYTES // PIECE_BLOCKS
+SCOPE = PrefixScope("m", salt=b"s")
+
+
+def make_engine(num_blocks: int = 64, *, model: str = "m", pins: int = 0, **settings: object) -> TorchEngine:
+    """An engine that is not started: what is asked of its loop runs at once."""
+    runner = SimulatedRunner(
+        CostModel(block_bytes=BLOCK_BYTES), model_fingerprint=model, block_size=SIZE, sleep=lambda _: None
+    )
+    values = EngineSettings(block_size=SIZE, num_blocks=num_blocks, pin_budget_blocks=pins, **settings)  # type: ignore[arg-type]
+    return TorchEngine(runner, values, lambda _: None)
+
+
+def fill(engine: TorchEngine, ids: Sequence[int], *, scope: PrefixScope = SCOPE, tenant: str = "default") -> list[int]:
+    """Have a prompt cached as a request that has ended would; returns its full blocks."""
+    cache, array = engine._cache, np.array(ids, dtype=np.int32)
+    root = scope.private.root(SECRET)
+    if scope.public_blocks:
+        root = scope.public.root(SECRET) + root
+    chain = extend_chain(root, scope.public_blocks, array, SIZE)
+    matched = cache.match(scope, array, chain)
+    cache.acquire(matched)
+    cache.hit(matched)
+    full = len(ids) // SIZE
+    blocks = matched + cache.allocate(full - len(matched), tenant)
+    cache.publish(scope, array, chain, blocks, len(matched), full)
+    cache.release(blocks)
+    return blocks
+
+
+def hashes(engine: TorchEngine) -> frozenset[bytes]:
+    """All that an engine has cached."""
+    return engine._cache.index.hashes()
+
+
+class Local:
+    """The other replicas by name. ``dies_after``: calls that a replica answers before it is dead."""
+
+    def __init__(self, engines: dict[str, TorchEngine], dies_after: dict[str, int] | None = None) -> None:
+        self.engines = engines
+        self.meters = {name: MoveMeters() for name in engines}
+        self.takeovers = {name: Takeover(engine, tuple, self.meters[name]) for name, engine in engines.items()}
+        self.exports = {name: Exports(engine, SIZE, PullMeters()) for name, engine in engines.items()}
+        self.left = dict(dies_after or {})
+        self.asked: list[tuple[str, WantedPart]] = []
+        self.sent: list[tuple[str, bytes]] = []
+
+    def _answer(self, peer: str) -> None:
+        if self.left.get(peer, 1) <= 0:
+            raise HolderLost("killed")
+        if peer in self.left:
+            self.left[peer] -= 1
+
+    async def ask(self, peer: str, most_blocks: int) -> HotOffer:
+        self._answer(peer)
+        return await self.takeovers[peer].offer(most_blocks)
+
+    async def fetch(self, peer: str, wanted: WantedPart) -> PulledPart:
+        self._answer(peer)
+        self.asked.append((peer, wanted))
+        return await self.exports[peer].part(wanted)
+
+    async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
+        self._answer(peer)
+        return await self.takeovers[peer].survey(runs)
+
+    async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+        self._answer(peer)
+        held = await self.takeovers[peer].take(prefix, first, part, kind)
+        self.sent += [(peer, block_hash) for block_hash in split_chain(part.header.hashes)]
+        return held
+
+    async def keep(self, peer: str, saved: SavedPrefix, prefix: HashedTokens) -> bool:
+        self._answer(peer)
+        return await self.takeovers[peer].keep(saved, prefix)

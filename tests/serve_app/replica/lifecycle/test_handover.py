@@ -1,0 +1,221 @@
+"""A leaving replica's cache among its peers: everything that fits arrives, once, and nothing as hot is pushed out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.protocol.block_hash import split_chain
+from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.replica.lifecycle import handover as handover_module
+from serve_app.replica.lifecycle.handover import HandOver
+from serve_app.replica.lifecycle.receipt import Receipt
+from tests.serve_app.replica.lifecycle.peers import BLOCK_BYTES, SCOPE, SIZE, Local, fill, hashes, make_engine
+
+Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=6)
+
+
+def run(local: Local, engine: TorchEngine, *, time_s: float = 60.0, times: int = 1, busy: bool = False) -> Receipt:
+    receipt = Receipt()
+    handover = HandOver(engine, local, SIZE, lambda: busy, receipt)
+
+    async def all_of_it() -> None:
+        for _ in range(times):
+            await handover.run(list(local.engines), time_s)
+
+    asyncio.run(all_of_it())
+    return receipt
+
+
+def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) -> TorchEngine:
+    engine = make_engine(num_blocks, **settings)  # type: ignore[arg-type]
+    for prompt in prompts:
+        fill(engine, prompt)
+    return engine
+
+
+@settings(deadline=None)
+@given(Prompts, st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 2))
+def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
+    mine: list[list[int]], theirs: list[list[list[int]]], times: int
+) -> None:
+    """What a peer has stays where it is; the rest goes to one peer; each peer gets a block at most once."""
+    leaving = filled(mine)
+    local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(theirs)})
+    before = {name: hashes(engine) for name, engine in local.engines.items()}
+    union = frozenset().union(*before.values())
+    receipt = run(local, leaving, times=times)
+    after = frozenset().union(*map(hashes, local.engines.values()))
+    assert after == union | hashes(leaving)
+    assert len(local.sent) == len(set(local.sent)) == receipt.blocks.total()
+    assert not any(block_hash in before[peer] for peer, block_hash in local.sent)
+    new = hashes(leaving) - union
+    assert new <= {block_hash for _, block_hash in local.sent}
+    assert receipt.bytes == receipt.blocks.total() * BLOCK_BYTES
+    assert receipt.skipped.total() == receipt.skipped["held_by_peer"] == len(hashes(leaving) & union)
+    assert leaving._cache.pool.used_blocks == 0
+    assert all(engine._cache.pool.used_blocks == 0 for engine in local.engines.values())
+    assert sum(meters.taken_blocks.total() for meters in local.meters.values()) == receipt.blocks.total()
+
+
+@settings(deadline=None)
+@given(Prompts, st.lists(st.integers(1, 12), min_size=1, max_size=3))
+def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]], sizes: list[int]) -> None:
+    """Every block is moved or skipped with a reason; peers' free room is filled and nothing of theirs evicted."""
+    leaving = filled(mine)
+    local = Local({f"peer {number}": make_engine(size) for number, size in enumerate(sizes)})
+    receipt = run(local, leaving)
+    union = frozenset().union(*map(hashes, local.engines.values()))
+    assert len(union) + receipt.skipped.total() == len(hashes(leaving))
+    assert set(receipt.skipped) <= {"no_room"}
+    assert all(engine._cache.evicted_blocks == 0 for engine in local.engines.values())
+    if receipt.skipped and len(sizes) == 1:
+        assert len(union) == sizes[0]
+
+
+def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
+    """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes."""
+    now_s = [0.0]
+
+    def engine(num_blocks: int) -> TorchEngine:
+        made = make_engine(num_blocks)
+        made._cache._clock = made._cache.quota._clock = lambda: now_s[0]
+        object.__setattr__(made.hot_prefixes.__self__, "clock", lambda: now_s[0])
+        return made
+
+    peer, leaving = engine(10), engine(64)
+    fill(peer, [5] * 20)
+    now_s[0] += 5 * HEAT_MEMORY_S
+    warm = [6] * 20
+    fill(peer, warm)
+    hot, cold = [1] * 21, [2] * 21
+    fill(leaving, cold)
+    for _ in range(5):
+        fill(leaving, hot)
+    now_s[0] += 1.0
+    local = Local({"peer": peer})
+    receipt = run(local, leaving)
+    known = {tuple(ids): peer.known_blocks(leaving_chain(leaving, ids), 5) for ids in (hot, cold)}
+    assert known == {tuple(hot): 5, tuple(cold): 0}
+    assert peer._cache.evicted_blocks == 5
+    assert peer.known_blocks(leaving_chain(peer, warm), 5) == 5, "what is warm there had stayed"
+    assert receipt.skipped == {"no_room": 5}
+
+
+def leaving_chain(engine: TorchEngine, ids: list[int]) -> bytes:
+    hot = engine.hot_prefixes()
+    wanted = b"".join(i.to_bytes(4, "little") for i in ids[: len(ids) // SIZE * SIZE])
+    found = (hot.prefix(number) for number in range(len(hot.runs)))
+    return next(prefix.chain for prefix in found if prefix.token_ids.tobytes() == wanted)
+
+
+def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
+    """Also where a peer has its blocks already, and through two hand-overs in a row."""
+    leaving, first, second = (make_engine(pins=40) for _ in range(3))
+    ids = [1] * 40
+    blocks = fill(leaving, ids, tenant="a")
+    leaving._cache.pin(b"with an end", blocks[:5], 100.0, tenant="a", unread_s=30.0)
+    leaving._cache.pin(b"without", blocks, None, tenant="b")
+    fill(first, ids)
+    for source, target in ((leaving, first), (first, second)):
+        local = Local({"peer": target})
+        receipt = run(local, source, times=2)
+        assert (receipt.saves, receipt.saves_lost) == (2, 0)
+        pins = {pin.key: pin for pin in target._cache.pins.soonest_first()}
+        assert {key: (pin.tenant, len(pin.blocks), pin.ttl_s) for key, pin in pins.items()} == {
+            b"with an end": ("a", 5, 100.0),
+            b"without": ("b", 10, None),
+        }
+        assert 60.0 < pins[b"with an end"].expires_s - target._cache._clock() <= 70.0
+        assert pins[b"without"].expires_s == math.inf
+
+
+def test_a_save_goes_to_a_peer_whose_budget_has_room() -> None:
+    """One that cannot pin it is passed over; where none can, it is counted as lost and its blocks go all the same."""
+    leaving = make_engine(pins=40)
+    leaving._cache.pin(b"key", fill(leaving, [1] * 40), None)
+    local = Local({"a": make_engine(pins=5), "b": make_engine(pins=20)})
+    assert run(local, leaving).saves == 1
+    assert list(local.engines["b"]._cache.pins) == [b"key"]
+    local = Local({"a": make_engine(pins=5)})
+    receipt = run(local, leaving)
+    assert (receipt.saves, receipt.saves_lost) == (0, 1)
+    assert hashes(local.engines["a"]) == hashes(leaving)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10))
+def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
+    """Whatever it had taken: all of it is with the one that lives."""
+    leaving = filled([[0] * 40, [1] * 40])
+    leaving._cache.pins.budget_blocks = 64
+    leaving._cache.pin(b"key", fill(leaving, [2] * 12), None)
+    local = Local({"dies": make_engine(), "lives": make_engine(pins=30)}, {"dies": answers})
+    receipt = run(local, leaving)
+    alone = Local({"dies": make_engine()}, {"dies": answers})
+    assert hashes(local.engines["lives"]) | hashes(local.engines["dies"]) >= hashes(leaving)
+    if answers <= 3:
+        assert hashes(local.engines["lives"]) == hashes(leaving)
+        assert receipt.saves == 1
+    receipt = run(alone, leaving)
+    assert 23 - receipt.blocks.total() <= receipt.skipped.total() <= 23  # what the dead one had taken counts too
+    assert set(receipt.skipped) <= {"peer_lost", "no_peers"}
+
+
+def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside streams it is slower; with no time left nothing is moved and nothing raised."""
+    leaving = filled([[0] * 40])
+    local = Local({"peer": make_engine()})
+    monkeypatch.setattr(handover_module, "BUSY_BYTES_PER_S", 1)
+    receipt = run(local, leaving, time_s=0.5, busy=True)
+    assert receipt.blocks.total() == 3
+    assert receipt.skipped == {"time": 7}
+    assert run(Local({"peer": make_engine()}), leaving, time_s=-1.0).blocks.total() == 0
+
+
+def test_tenants_shares_hold_at_the_receiver() -> None:
+    """A flood that leaves does not push out what another tenant has within its share; public blocks stay public."""
+    shares = {"a": 1.0, "b": 1.0}
+    peer = make_engine(20, tenant_shares=shares)
+    fill(peer, [7] * 32, tenant="b")
+    leaving = make_engine(tenant_shares=shares)
+    for token in range(6):
+        for _ in range(3):
+            fill(leaving, [token] * 16, scope=replace(SCOPE, salt=b"a"), tenant="a")
+    fill(leaving, [9] * 16, scope=replace(SCOPE, public_blocks=2), tenant="a")
+    run(Local({"peer": peer}), leaving)
+    held = peer._cache.quota.holdings()
+    assert held["b"] >= 6, held
+    assert held["(public)"] == 2
+
+
+def test_another_model_takes_nothing() -> None:
+    leaving = filled([[0] * 40])
+    receipt = run(Local({"peer": make_engine(model="another")}), leaving)
+    assert receipt.skipped == {"refused": 10}
+    assert not receipt.blocks
+
+
+def test_what_was_cached_after_the_first_round_follows_in_the_second() -> None:
+    """The last streams' own prompts and answers, which nobody had when the hand-over began."""
+    leaving, receipt = filled([[0] * 40]), Receipt()
+    local = Local({"peer": make_engine()})
+    handover = HandOver(leaving, local, SIZE, lambda: False, receipt)
+
+    async def rounds() -> None:
+        await handover.run(["peer"], 60.0)
+        fill(leaving, [0] * 40 + [1] * 8)
+        await handover.run(["peer"], 60.0)
+
+    asyncio.run(rounds())
+    assert hashes(local.engines["peer"]) == hashes(leaving)
+    assert receipt.blocks.total() == 12
+    assert not receipt.skipped
+    assert len({block_hash for _, block_hash in local.sent}) == 12
+    assert [one for run_ in leaving.hot_prefixes().runs for one in split_chain(run_.hashes)]

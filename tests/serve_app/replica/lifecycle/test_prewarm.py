@@ -1,0 +1,197 @@
+"""A new replica's copies: what is planned, in which order, and what becomes of it when peers fail."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
+from serve_app.cache.prefix.hot_prefixes import KINDS
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import AdapterSpec
+from serve_app.replica.lifecycle.prewarm import Budget, HotOffer, Prewarm, plan
+from serve_app.replica.lifecycle.receipt import Receipt
+from tests.serve_app.replica.lifecycle.peers import (
+    BLOCK_BYTES,
+    PIECE_BLOCKS,
+    SCOPE,
+    SIZE,
+    Local,
+    fill,
+    hashes,
+    make_engine,
+)
+
+Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=8)
+
+
+async def no_adapter(spec: AdapterSpec) -> str:
+    raise AssertionError(spec)
+
+
+def run(local: Local, engine: TorchEngine, blocks: int = 1000, time_s: float = 60.0) -> Receipt:
+    budget = Budget(blocks * BLOCK_BYTES, time_s)
+    prewarm = Prewarm(engine, local.ask, local.fetch, no_adapter, SIZE, budget)
+    return asyncio.run(prewarm.run(list(local.engines)))
+
+
+@settings(deadline=None)
+@given(st.lists(Prompts, min_size=1, max_size=3), st.integers(0, 60))
+def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_blocks: int) -> None:
+    """Each block once and after its parent; as many as fit; kinds in their order; each from somebody who has it."""
+    offers = {}
+    for number, prompts in enumerate(held):
+        engine = make_engine()
+        for prompt in prompts:
+            fill(engine, prompt)
+        if prompts:
+            blocks = fill(engine, prompts[0])
+            engine._cache.pins.budget_blocks = 64
+            engine._cache.pin(b"save", blocks)
+        offers[f"peer {number}"] = engine.hot_prefixes()
+    pieces = plan(offers, most_blocks)
+    everything = {one: [] for hot in offers.values() for run in hot.runs for one in split_chain(run.hashes)}
+    for peer, hot in offers.items():
+        for one in (one for run in hot.runs for one in split_chain(run.hashes)):
+            everything[one].append(peer)
+    planned: list[bytes] = []
+    for number, piece in enumerate(pieces):
+        mine = [hash_at(piece.prefix.chain, i) for i in range(piece.first, piece.last)]
+        before = hash_at(piece.prefix.chain, piece.first - 1) if piece.first else None
+        assert before is None or before in planned
+        assert (piece.after is None) == (before is None)
+        assert piece.after is None or piece.after < number
+        assert all(set(piece.holders) <= set(everything[one]) for one in mine)
+        planned += mine
+    assert len(planned) == len(set(planned)) == min(most_blocks, len(everything))
+    assert [KINDS.index(piece.kind) for piece in pieces] == sorted(KINDS.index(piece.kind) for piece in pieces)
+
+
+@settings(deadline=None)
+@given(st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 60))
+def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int) -> None:
+    """And only that; in pieces; nothing of it is in use afterwards, and holders keep what they have."""
+    local = Local({f"peer {number}": make_engine() for number in range(len(held))})
+    for engine, prompts in zip(local.engines.values(), held, strict=True):
+        for prompt in prompts:
+            fill(engine, prompt)
+    before = {name: hashes(engine) for name, engine in local.engines.items()}
+    new = make_engine()
+    receipt = run(local, new, most_blocks)
+    everything = frozenset().union(*before.values())
+    assert hashes(new) <= everything
+    assert len(hashes(new)) == receipt.blocks.total() == min(most_blocks, len(everything))
+    assert receipt.bytes == len(hashes(new)) * BLOCK_BYTES
+    assert not receipt.skipped
+    assert receipt.state == "done"
+    assert new._cache.pool.used_blocks == 0
+    assert {name: hashes(engine) for name, engine in local.engines.items()} == before
+    assert all(wanted.most_blocks <= PIECE_BLOCKS and not wanted.demote for _, wanted in local.asked)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 8))
+def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
+    """What both hold comes from the other one; what it alone holds is skipped, and the start goes on."""
+    local = Local({"dies": make_engine(), "lives": make_engine()}, {"dies": answers})
+    shared, own = [0] * 40, [1] * 40
+    for engine in local.engines.values():
+        fill(engine, shared)
+    fill(local.engines["dies"], own)
+    new = make_engine()
+    receipt = run(local, new)
+    assert hashes(local.engines["lives"]) <= hashes(new)
+    known = 20 if answers else 10
+    assert len(hashes(new)) + receipt.skipped.total() == known
+    assert set(receipt.skipped) <= {"peer_lost", "parent_missing"}
+
+
+def test_the_time_bounds_it_whatever_peers_do() -> None:
+    """A peer that never answers costs the budget; what had arrived is there."""
+    local = Local({"peer": make_engine()})
+    fill(local.engines["peer"], [0] * 40)
+
+    async def stuck(peer: str, wanted: object) -> object:
+        if local.asked:
+            await asyncio.Event().wait()
+        return await local.fetch(peer, wanted)  # type: ignore[arg-type]
+
+    new = make_engine()
+    prewarm = Prewarm(new, local.ask, stuck, no_adapter, SIZE, Budget(1000 * BLOCK_BYTES, 0.5))  # type: ignore[arg-type]
+    receipt = asyncio.run(prewarm.run(["peer"]))
+    assert receipt.blocks.total() == len(hashes(new)) == PIECE_BLOCKS
+    assert receipt.skipped == {"time": 10 - PIECE_BLOCKS}
+
+
+def test_without_peers_it_is_over_at_once() -> None:
+    assert run(Local({}), make_engine()).to_json()["blocks"] == 0
+
+
+def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
+    """An old version's replica may serve other weights; a small pool is filled and not turned over."""
+    local = Local({"other": make_engine(model="another")})
+    fill(local.engines["other"], [0] * 40)
+    new = make_engine()
+    receipt = run(local, new)
+    assert not hashes(new)
+    assert receipt.skipped == {"refused": 10}
+    local = Local({"peer": make_engine()})
+    fill(local.engines["peer"], [0] * 40)
+    small = make_engine(7)
+    assert run(local, small).blocks.total() == 7
+    assert small._cache.evicted_blocks == 0
+
+
+def test_what_arrives_is_on_its_tenants_accounts() -> None:
+    """Public blocks on the public one; a scope's blocks are no use to another scope."""
+    local = Local({"peer": make_engine()})
+    fill(local.engines["peer"], [0] * 40, scope=replace(SCOPE, public_blocks=3), tenant="a")
+    fill(local.engines["peer"], [1] * 20, scope=replace(SCOPE, salt=b"other"), tenant="b")
+    new = make_engine(tenant_shares={"a": 1.0, "b": 1.0})
+    receipt = run(local, new)
+    assert new._cache.quota.holdings() == {"(public)": 3, "a": 7, "b": 5}
+    assert receipt.blocks == {"public": 3, "prefix": 12}
+    assert len(fill(new, [1] * 20, tenant="a")) == 5
+    assert len(hashes(new)) == 20
+
+
+@pytest.mark.parametrize(
+    ("here", "most", "loaded"), [((), 2, ["x", "y"]), (("x@1",), 3, ["y", "z"]), ((), 9, ["x", "y", "z"])]
+)
+def test_hot_adapters_are_loaded_as_memory_allows(
+    here: tuple[str, ...], most: int, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those last used by any peer first; one that cannot be loaded is left out."""
+    offers = {"p": ["x", "z"], "q": ["y", "x", "bad"]}
+    seen: list[str] = []
+
+    async def ask(peer: str, most_blocks: int) -> HotOffer:
+        specs = tuple(AdapterSpec(name, "1", "/path") for name in offers[peer])
+        return HotOffer(make_engine().hot_prefixes(), specs)
+
+    async def load(spec: AdapterSpec) -> str:
+        if spec.name == "bad":
+            return "unfit"
+        seen.append(spec.name)
+        return ""
+
+    engine = make_engine()
+    monkeypatch.setattr(engine, "adapters", lambda: here)
+    prewarm = Prewarm(engine, ask, Local({}).fetch, load, SIZE, Budget(BLOCK_BYTES, 60.0, most))
+    receipt = asyncio.run(prewarm.run(["p", "q"]))
+    assert seen == loaded
+    assert receipt.adapters == len(loaded)
+
+
+def test_hash_bytes_of_a_piece_are_its_blocks() -> None:
+    """A plan for a peer of longer runs than another's joins where the other's ends."""
+    short, long = make_engine(), make_engine()
+    fill(short, [0] * 20)
+    fill(long, [0] * 40)
+    pieces = plan({"short": short.hot_prefixes(), "long": long.hot_prefixes()}, 100)
+    assert [(piece.first, piece.last) for piece in pieces] in ([(0, 5), (5, 10)], [(0, 10)])
+    assert len(pieces[-1].prefix.chain) == 10 * HASH_BYTES
