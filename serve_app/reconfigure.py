@@ -13,7 +13,7 @@ from typing import Any
 
 from ray import serve
 
-from router.serve.notices import post, remove
+from router.serve.notices import clear, post, remove
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config, changed_salts, overlaid
 
@@ -42,6 +42,19 @@ class LiveSettings:
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
         self._lock = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, args: dict[str, Any]) -> LiveSettings:
+        """Return the settings of a replica that starts. Raises BadSettings.
+
+        With them notices of earlier mistakes are over, also those of replicas that are gone.
+        """
+        made = cls(args)
+        try:
+            await asyncio.to_thread(clear, made._app_name, KIND)
+        except Exception:
+            logger.exception("the notice board cannot be reached")
+        return made
 
     async def reconfigure(self, user_config: Any, apply: Apply) -> bool:
         """Put a ``user_config`` into force by ``apply``; False where it is refused. Never raises.

@@ -35,6 +35,12 @@ def remove(app_name: str, kind: str, name: str) -> None:
     internal_kv._internal_kv_del(_key(app_name, kind, name), namespace=_NAMESPACE)
 
 
+def clear(app_name: str, kind: str) -> None:
+    """Take down every notice of a kind."""
+    for key, _ in _notices(app_name, kind):
+        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
     """Return an application's notices of a kind, the newest first."""
     return [notice for _, notice in _notices(app_name, kind)]

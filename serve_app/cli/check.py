@@ -89,11 +89,11 @@ def _child(node: Any, step: int | str) -> tuple[int, Any] | None:
 
 def _ray_service(document: _Document) -> Iterator[Mistake]:
     place: Location = ("spec", "serveConfigV2")
-    text = document.at(place)
-    if not isinstance(text, str) or not isinstance(yaml.safe_load(text), Mapping):
+    inner = document.inner(place) if isinstance(document.at(place), str) else None
+    if inner is None or not isinstance(inner.values, Mapping):
         yield document.mistake(place, "a RayService needs the Serve config here, as text after `|`")
         return
-    yield from _serve_config(document.inner(place))
+    yield from _serve_config(inner)
 
 
 def _serve_config(document: _Document) -> Iterator[Mistake]:

@@ -23,7 +23,7 @@ class Ingress:
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
         from serve_app.ingress.services import make_services
 
-        self._live = LiveSettings(config)
+        self._live = await LiveSettings.start(config)
         self._services = await make_services(self._live.config, self._live.args, replica)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

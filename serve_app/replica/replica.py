@@ -65,7 +65,7 @@ class Replica:
         from serve_app.replica.engine_factory import make_engine
 
         self._ending = AsyncExitStack()
-        self._live = LiveSettings(config)
+        self._live = await LiveSettings.start(config)
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id

@@ -29,6 +29,11 @@ class Board:
             raise ConnectionError
         self.notices[name] = notice
 
+    def clear(self, app: str, kind: str) -> None:
+        if not self.reachable:
+            raise ConnectionError
+        self.notices.clear()
+
     def remove(self, app: str, kind: str, name: str) -> None:
         self.notices.pop(name, None)
 
@@ -38,6 +43,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Board:
     made = Board()
     monkeypatch.setattr(reconfigure, "post", made.post)
     monkeypatch.setattr(reconfigure, "remove", made.remove)
+    monkeypatch.setattr(reconfigure, "clear", made.clear)
     return made
 
 
@@ -53,7 +59,7 @@ def start(monkeypatch: pytest.MonkeyPatch, board: Board) -> Any:
             _deployment_config=SimpleNamespace(user_config=user_config),
         )
         monkeypatch.setattr(reconfigure.serve, "get_replica_context", lambda: context)
-        return LiveSettings(args)
+        return asyncio.run(LiveSettings.start(args))
 
     return started
 
@@ -70,6 +76,18 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
     assert start({"policy": "lmetric"}, policy="sglang").config.policy == "lmetric"
     with pytest.raises(BadSettings, match="did you mean policy"):
         start({"polcy": "lmetric"})
+
+
+def test_a_replica_that_starts_takes_down_what_is_over(start: Any, board: Board) -> None:
+    """The settings that it could use are everybody's; a replica that is gone takes no notice down."""
+    board.notices["Ingress gone"] = {"accepted": False}
+    with pytest.raises(BadSettings):
+        start({"polcy": "lmetric"})
+    assert board.notices
+    start()
+    assert not board.notices
+    board.reachable = False
+    assert start().config == AppConfig()
 
 
 def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any, board: Board) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.experimental import internal_kv
 
-from router.serve.notices import KEPT, post, read
+from router.serve.notices import KEPT, clear, post, read, remove
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
 
     monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: values.get(key))
-    monkeypatch.setattr(internal_kv, "_internal_kv_del", lambda key, namespace: values.pop(key))
+    monkeypatch.setattr(internal_kv, "_internal_kv_del", lambda key, namespace: values.pop(key, None))
     monkeypatch.setattr(
         internal_kv, "_internal_kv_list", lambda start, namespace: [key for key in values if key.startswith(start)]
     )
@@ -41,3 +41,14 @@ def test_the_oldest_go() -> None:
 def test_applications_and_kinds_do_not_see_each_other() -> None:
     post("app", "handover", "x", {})
     assert read("app2", "handover") == read("app", "prewarm") == read("ap", "handover") == []
+
+
+def test_a_notice_is_taken_down_alone_or_with_its_kind() -> None:
+    for name in "abc":
+        post("app", "configuration", name, {"name": name})
+    post("app", "handover", "a", {})
+    remove("app", "configuration", "b")
+    remove("app", "configuration", "unknown")
+    assert {notice["name"] for notice in read("app", "configuration")} == {"a", "c"}
+    clear("app", "configuration")
+    assert read("app", "configuration") == [] and len(read("app", "handover")) == 1
