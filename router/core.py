@@ -27,10 +27,11 @@ from router.observe.state import regret_state, router_state, sane_stats, shadow_
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES, least_loaded
+from router.policy.recheck import MAX_SENT_BACK
 from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, Event, LoadReport, StatsReport
-from router.protocol.request import Decision, RoutedRequest
+from router.protocol.request import Decision, Reason, RoutedRequest
 from router.settings import DEFAULT_POLICY, RouterSettings
 
 _SILENT = "silent"
@@ -189,6 +190,17 @@ class RoutingCore:
             self.loads.release(decision.reservation)
             self._pending.discard(decision.reservation)
 
+    def sent_back(self, decision: Decision, load: LoadReport) -> None:
+        """Take back a decision that a replica did not follow, and learn the load that it told instead.
+
+        The same request may be decided about again, with ``RoutedRequest.sent_back`` one higher.
+        """
+        with self._lock:
+            self.loads.release(decision.reservation)
+            self._pending.discard(decision.reservation)
+            self.loads.report(decision.replica_id, load, self._clock())
+            self.counters.sent_back += 1
+
     def explain(
         self, request: RoutedRequest, policies: Collection[str], blocked: Collection[str] | None = None
     ) -> dict[str, Any]:
@@ -251,7 +263,7 @@ class RoutingCore:
         self._turn += 1
         view = self._view_of(request, blocked)
         if view.match and self.settings.policy == DEFAULT_POLICY:
-            chosen = self._replication.choose(view, now_s)
+            chosen = self._replication.choose(view, now_s, count=not request.sent_back)
         else:
             chosen = next(iter(POLICIES[self.settings.policy](view, 1)), None)
         if chosen is None:
@@ -262,19 +274,29 @@ class RoutingCore:
         if self._shadow is not None:
             self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
         selected, uncached, pull_from, pull_tokens, estimated_ttft_s = estimated
+        queued: int | None = None
+        # What a replica with a silent feed tells now would be believed for ever: nothing newer comes.
+        heard = replica_id not in self._silent
+        if heard and self.loads.active_routers > 1 and self._may_be_sent_back(request, reason):
+            queued = self.loads.queue_ahead(replica_id)
         number = self.loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes:
             self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
-        self._times.add(estimated_ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
-        if best:
-            self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
-        self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
+        if not request.sent_back:  # a request is counted once, however often it is decided about
+            self._times.add(estimated_ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
+            if best:
+                self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
+            self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
         return Decision(
-            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens
+            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens, queued
         )
+
+    def _may_be_sent_back(self, request: RoutedRequest, reason: Reason) -> bool:
+        policy = self.settings.policy
+        return policy == DEFAULT_POLICY and reason != "only_replica" and request.sent_back < MAX_SENT_BACK
 
     def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> RoutingView:
         """Return all that a policy needs to know of this request."""

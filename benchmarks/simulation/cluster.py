@@ -17,7 +17,8 @@ from benchmarks.simulation.front_door import RAY_PREFIX, FrontDoor
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
-from router.protocol.events import Event
+from router.protocol.events import Event, LoadReport
+from router.protocol.request import Decision
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     pulled_tokens: int = 0
+    sent_back: int = 0
 
     def summary(self) -> dict[str, float]:
         """Return the figures of the benchmark's contract. ``hit_rate`` counts pulled tokens as cached ones."""
@@ -39,6 +41,7 @@ class Outcome:
             "ttft_p50_s": percentile(times, 50),
             "ttft_p90_s": percentile(times, 90),
             "ttft_p99_s": percentile(times, 99),
+            "sent_back_rate": self.sent_back / len(times),
             "requests": len(times),
         }
 
@@ -82,9 +85,18 @@ class Cluster:
         self.clock.run()
         return self.outcome
 
-    def _arrive(self, request: SimulatedRequest, door: FrontDoor) -> None:
-        decision = door.decide(request)
-        self.replicas[decision.replica_id].submit(request, decision)
+    def _arrive(self, request: SimulatedRequest, door: FrontDoor, sent_back: int = 0) -> None:
+        decision = door.decide(request, sent_back)
+        load = self.replicas[decision.replica_id].submit(request, decision)
+        if load is not None:
+            self.outcome.sent_back += 1
+            self.clock.after(self.settings.resend_s, partial(self._again, request, door, decision, load, sent_back + 1))
+
+    def _again(
+        self, request: SimulatedRequest, door: FrontDoor, decision: Decision, load: LoadReport, sent_back: int
+    ) -> None:
+        door.core.sent_back(decision, load)
+        self._arrive(request, door, sent_back)
 
     def _first_token(self, job: Job) -> None:
         number = job.request.number

@@ -45,10 +45,12 @@ class FrontDoor:
         """Take one feed message."""
         self.core.apply(replica_id, EPOCH, events)
 
-    def decide(self, request: SimulatedRequest) -> Decision:
-        """Choose a replica and reserve its work there."""
+    def decide(self, request: SimulatedRequest, sent_back: int = 0) -> Decision:
+        """Choose a replica and reserve its work there. ``sent_back``: how often a replica has sent it back."""
         tokens = request.trace.prompt_tokens
-        routed = RoutedRequest(str(request.number), request.block_hashes, tokens, request.placement_key)
+        routed = RoutedRequest(
+            str(request.number), request.block_hashes, tokens, request.placement_key, sent_back=sent_back
+        )
         blocked = self._refused_by_tree(request) if self._tree is not None else ()
         decision = self.core.decide(routed, blocked)
         assert decision is not None, "simulated replicas are never full"

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
+from random import Random
 
 from benchmarks.common.trace import token_ids_of
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
+from router.policy.recheck import is_outdated
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
 from router.protocol.events import Event, LoadReport, RouterShare
 from router.protocol.request import Decision
@@ -71,15 +74,23 @@ class SimulatedReplica:
         self._on_first_token = on_first_token
         self._publish = publish
         self._link_free_s = 0.0
+        self._report_due = False
+        self._reported_s = -Random(replica_id).random() * settings.report_interval_s
         self._last_reservation: dict[str, int] = {}
 
-    def submit(self, request: SimulatedRequest, decision: Decision) -> None:
-        """Take a request. Raises ValueError when it could never fit the pool."""
+    def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
+        """Take a request, or return the load because of which the router should decide again.
+
+        Raises ValueError when it could never fit the pool.
+        """
         if self._blocks_of(request) > self._settings.blocks:
             raise ValueError(f"request {request.number} needs more blocks than a replica has")
-        now_s = self._clock.now_s
+        if decision.queued_tokens is not None:
+            load = self.report()
+            if is_outdated(decision, load):
+                return load
         tokens = token_ids_of(request.trace.hash_ids, request.trace.prompt_tokens, self._settings.block_size)
-        job = Job(request, decision, now_s, tokens)
+        job = Job(request, decision, request.trace.arrival_s / self._settings.speed, tokens)
         self._last_reservation[decision.router_id] = decision.reservation
         self._hint(job)
         self.waiting.append(job)
@@ -87,6 +98,7 @@ class SimulatedReplica:
             self._begin_pull(job)
         self._start_next()
         self._report()
+        return None
 
     def report(self) -> LoadReport:
         """Return the load now. The prompt being computed counts as waiting, with what is left of it."""
@@ -112,10 +124,28 @@ class SimulatedReplica:
             shares=shares,
             committed_prefill_tokens=committed,
             pull_tokens_per_s=self._settings.pull_tokens_per_s if self._pulls else 0.0,
+            taken_at_s=self._clock.now_s,
         )
 
     def _report(self) -> None:
-        self._publish(self.replica_id, (*self.cache.take_events(), self.report()))
+        events = self.cache.take_events()
+        if events:
+            self._publish(self.replica_id, tuple(events))
+        if not self._report_due:
+            self._report_due = True
+            self._clock.at(self._next_report_s(), self._report_load)
+
+    def _report_load(self) -> None:
+        self._report_due = False
+        self._reported_s = self._clock.now_s
+        self._publish(self.replica_id, (self.report(),))
+        if self.current is not None:
+            self._report()
+
+    def _next_report_s(self) -> float:
+        """Return when the replica looks next whether its load has changed; replicas do so out of step."""
+        every_s, since_s = self._settings.report_interval_s, self._clock.now_s - self._reported_s
+        return max(self._reported_s + max(ceil(since_s / every_s), 1) * every_s, self._clock.now_s)
 
     def _blocks_of(self, request: SimulatedRequest) -> int:
         return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)
@@ -157,20 +187,9 @@ class SimulatedReplica:
         self.waiting.remove(job)
         self.current = job
         self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
-        self._report_later(job)
 
     def _rank(self, job: Job) -> float:
         return job.uncached_tokens + AGING_TOKENS_PER_S * job.arrival_s
-
-    def _report_later(self, job: Job) -> None:
-        def tick() -> None:
-            if self.current is job:
-                self._report()
-                self._report_later(job)
-
-        next_s = self._clock.now_s + self._settings.report_interval_s
-        if next_s < job.finish_s:
-            self._clock.at(next_s, tick)
 
     def _finish(self, job: Job, blocks: list[int], hits: int) -> None:
         full = job.request.trace.prompt_tokens // self._settings.block_size

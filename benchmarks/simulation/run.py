@@ -62,7 +62,8 @@ def simulate(
 
 def _line(name: str, row: dict[str, float]) -> str:
     times = " ".join(f"{figure} {row[f'ttft_{figure}_s']:7.3f}" for figure in ("mean", "p50", "p90", "p99"))
-    return f"{name:36} hit rate {row['hit_rate']:.3f}  pulled {row['pulled_rate']:.3f}  TTFT {times} s"
+    rates = f"hit rate {row['hit_rate']:.3f}  pulled {row['pulled_rate']:.3f}  sent back {row['sent_back_rate']:.2f}"
+    return f"{name:36} {rates}  TTFT {times} s"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, token_ids_of
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
+from serve_app.config.routing import RoutingSection
 
 SCOPE = PrefixScope("simulated")
 _ROOT = SCOPE.root(b"simulation")
@@ -16,8 +17,9 @@ class ClusterSettings:
     """The cost model and its sizes.
 
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
-    sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas report their load at every
-    change and each ``report_interval_s`` of a prefill; reports and cache events reach routers ``feed_delay_s`` later.
+    sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas tell cache events at once
+    and, while it changes, their load every ``report_interval_s``; both reach routers ``feed_delay_s`` later. A request
+    that a replica sends back (see ``router.policy.recheck``) reaches the next one ``resend_s`` later.
     ``max_holders``: the default policy's bound on the replicas that hold one prefix.
     """
 
@@ -31,7 +33,8 @@ class ClusterSettings:
     max_holders: int = 16
     routers: int = 1
     feed_delay_s: float = 0.0
-    report_interval_s: float = 0.1
+    report_interval_s: float = RoutingSection().load_report_interval_s
+    resend_s: float = 0.01
     speed: float = 1.0
     seed: int = 0
 
@@ -40,7 +43,7 @@ class ClusterSettings:
             raise ValueError("replicas, blocks, block size and routers must be at least 1")
         if min(self.prefill_tokens_per_s, self.pull_tokens_per_s, self.speed, self.report_interval_s) <= 0.0:
             raise ValueError("rates, speed and the report interval must be above 0")
-        if min(self.feed_delay_s, self.decode_weight, self.decode_token_s) < 0.0:
+        if min(self.feed_delay_s, self.resend_s, self.decode_weight, self.decode_token_s) < 0.0:
             raise ValueError("delays and costs must not be negative")
 
 

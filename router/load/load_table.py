@@ -105,11 +105,16 @@ class LoadTable:
         return None if replica is None else replica.row
 
     def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
-        """Take a replica's report; unknown ids are ignored, nonsense (negative, not finite, huge) is clamped."""
+        """Take a replica's report, unless a later one has come; nonsense (negative, not finite, huge) is clamped.
+
+        Unknown ids are ignored.
+        """
         replica = self.replicas.get(replica_id)
         if replica is None:
             return
         clean = clamped(report)
+        if replica.report is not None and clean.taken_at_s < replica.report.taken_at_s:
+            return
         # To keep: shares name every router there ever was, and are read once.
         replica.report = msgspec.structs.replace(clean, shares=())
         self._count_rate(replica, -1)

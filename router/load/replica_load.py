@@ -122,4 +122,5 @@ def clamped(report: LoadReport) -> LoadReport:
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,
         prefill_rate_tokens=min(max(report.prefill_rate_tokens, 0), MAX_TOKENS),
+        taken_at_s=report.taken_at_s if isfinite(report.taken_at_s) else 0.0,
     )

@@ -52,6 +52,8 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     ``pull_tokens_per_s``: how fast the replica copies KV from others, 0.0 where it does not.
     ``prefill_rate_tokens``: how many recent prefill tokens that rate was measured over, 0 where it is not measured but
     known; a router believes a rate over few of them only in part (see ``ReplicaLoad``).
+    ``taken_at_s``: when this was so, by a clock of the replica's own; of two reports the later one counts, in whatever
+    order they come.
     ``adapters``: the LoRA adapters in memory (see ``pack_adapters``); ``adapter_load_s``: how long one takes to load.
     """
 
@@ -69,6 +71,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     adapters: bytes = b""
     adapter_load_s: float = 0.0
     prefill_rate_tokens: int = 0
+    taken_at_s: float = 0.0
 
 
 class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):

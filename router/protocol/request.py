@@ -30,7 +30,8 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     ``block_hashes``: packed chain of the prompt's full blocks. ``placement_key``: 16 bytes that keep related
     cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
     ``avoid``: replicas that already failed this request. ``adapter``: the key of its LoRA adapter, "" for none.
-    ``tenant``: whose it is, for the turns of those that wait.
+    ``tenant``: whose it is, for the turns of those that wait. ``sent_back``: how often a replica has sent it back
+    because more was queued there than the router believed.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     avoid: tuple[str, ...] = ()
     adapter: str = ""
     tenant: str = ""
+    sent_back: int = 0
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -49,7 +51,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     ``estimated_ttft_s``: 0.0 when the policy makes no estimate; ``reservation``: this router's number for it, reported
     back in ``RouterShare``. ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen
     one should copy before it computes the rest, "" where computing is faster; the estimate counts on it, and a pull
-    that fails costs time only.
+    that fails costs time only. ``queued_tokens``: the work that the router believed queued at the replica, which sends
+    the request back where that is far too low (see ``policy.recheck``); None: it takes the request whatever is queued.
     """
 
     replica_id: str
@@ -61,6 +64,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     estimated_ttft_s: float = 0.0
     pull_from: str = ""
     pull_tokens: int = 0
+    queued_tokens: int | None = None
 
 
 class NoReplicaLeft(Exception):

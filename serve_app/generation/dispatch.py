@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
+from router.protocol.events import LoadReport
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from serve_app.errors import (
@@ -71,16 +72,17 @@ class Dispatcher:
         A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
         token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
         full is asked again, until the generation's deadline; so is, for a stream that has begun, a deployment without
-        a replica. A replica that leaves in order, after tokens of its own, is no loss: a long stream outlives many.
+        a replica. A replica that leaves in order, after tokens of its own, is no loss: a long stream outlives many. One
+        that has more to do than the router knew sends it back with its load, and the router decides again.
         Raises a ``WarmpathError`` when the generation cannot be done.
         """
         received: list[int] = []
         avoid: tuple[str, ...] = ()
         cached_reported = False
-        losses = refusals = moves = 0
+        losses = refusals = moves = sent_back = 0
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = route_of(current, losses + refusals + moves, avoid)
+            route = route_of(current, losses + refusals + moves + sent_back, avoid, sent_back)
             reservation = _Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
@@ -88,6 +90,10 @@ class Dispatcher:
                     async for chunk in chunks:
                         if chunk.error == "unavailable":
                             raise _ReplicaLeaves(chunk.message)
+                        if chunk.load is not None:
+                            reservation.sent_back(chunk.load)
+                            sent_back += 1
+                            break
                         _raise_for(chunk)
                         received.extend(chunk.token_ids)
                         first = None if cached_reported else chunk.cached_tokens
@@ -95,7 +101,8 @@ class Dispatcher:
                         yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save)
                         if chunk.finish_reason is not None:
                             return
-                raise _ReplicaLost("the stream ended without a finish reason")
+                    else:
+                        raise _ReplicaLost("the stream ended without a finish reason")
             except (RateLimited, Overloaded) as error:
                 # The request was admitted, and other choices of it may be under way: this one waits for its replica.
                 # Where there is none, a client who has had nothing yet is told; one who has had a part cannot ask for
@@ -213,13 +220,23 @@ class _Reservation:
             if self._decision is not None:
                 self._core.record_delivered(self._decision, cached_tokens, ttft_s, self._route.block_hashes)
 
+    def sent_back(self, load: LoadReport) -> None:
+        """The replica has more to do than was known: learn it, and free what was reserved there."""
+        if self._take() and self._decision is not None:
+            self._core.sent_back(self._decision, load)
+
     def end(self) -> None:
         """Free what was reserved."""
-        if not self._ended:
-            self._ended = True
-            self._decision = self._decisions.take(self._route.request_id)
-            if self._decision is not None:
-                self._core.release(self._decision)
+        if self._take() and self._decision is not None:
+            self._core.release(self._decision)
+
+    def _take(self) -> bool:
+        """Take the decision; False when it was taken before."""
+        if self._ended:
+            return False
+        self._ended = True
+        self._decision = self._decisions.take(self._route.request_id)
+        return True
 
 
 class _ReplicaLost(Exception):
@@ -230,8 +247,14 @@ class _ReplicaLeaves(_ReplicaLost):
     """The replica says itself that it is going away."""
 
 
-def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = ()) -> RoutedRequest:
-    """Return a generation's routing view. ``avoid``: replicas that lost it in earlier attempts."""
+def route_of(
+    generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = (), sent_back: int = 0
+) -> RoutedRequest:
+    """Return a generation's routing view.
+
+    ``avoid``: replicas that lost it in earlier attempts; ``sent_back``: how many of those ended at once, with a replica
+    that had more to do than was known.
+    """
     return RoutedRequest(
         request_id=f"{generation.request_id}.{attempt}",
         block_hashes=generation.block_hashes,
@@ -240,6 +263,7 @@ def route_of(generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = 
         avoid=avoid,
         adapter=generation.scope.lora,
         tenant=generation.tenant,
+        sent_back=sent_back,
     )
 
 

@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope
+from router.protocol.events import LoadReport
 from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveOutcome
 
-ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout"]
+ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "busier"]
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +60,8 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
-    ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk.
+    ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk. ``load``:
+    what the replica has to do, where that is more than the router believed ("busier").
     """
 
     token_ids: tuple[int, ...] = ()
@@ -71,6 +73,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
     retry_after_s: float = 0.0
     save: SaveOutcome | None = None
+    load: LoadReport | None = None
 
 
 encode = msgspec.msgpack.Encoder().encode

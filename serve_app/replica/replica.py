@@ -20,6 +20,7 @@ import ray
 from ray import serve
 
 from router.feed import FeedPublisher, FeedPublisherThread
+from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
 from router.protocol.request import Decision, RoutedRequest
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
@@ -46,7 +47,7 @@ from serve_app.replica.lifecycle.prewarm import HotOffer
 from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
-from serve_app.replica.reporter import report
+from serve_app.replica.reporter import load_now, report
 from serve_app.replica.token_streams import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -187,6 +188,11 @@ class Replica:
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> AsyncIterator[bytes]:
         """Run one generation; yields encoded ``GenerateChunk``s. Closing the iterator cancels the generation."""
+        if decision is not None and decision.queued_tokens is not None:
+            load = load_now(self._engine, self._adapters, self._puller)
+            if is_outdated(decision, load):
+                yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
+                return
         call = wire.decode_call(payload)
         request = call.to_engine_request(
             route.block_hashes if route is not None else b"",

@@ -39,13 +39,8 @@ async def report(
     while True:
         now_s = time.monotonic()
         events: list[Event] = []
-        load = structs.replace(
-            engine.load(),
-            pull_tokens_per_s=puller.tokens_per_s,
-            adapters=pack_adapters(engine.adapters()),
-            adapter_load_s=adapters.load_s,
-        )
-        if load != last_load or now_s - last_load_s >= HEARTBEAT_S:
+        load = load_now(engine, adapters, puller)
+        if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
             events.append(load)
             last_load, last_load_s = load, now_s
         if now_s - last_stats_s >= STATS_INTERVAL_S:
@@ -57,3 +52,17 @@ async def report(
         if events:
             publish(events)
         await asyncio.sleep(interval_s)
+
+
+def load_now(engine: Engine, adapters: ReplicaAdapters, puller: Puller) -> LoadReport:
+    """Return the replica's load, with what the engine does not know of it."""
+    return structs.replace(
+        engine.load(),
+        pull_tokens_per_s=puller.tokens_per_s,
+        adapters=pack_adapters(engine.adapters()),
+        adapter_load_s=adapters.load_s,
+    )
+
+
+def _differs(load: LoadReport, last: LoadReport | None) -> bool:
+    return last is None or structs.replace(load, taken_at_s=last.taken_at_s) != last

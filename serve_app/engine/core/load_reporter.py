@@ -117,6 +117,7 @@ class LoadReporter:
             shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
             committed_prefill_tokens=committed_tokens,
             committed_sequences=committed_sequences,
+            taken_at_s=now_s,
         )
 
     def retry_after_s(self) -> float:

@@ -247,3 +247,17 @@ def test_full_replicas_are_counted_through_departures() -> None:
     assert (loads.num_full, loads.is_full("b"), loads.is_full("c")) == (1, False, True)
     loads.report("c", report(), 0.0)
     assert loads.num_full == 0
+
+
+@given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
+def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]) -> None:
+    """A report that comes after a later one changes nothing, neither the queue nor what of it is this router's."""
+    loads = table()
+    for _ in queued:
+        loads.reserve("a", 7, 0.0)
+    newest = -1
+    for number in order:
+        share = RouterShare("me", number, queued[number])
+        loads.report("a", msgspec.structs.replace(report(queued[number], 0, 1, share), taken_at_s=float(number)), 0.0)
+        newest = max(newest, number)
+        assert loads.queue_ahead("a") == queued[newest] + 7 * (len(queued) - newest)

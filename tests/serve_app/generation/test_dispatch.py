@@ -32,6 +32,7 @@ from ray.serve.handle import DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain, hash_blocks
+from router.protocol.events import LoadReport
 from router.protocol.request import NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
@@ -216,6 +217,28 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: E
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
     assert second_call.sampling == replace(generation().sampling, max_tokens=6 - received)
     assert second_call.scope == SCOPE
+
+
+def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
+    """Its load is learned, nothing is counted as lost, and the answer is whole; the next call says how often it was."""
+    busy: list[str] = []
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        if not busy:
+            busy.append(replica)
+            load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=1.0)
+            yield wire.GenerateChunk(replica_id=replica, error="busier", load=load)
+            return
+        assert replica not in busy
+        async for chunk in answer(call, replica):
+            yield chunk
+
+    got, handle, retries = run(chunks)
+    assert [t for tokens in got for t in tokens.token_ids] == [token_at(10 + i) for i in range(6)]
+    assert [route.sent_back for _, route in handle.calls] == [0, 1]
+    assert len({route.request_id for _, route in handle.calls}) == 2
+    assert handle.core.loads.queue_ahead(busy[0]) == 1_000_000
+    assert (handle.core.counters.sent_back, retries.after_first_token) == (1, [])
 
 
 @pytest.mark.parametrize("public_blocks", [1, 2])

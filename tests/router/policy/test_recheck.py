@@ -1,0 +1,112 @@
+"""A replica's second look at a decision: only work that the router could not know of sends a request back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.policy.recheck import MAX_SENT_BACK, WORTH_ASKING_S, is_outdated
+from router.protocol.events import LoadReport, RouterShare
+from router.protocol.request import Decision, RoutedRequest
+from router.settings import DEFAULT_POLICY, POLICY_NAMES, RouterSettings
+
+RATE = 1000.0
+TOKENS = st.integers(0, 1 << 30)
+
+
+def load(queued: int, *shares: RouterShare, taken_at_s: float = 0.0) -> LoadReport:
+    return LoadReport(queued, 0, int(queued > 0), 0, 0, RATE, 0.01, shares, taken_at_s=taken_at_s)
+
+
+def decision(queued: int | None, estimated_ttft_s: float = 0.0) -> Decision:
+    return Decision("a", "me", 1, 0, 0, "cold", estimated_ttft_s, queued_tokens=queued)
+
+
+def request(number: int, sent_back: int = 0) -> RoutedRequest:
+    return RoutedRequest(f"q{number}", b"", 1000, number.to_bytes(16), sent_back=sent_back)
+
+
+def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] = ("r0", "r1")) -> list[RoutingCore]:
+    """Routers that know of each other by the replicas' reports."""
+    made = [RoutingCore(name, RouterSettings(policy), clock=lambda: 1.0) for name in names]
+    for core in made:
+        core.update_replicas(replicas)
+        for replica in replicas:
+            core.apply(replica, "e", [load(0, *(RouterShare(name, 1, 0) for name in names))])
+    return made
+
+
+@given(queued=TOKENS, believed=TOKENS, estimated_ttft_s=st.floats(0, 1e6))
+def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: int, estimated_ttft_s: float) -> None:
+    """Less work than believed is no reason to ask again, nor is a little more; a longer estimate bears more."""
+    chosen = decision(believed, estimated_ttft_s)
+    sent_back = is_outdated(chosen, load(queued))
+    if queued <= believed + WORTH_ASKING_S * RATE:
+        assert not sent_back
+    if sent_back:
+        assert is_outdated(chosen, load(queued + 1))
+        assert is_outdated(decision(believed, estimated_ttft_s / 2), load(queued))
+    assert not is_outdated(decision(None), load(queued))
+    assert not is_outdated(decision(queued), load(queued))
+    assert is_outdated(decision(believed), load(believed + 1000))
+
+
+def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
+    """Two blind routers choose one idle replica; it sends the second request back, which then goes to the other one."""
+    first, second = cores("first", "second")
+    one = first.decide(request(7))
+    other = second.decide(request(7))
+    assert one is not None and other is not None and one.replica_id == other.replica_id
+    assert not is_outdated(one, load(0))
+    now = load(1000, RouterShare("first", one.reservation, 1000), taken_at_s=1.0)
+    assert is_outdated(other, now)
+    second.sent_back(other, now)
+    assert second.loads.open_reservations == 0
+    assert second.loads.queue_ahead(one.replica_id) == 1000
+    again = second.decide(request(7, sent_back=1))
+    assert again is not None and again.replica_id != one.replica_id
+    assert not is_outdated(again, load(0))
+
+
+def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
+    """Where the replica is still the best, it takes the request the second time: what it told is believed."""
+    core, _ = cores("me", "you")
+    core.apply("r0", "e", [load(50_000, taken_at_s=0.5)])
+    chosen = core.decide(request(1))
+    assert chosen is not None and chosen.replica_id == "r1"
+    now = load(20_000, taken_at_s=1.0)
+    assert is_outdated(chosen, now)
+    core.sent_back(chosen, now)
+    core.apply("r1", "e", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
+    again = core.decide(request(1, sent_back=1))
+    assert again is not None and (again.replica_id, again.queued_tokens) == ("r1", 20_000)
+    assert not is_outdated(again, now)
+
+
+def test_a_request_is_sent_back_so_often_and_counted_once() -> None:
+    """After MAX_SENT_BACK it is taken whatever is queued; the router's counts have it once."""
+    core, _ = cores("me", "you")
+    for sent_back in range(MAX_SENT_BACK):
+        chosen = core.decide(request(1, sent_back))
+        assert chosen is not None and chosen.queued_tokens is not None
+        core.sent_back(chosen, load(chosen.queued_tokens + 1000, taken_at_s=float(sent_back)))
+    last = core.decide(request(1, MAX_SENT_BACK))
+    assert last is not None and last.queued_tokens is None
+    core.release(last)
+    reasons = core.counters.by_policy[DEFAULT_POLICY].by_reason.values()
+    assert sum(counted.decisions for counted in reasons) == 1
+    assert core.counters.sent_back == MAX_SENT_BACK
+    assert core.loads.open_reservations == 0
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: str) -> None:
+    """A router alone sees all there is, one replica leaves no choice, and other rules do not choose by work."""
+    alone, beside = cores("me", policy=policy)[0], cores("me", "you", policy=policy)[0]
+    only = cores("me", "you", policy=policy, replicas=("r0",))[0]
+    for core, expected in ((alone, False), (only, False), (beside, policy == DEFAULT_POLICY)):
+        chosen = core.decide(request(1))
+        assert chosen is not None
+        assert (chosen.queued_tokens is not None) is expected

@@ -1,0 +1,61 @@
+"""A replica asked on the ground of old news: it sends the request back before it touches anything, with its load."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec import structs
+
+from router.protocol.block_hash import PrefixScope
+from router.protocol.events import LoadReport
+from router.protocol.request import Decision
+from serve_app.engine.protocol import SamplingParams
+from serve_app.replica import messages as wire
+from serve_app.replica.replica import Replica
+
+LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=3.0)
+SCOPE = PrefixScope("m", "", b"salt")
+CALL = wire.GenerateCall("q", "ingress", b"\0\0\0\0", SCOPE, SCOPE.root(b"secret"), "t", SamplingParams(max_tokens=1))
+
+
+class Begun(Exception):
+    """The replica took the request."""
+
+
+def asked(decision: Decision | None) -> wire.GenerateChunk:
+    """Ask a replica with ``LOAD`` and return its first word. Raises Begun when it takes the request."""
+
+    def begin(*_: Any) -> None:
+        raise Begun
+
+    replica: Any = SimpleNamespace(
+        _replica_id="me",
+        _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
+        _adapters=SimpleNamespace(load_s=0.5),
+        _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
+    )
+
+    async def first() -> bytes:
+        stream = Replica.generate(replica, wire.encode(CALL), decision=decision)
+        return cast(bytes, await anext(aiter(stream)))
+
+    return wire.decode_chunk(asyncio.run(first()))
+
+
+def test_old_news_is_answered_with_the_load() -> None:
+    """The whole load as the feed would tell it, in what a chunk carries over the wire."""
+    chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
+    assert (chunk.error, chunk.replica_id) == ("busier", "me")
+    assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5)
+
+
+@pytest.mark.parametrize("queued", [5000, 9000, None])
+def test_what_was_known_is_taken(queued: int | None) -> None:
+    """As much as believed, less, or whatever there is."""
+    with pytest.raises(Begun):
+        asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=queued))
+    with pytest.raises(Begun):
+        asked(None)
