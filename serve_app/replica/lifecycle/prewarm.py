@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 PULLS_AT_ONCE = 4
 
+ANSWER_PART = 4
+"""A peer has this part of the time budget for each answer: one that hangs does not take all of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class HotOffer:
@@ -120,6 +123,7 @@ class Prewarm:
         self._size = block_size
         self._budget = budget
         self._block_bytes = max(engine.kv_block_bytes, 1)
+        self._answer_s = budget.time_s / ANSWER_PART
         self._open: dict[str, int] = {}
         self._left: list[int] = []
         self.receipt = Receipt()
@@ -147,18 +151,19 @@ class Prewarm:
         return receipt
 
     async def _offers(self, peers: Sequence[str]) -> dict[str, HotOffer]:
-        """Ask all peers; who does not answer is left out. Raises TimeoutError with everything else."""
+        """Ask all peers; who does not answer in time is left out."""
         most_blocks = self._budget.most_bytes // self._block_bytes
-        answers = await asyncio.gather(*(self._ask(peer, most_blocks) for peer in peers), return_exceptions=True)
-        offers: dict[str, HotOffer] = {}
-        for peer, answer in zip(peers, answers, strict=True):
-            if isinstance(answer, HotOffer):
-                offers[peer] = answer
-            elif isinstance(answer, HolderLost):
-                logger.info("replica %s did not say what it holds: %s", peer, answer)
-            else:
-                raise answer
-        return offers
+
+        async def ask(peer: str) -> HotOffer | None:
+            try:
+                async with asyncio.timeout(self._answer_s):
+                    return await self._ask(peer, most_blocks)
+            except (HolderLost, TimeoutError) as error:
+                logger.info("replica %s did not say what it holds: %s", peer, error)
+                return None
+
+        answers = await asyncio.gather(*map(ask, peers))
+        return {peer: answer for peer, answer in zip(peers, answers, strict=True) if answer is not None}
 
     async def _load_adapters(self, offers: Mapping[str, HotOffer]) -> None:
         """Load what peers have in memory: what each used last comes first."""
@@ -215,9 +220,10 @@ class Prewarm:
             reason = None
             try:
                 count = min(step, piece.last - at)
-                held = await copy_part(
-                    self._engine, self._fetch, holder, piece.prefix, at, count, self._size, demote=False
-                )
+                async with asyncio.timeout(self._answer_s):
+                    held = await copy_part(
+                        self._engine, self._fetch, holder, piece.prefix, at, count, self._size, demote=False
+                    )
                 if not isinstance(held, tuple):
                     reason = "peer_lost" if held == "lost" else "gone"
                 else:
@@ -228,7 +234,7 @@ class Prewarm:
                     if moved < held[1]:
                         self._skip("no_room", piece.last - at)
                         break
-            except HolderLost:
+            except (HolderLost, TimeoutError):
                 reason = "peer_lost"
             except TransferError as error:
                 logger.warning("KV from replica %s was refused: %s", holder, error)

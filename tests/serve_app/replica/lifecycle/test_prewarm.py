@@ -15,6 +15,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.replica.lifecycle.prewarm import Budget, HotOffer, Prewarm, plan
 from serve_app.replica.lifecycle.receipt import Receipt
+from serve_app.replica.pull import PulledPart, WantedPart
 from tests.serve_app.replica.lifecycle.peers import (
     BLOCK_BYTES,
     PIECE_BLOCKS,
@@ -124,7 +125,31 @@ def test_the_time_bounds_it_whatever_peers_do() -> None:
     prewarm = Prewarm(new, local.ask, stuck, no_adapter, SIZE, Budget(1000 * BLOCK_BYTES, 0.5))  # type: ignore[arg-type]
     receipt = asyncio.run(prewarm.run(["peer"]))
     assert receipt.blocks.total() == len(hashes(new)) == PIECE_BLOCKS
-    assert receipt.skipped == {"time": 10 - PIECE_BLOCKS}
+    assert receipt.skipped.total() == 10 - PIECE_BLOCKS
+
+
+@pytest.mark.parametrize("hangs_at", ["ask", "fetch"])
+def test_a_peer_that_hangs_leaves_time_for_the_others(hangs_at: str) -> None:
+    """All that another one holds too is there before the time is over."""
+    local = Local({"hangs": make_engine(), "lives": make_engine()})
+    for engine in local.engines.values():
+        fill(engine, [0] * 40)
+
+    async def ask(peer: str, most_blocks: int) -> HotOffer:
+        if (peer, hangs_at) == ("hangs", "ask"):
+            await asyncio.Event().wait()
+        return await local.ask(peer, most_blocks)
+
+    async def fetch(peer: str, wanted: WantedPart) -> PulledPart:
+        if peer == "hangs":
+            await asyncio.Event().wait()
+        return await local.fetch(peer, wanted)
+
+    new = make_engine()
+    budget = Budget(1000 * BLOCK_BYTES, 8.0)
+    receipt = asyncio.run(Prewarm(new, ask, fetch, no_adapter, SIZE, budget).run(["hangs", "lives"]))
+    assert hashes(new) == hashes(local.engines["lives"])
+    assert not receipt.skipped
 
 
 def test_without_peers_it_is_over_at_once() -> None:
