@@ -8,7 +8,9 @@ engines have about an H200's rates for a model of 70 B parameters, with tokens d
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +20,7 @@ from benchmarks.common.report import names_of, parser_of, write
 from benchmarks.end_to_end.autoscale.arms import ARMS
 from benchmarks.end_to_end.autoscale.figures import figures_of
 from benchmarks.end_to_end.autoscale.plots import plot_runs
-from benchmarks.end_to_end.autoscale.scenarios import SCENARIOS, TWO_PHASE, timeline
+from benchmarks.end_to_end.autoscale.scenarios import SCENARIOS, TWO_PHASE, Span, timeline
 from benchmarks.end_to_end.autoscale.stage import Run, play
 from benchmarks.end_to_end.autoscale.traffic import TrafficShape, shots_of, undisturbed
 
@@ -76,27 +78,33 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return settings | {"dtype": "float32", "num_threads": 1}
 
 
+def spans_of(scenarios: Sequence[str], seconds: float) -> list[Span]:
+    """Return one run's scenarios, in their own order."""
+    every = TWO_PHASE if TWO_PHASE_NAME in scenarios else SCENARIOS
+    return timeline({name: every[name] for name in every if name in scenarios or every is TWO_PHASE}, seconds)
+
+
 def compare(
-    options: argparse.Namespace, scenarios: list[str], progress: Progress
+    options: argparse.Namespace, spans: Sequence[Span], progress: Progress, drain_s: float = 0.0
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Run]]:
-    """Run every arm through scenarios that make one run; return figures and runs by arm."""
-    two_phase = scenarios == [TWO_PHASE_NAME]
-    chosen = TWO_PHASE if two_phase else {name: SCENARIOS[name] for name in SCENARIOS if name in scenarios}
-    spans = timeline(chosen, options.seconds)
+    """Run every arm through one run's scenarios; return figures and runs by arm.
+
+    ``drain_s``: how long a replica has to leave, where that is over 0; every fourth stream then takes longer.
+    """
     simulated = options.engine == "simulated"
-    long_tokens = int(_LONG_STREAM_S / _DECODE_STEP_S) if two_phase else 0
+    long_tokens = int(_LONG_STREAM_S / _DECODE_STEP_S) if drain_s else 0
     shape = TrafficShape(512 // _SHRINK, _SHRINK // 2, max_blocks=30, long_tokens=long_tokens)
     shots = shots_of(spans, options.requests_per_s, options.model, shape, options.seed)
     base = settings_of(options)
     bar = progress.add_task("undisturbed", total=len(shots))
-    texts = undisturbed(shots, base, lambda: progress.advance(bar))
-    if two_phase:
-        base["graceful_shutdown_timeout_s"] = _DRAIN_S
+    texts = undisturbed(shots, base, partial(progress.advance, bar))
+    if drain_s:
+        base["graceful_shutdown_timeout_s"] = drain_s
     found: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for name in options.arms:
         bar = progress.add_task(name, total=len(shots))
-        run = play(ARMS[name], base, spans, options.seconds, shots, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
+        run = play(ARMS[name], base, spans, options.seconds, shots, partial(progress.advance, bar))
         rate = _PREFILL_TOKENS_PER_S if simulated else _TORCH_TOKENS_PER_S
         figures = figures_of(run, texts, spans, options.seconds, rate, _DECODE_STEP_S)
         found[name] = {"label": ARMS[name].label, **figures, "notices": run.notices, "curves": _curves(run)}
@@ -143,24 +151,25 @@ def contract(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run what was asked for; two phases are a run of their own."""
     options = parse()
-    single = [name for name in options.scenarios if name != TWO_PHASE_NAME]
     results: dict[str, Any] = {}
     kind = (
         f"simulated engines, an H200's rates / {_SHRINK}" if options.engine == "simulated" else "the demo model, torch"
     )
+    title = f"Ray Serve, {options.requests_per_s:g} requests/s at the peak; {kind}"
     with Progress(console=Console(stderr=True)) as progress:
-        for scenarios in (single, [name for name in options.scenarios if name == TWO_PHASE_NAME]):
-            if not scenarios:
-                continue
-            found, runs = compare(options, scenarios, progress)
-            two_phase = scenarios == [TWO_PHASE_NAME]
-            said = {**contract(found), "arms": found}
-            results |= {TWO_PHASE_NAME: said} if two_phase else said
+        single = [name for name in options.scenarios if name != TWO_PHASE_NAME]
+        if single:
+            spans = spans_of(single, options.seconds)
+            found, runs = compare(options, spans, progress)
+            results |= {**contract(found), "arms": found}
             if options.json is not None:
-                chosen = TWO_PHASE if two_phase else {name: SCENARIOS[name] for name in SCENARIOS if name in scenarios}
-                picture = options.json.with_suffix(f".{TWO_PHASE_NAME}.png" if two_phase else ".png")
-                title = f"Ray Serve, {options.requests_per_s:g} requests/s at the peak; {kind}"
-                plot_runs(picture, runs, timeline(chosen, options.seconds), title)
+                plot_runs(options.json.with_suffix(".png"), runs, spans, title)
+        if TWO_PHASE_NAME in options.scenarios:
+            spans = spans_of([TWO_PHASE_NAME], options.seconds)
+            found, runs = compare(options, spans, progress, _DRAIN_S)
+            results[TWO_PHASE_NAME] = {**contract(found), "arms": found}
+            if options.json is not None:
+                plot_runs(options.json.with_suffix(f".{TWO_PHASE_NAME}.png"), runs, spans, title)
     write(options.json, vars(options), results)
 
 
