@@ -93,7 +93,7 @@ def compare(
     """
     simulated = options.engine == "simulated"
     long_tokens = int(_LONG_STREAM_S / _DECODE_STEP_S) if drain_s else 0
-    shape = TrafficShape(512 // _SHRINK, _SHRINK // 2, max_blocks=30, long_tokens=long_tokens)
+    shape = TrafficShape(512 // _SHRINK, _SHRINK // 2, max_blocks=20, long_tokens=long_tokens)
     shots = shots_of(spans, options.requests_per_s, options.model, shape, options.seed)
     base = settings_of(options)
     bar = progress.add_task("undisturbed", total=len(shots))

@@ -28,8 +28,10 @@ from serve_app.cli.local_ray import held_port
 PATH = "/v1/completions"
 _CLIENTS = 8
 _START_S = 36_000.0
-_REQUESTS_PER_S = 1.5
-"""Of the tenants' own time, in which conversations pause for two minutes."""
+_REQUESTS_PER_S = 0.4
+"""Of the tenants' own time: a conversation goes on after some 50 requests, and so within the minutes of a run."""
+_TENANTS, _SYSTEM_PROMPTS = 4, 6
+"""Few, so that caches are warm after a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def shots_of(spans: Sequence[Span], peak_per_s: float, model: str, shape: Traffi
         _REQUESTS_PER_S,
         2.0 * len(times) / _REQUESTS_PER_S,
         _START_S,
-        tenants=8,
+        _TENANTS,
+        _SYSTEM_PROMPTS,
         max_blocks=shape.max_blocks,
         seed=seed,
     )
