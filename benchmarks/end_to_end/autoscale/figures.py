@@ -16,6 +16,7 @@ from benchmarks.end_to_end.autoscale.stage import Run, Sample
 
 FIRST_REQUESTS = 100
 """Of a new replica, on which its hit rate is compared with the others'."""
+CURVE_WINDOW_S = 10.0
 _LEAST_REQUESTS = 20
 """Fewer say nothing."""
 _SILENCE_STEPS = 3.0
@@ -67,6 +68,19 @@ def figures_of(
         "resume_p99_ratio": percentile(resumed, 99) if resumed else None,
         "scenarios": {name: _seen(results) for name, results in names},
     }  # fmt: skip
+
+
+def curves(run: Run, end_s: float) -> dict[str, Any]:
+    """Return what a picture shows: replicas by state each second, and by window what was offered and answered."""
+    windows = []
+    for number in range(int(end_s // CURVE_WINDOW_S)):
+        start_s = number * CURVE_WINDOW_S
+        seen = _seen(_between(run.results, start_s, start_s + CURVE_WINDOW_S))
+        windows.append(
+            {"at_s": start_s + CURVE_WINDOW_S / 2, "offered_per_s": seen["requests"] / CURVE_WINDOW_S, **seen}
+        )
+    replicas = [{"at_s": round(sample.at_s, 2), **sample.states} for sample in run.samples]
+    return {"actions": run.actions, "replicas": replicas, "windows": windows}
 
 
 def joined(samples: Sequence[Sample]) -> list[tuple[float, str]]:

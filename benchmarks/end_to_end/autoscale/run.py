@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from rich.progress import Progress
 
 from benchmarks.common.report import names_of, parser_of, write
 from benchmarks.end_to_end.autoscale.arms import ARMS
-from benchmarks.end_to_end.autoscale.figures import figures_of
-from benchmarks.end_to_end.autoscale.plots import plot_runs
+from benchmarks.end_to_end.autoscale.figures import curves, figures_of
+from benchmarks.end_to_end.autoscale.plots import plot_curves
 from benchmarks.end_to_end.autoscale.scenarios import SCENARIOS, TWO_PHASE, Span, timeline
-from benchmarks.end_to_end.autoscale.stage import Run, play
+from benchmarks.end_to_end.autoscale.stage import play
 from benchmarks.end_to_end.autoscale.traffic import TrafficShape, shots_of, undisturbed
 
 TWO_PHASE_NAME = "two_phase"
@@ -86,8 +85,8 @@ def spans_of(scenarios: Sequence[str], seconds: float) -> list[Span]:
 
 def compare(
     options: argparse.Namespace, spans: Sequence[Span], progress: Progress, drain_s: float = 0.0
-) -> tuple[dict[str, dict[str, Any]], dict[str, Run]]:
-    """Run every arm through one run's scenarios; return figures and runs by arm.
+) -> dict[str, dict[str, Any]]:
+    """Run every arm through one run's scenarios; return figures by arm.
 
     ``drain_s``: how long a replica has to leave, where that is over 0; every fourth stream then takes longer.
     """
@@ -101,29 +100,15 @@ def compare(
     if drain_s:
         base["graceful_shutdown_timeout_s"] = drain_s
     found: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Run] = {}
     for name in options.arms:
         bar = progress.add_task(name, total=len(shots))
         run = play(ARMS[name], base, spans, options.seconds, shots, partial(progress.advance, bar))
         rate = _PREFILL_TOKENS_PER_S if simulated else _TORCH_TOKENS_PER_S
         figures = figures_of(run, texts, spans, options.seconds, rate, _DECODE_STEP_S)
-        found[name] = {"label": ARMS[name].label, **figures, "notices": run.notices, "curves": _curves(run)}
-        runs[name] = run
+        found[name] = {"label": ARMS[name].label, **figures, "notices": run.notices}
+        found[name]["curves"] = curves(run, spans[-1].end_s)
         progress.console.print(f"{name}: {_line(figures)}")
-    return found, runs
-
-
-def _curves(run: Run) -> dict[str, Any]:
-    return {
-        "samples": [asdict(sample) for sample in run.samples],
-        "actions": run.actions,
-        "requests": [
-            [round(one.shot.at_s, 3), None, None, None]
-            if one.answer is None
-            else [round(one.shot.at_s, 3), round(one.ttft_s, 4), one.answer.cached_tokens, one.answer.prompt_tokens]
-            for one in run.results
-        ],
-    }
+    return found
 
 
 def _line(figures: dict[str, Any]) -> str:
@@ -151,25 +136,25 @@ def contract(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run what was asked for; two phases are a run of their own."""
     options = parse()
-    results: dict[str, Any] = {}
     kind = (
         f"simulated engines, an H200's rates / {_SHRINK}" if options.engine == "simulated" else "the demo model, torch"
     )
     title = f"Ray Serve, {options.requests_per_s:g} requests/s at the peak; {kind}"
+    single = [name for name in options.scenarios if name != TWO_PHASE_NAME]
+    results: dict[str, Any] = {}
     with Progress(console=Console(stderr=True)) as progress:
-        single = [name for name in options.scenarios if name != TWO_PHASE_NAME]
-        if single:
-            spans = spans_of(single, options.seconds)
-            found, runs = compare(options, spans, progress)
-            results |= {**contract(found), "arms": found}
+        for scenarios in (single, [name for name in options.scenarios if name == TWO_PHASE_NAME]):
+            if not scenarios:
+                continue
+            two_phase = scenarios != single
+            spans = spans_of(scenarios, options.seconds)
+            found = compare(options, spans, progress, _DRAIN_S if two_phase else 0.0)
+            said = {**contract(found), "arms": found}
+            results |= {TWO_PHASE_NAME: said} if two_phase else said
             if options.json is not None:
-                plot_runs(options.json.with_suffix(".png"), runs, spans, title)
-        if TWO_PHASE_NAME in options.scenarios:
-            spans = spans_of([TWO_PHASE_NAME], options.seconds)
-            found, runs = compare(options, spans, progress, _DRAIN_S)
-            results[TWO_PHASE_NAME] = {**contract(found), "arms": found}
-            if options.json is not None:
-                plot_runs(options.json.with_suffix(f".{TWO_PHASE_NAME}.png"), runs, spans, title)
+                pictured = {figures["label"]: figures["curves"] for figures in found.values()}
+                suffix = f".{TWO_PHASE_NAME}.png" if two_phase else ".png"
+                plot_curves(options.json.with_suffix(suffix), pictured, spans, title)
     write(options.json, vars(options), results)
 
 

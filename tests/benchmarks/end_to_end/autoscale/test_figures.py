@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from benchmarks.common.client import Answer
 from benchmarks.common.open_loop import Result, Shot
 from benchmarks.end_to_end.autoscale.figures import (
+    curves,
     figures_of,
     joined,
     new_replica_hit_ratio,
@@ -16,6 +18,7 @@ from benchmarks.end_to_end.autoscale.figures import (
     resumes,
     shrunk,
 )
+from benchmarks.end_to_end.autoscale.plots import plot_curves
 from benchmarks.end_to_end.autoscale.scenarios import SCENARIOS, timeline
 from benchmarks.end_to_end.autoscale.stage import Run, Sample
 
@@ -111,3 +114,23 @@ def test_interrupted_streams_are_those_silent_around_the_kill() -> None:
     elsewhere = result(9.0, gap_at_s=0.99, gap_s=0.02)
     later = result(9.0, gap_at_s=1.5, gap_s=0.6)
     assert resumes([interrupted, elsewhere, later], 10.0, 1000.0, 0.01) == pytest.approx([0.5 / 0.11])
+
+
+def test_curves_are_by_window() -> None:
+    """Ten seconds each; a window without answers has no times; replicas are as they were sampled."""
+    run = Run([result(1.0), result(2.0, cached=70), result(25.0)], [sample(0.5, {"RUNNING": 2})], [(3.0, "kill")])
+    found = curves(run, 35.0)
+    assert [window["at_s"] for window in found["windows"]] == [5.0, 15.0, 25.0]
+    assert [window["offered_per_s"] for window in found["windows"]] == [0.2, 0.0, 0.1]
+    assert found["windows"][0]["hit_rate"] == pytest.approx(0.6) and "ttft_p50_s" not in found["windows"][1]
+    assert found["replicas"] == [{"at_s": 0.5, "RUNNING": 2}] and found["actions"] == [(3.0, "kill")]
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    run = Run(
+        [result(float(number)) for number in range(60)], [sample(0.5, {"RUNNING": 2}), sample(9.0, {"STOPPING": 1})]
+    )
+    plot_curves(
+        tmp_path / "deep" / "found.png", {"ours": curves(run, 60.0), "other": curves(Run(), 60.0)}, SPANS, "title"
+    )
+    assert (tmp_path / "deep" / "found.png").stat().st_size > 10_000
