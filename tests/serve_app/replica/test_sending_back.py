@@ -33,6 +33,7 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
 
     replica: Any = SimpleNamespace(
         _replica_id="me",
+        _lifecycle=SimpleNamespace(over=False),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),
         _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
