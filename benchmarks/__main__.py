@@ -13,6 +13,7 @@ MODULES = {
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",
     "autoscale": "end_to_end.autoscale.run",
+    "failures": "end_to_end.failures.run",
     "overhead": "end_to_end.overhead",
     "engine": "engine.compare",
     "lora": "engine.lora",

@@ -1,0 +1,203 @@
+"""The failures: each asks requests of a cluster, kills something under them, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+
+from benchmarks.common.prompts import text_of
+from benchmarks.end_to_end.failures.clients import Clients, Seen
+from cluster.local import LocalCluster, application
+from serve_app.checkpoints.checkpoint import resolve_model
+
+REPLICAS, INGRESSES = 3, 2
+SLOTS = 8
+"""Sequences that a replica runs, and as many may wait there."""
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "engine": "simulated",
+    "replicas": REPLICAS,
+    "ingress_replicas": INGRESSES,
+    "simulated_prefill_tokens_per_s": 4000,
+    "simulated_decode_step_s": 0.02,
+    "max_num_seqs": SLOTS,
+    "max_waiting_requests": SLOTS,
+}
+OPTIONS = {"Replica": {"max_surge_percent": 50}, "Ingress": {"max_surge_percent": 50}}
+"""A rolling update starts a new one before it stops an old one: there is room for all, and a cache to start from."""
+
+COLD_TOKENS = 2000
+"""Of a stream's prompt: half a second of prefill."""
+LATE_TOKENS = 8000
+"""Of a prompt that is killed before its first byte."""
+UP_TIMEOUT_S = 300.0
+
+
+def deployed() -> dict[str, Any]:
+    """Return the application that the failures run on."""
+    return application(SETTINGS, OPTIONS)
+
+
+def bodies(count: int, first: int, tokens: int, max_tokens: int, shared_tokens: int = 0) -> list[dict[str, Any]]:
+    """Return requests with prompts of ``tokens``, every second one greedy, the others sampled with a seed.
+
+    ``first``: the number of the first prompt, so that no two runs share one; ``shared_tokens``: the same in all.
+    """
+    model = resolve_model(SETTINGS["model"])
+    shared = text_of(shared_tokens, model, first) + " " if shared_tokens else ""
+    return [
+        {
+            "model": SETTINGS["model"],
+            "prompt": shared + text_of(tokens, model, first + 1 + number),
+            "max_tokens": max_tokens,
+            "temperature": number % 2,
+            "seed": number,
+        }
+        for number in range(count)
+    ]
+
+
+def spread_prefix(cluster: LocalCluster, body: dict[str, Any]) -> None:
+    """Ask one request so often at once that every replica is full, and each has its prefix afterwards."""
+    at_once = REPLICAS * (SLOTS + SLOTS // 2)
+
+    async def ask_all() -> None:
+        clients = Clients(cluster.url)
+        await clients.at_once([{**body, "seed": 1000 + number} for number in range(at_once)])
+
+    asyncio.run(ask_all())
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while True:
+        answer = httpx.post(f"{cluster.url}/v1/cache/explain", json=body, timeout=30).json()
+        held = [one["cached_tokens"] for one in answer["prompts"][0]["replicas"]]
+        if len(held) == REPLICAS and min(held) >= COLD_TOKENS // 2:
+            return
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"the prefix is not everywhere: {held}")
+        time.sleep(0.1)
+
+
+def busiest(cluster: LocalCluster) -> tuple[str, int]:
+    """Return the id of the replica that runs most, and how many sequences it runs or has waiting."""
+    replicas = httpx.get(f"{cluster.url}/v1/cache/state", timeout=30).json()["replicas"]
+    busy = {one["replica_id"]: one["running_sequences"] + one["waiting_sequences"] for one in replicas}
+    most = max(busy, key=lambda name: busy[name])
+    return most, busy[most]
+
+
+def kill_controller(cluster: LocalCluster) -> float:
+    """Kill Serve's controller with SIGKILL; return the moment, of ``time.perf_counter``."""
+    cluster.kill("controller")
+    return time.perf_counter()
+
+
+def kill_ingress(cluster: LocalCluster) -> float:
+    """Kill one ingress with SIGKILL; return the moment."""
+    cluster.kill("Ingress")
+    return time.perf_counter()
+
+
+def kill_busiest_replica(cluster: LocalCluster) -> float:
+    """Kill the replica that runs most with SIGKILL; return the moment, of ``time.perf_counter``."""
+    cluster.kill("Replica", busiest(cluster)[0])
+    return time.perf_counter()
+
+
+def kill_node(cluster: LocalCluster) -> float:
+    """Kill the last node that has a replica, not the head; return the moment before."""
+    number = max(one["node"] for one in cluster.processes("Replica"))
+    before_s = time.perf_counter()
+    cluster.kill_node(number)
+    return before_s
+
+
+def streaming(cluster: LocalCluster, tokens: int = 10) -> Callable[[Sequence[Seen]], Awaitable[bool]]:
+    """Say whether every stream has so many tokens, and a replica has told that it runs one."""
+
+    async def ready(all_seen: Sequence[Seen]) -> bool:
+        if not all(len(seen.token_times_s) >= tokens for seen in all_seen):
+            return False
+        return (await asyncio.to_thread(busiest, cluster))[1] > 0
+
+    return ready
+
+
+def computing(cluster: LocalCluster) -> Callable[[Sequence[Seen]], Awaitable[bool]]:
+    """Say whether a replica has told that it works, and nobody has had a byte."""
+
+    async def ready(all_seen: Sequence[Seen]) -> bool:
+        if any(seen.token_times_s for seen in all_seen):
+            raise RuntimeError("an answer began before anything was killed: ask for longer prompts")
+        return (await asyncio.to_thread(busiest, cluster))[1] > 0
+
+    return ready
+
+
+def wait_until_whole(cluster: LocalCluster) -> None:
+    """Wait until as many replicas and ingresses run as were asked for, HTTP answers, and routers know all replicas."""
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while not _whole(cluster):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"the cluster did not become whole again: {cluster.status()}")
+        time.sleep(0.2)
+
+
+def _whole(cluster: LocalCluster) -> bool:
+    try:
+        deployments = cluster.status()["deployments"]
+        running = {name: one["replica_states"] for name, one in deployments.items()}
+        if running != {"Replica": {"RUNNING": REPLICAS}, "Ingress": {"RUNNING": INGRESSES}}:
+            return False
+        state = httpx.get(f"{cluster.url}/v1/cache/state", timeout=30)
+        alive = {one["name"] for one in cluster.processes("Replica")}
+    except (httpx.HTTPError, RuntimeError):
+        return False
+    return state.status_code == 200 and alive == {
+        one["replica_id"] for one in state.json()["replicas"] if not one["away"] and one["report_age_s"] is not None
+    }
+
+
+def seconds_until_http_answers(cluster: LocalCluster) -> float:
+    """Kill HAProxy with SIGKILL; return the seconds until a new connection is answered with 200 again."""
+    cluster.kill("haproxy")
+    began_s = time.perf_counter()
+    while time.perf_counter() - began_s < UP_TIMEOUT_S:
+        try:
+            if httpx.get(f"{cluster.url}/health", timeout=5).status_code == 200:
+                return time.perf_counter() - began_s
+        except httpx.HTTPError:
+            time.sleep(0.05)
+    raise RuntimeError("HTTP did not answer again")
+
+
+def rolling_update(cluster: LocalCluster, round_number: int) -> None:
+    """Deploy with one setting changed, which restarts every replica and ingress, and wait until all are new."""
+    before = {one["name"] for kind in ("Replica", "Ingress") for one in cluster.processes(kind)}
+    cluster.deploy(application({**SETTINGS, "save_ttl_s": 1000 + round_number}, OPTIONS))
+    deadline_s = time.monotonic() + UP_TIMEOUT_S
+    while before & {one["name"] for kind in ("Replica", "Ingress") for one in cluster.processes(kind)}:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("old replicas are still there")
+        time.sleep(0.2)
+
+
+async def interrupted_streams(
+    cluster: LocalCluster, clients: Clients, asked: list[dict[str, Any]]
+) -> tuple[list[Seen], list[tuple[Seen, float]]]:
+    """Kill the busiest replica under streams; return what was seen, and each broken stream's time to its next token."""
+    broken = 0
+
+    def strike() -> float:
+        nonlocal broken
+        victim, broken = busiest(cluster)
+        cluster.kill("Replica", victim)
+        return time.perf_counter()
+
+    seen, struck_s = await clients.disturbed(asked, streaming(cluster), strike)
+    # The others went on at a token's pace.
+    waited = sorted(((one, one.longest_gap_after(struck_s)) for one in seen), key=lambda pair: -pair[1])
+    return seen, waited[:broken]
