@@ -42,15 +42,19 @@ def mistakes_in(text: str) -> list[Mistake]:
 
 
 class _Document:
-    """Values of a YAML text, and the line of each. ``before``: lines of a file in front of the text."""
+    """Values of a YAML text, and the line of each.
 
-    def __init__(self, text: str, before: int = 0) -> None:
+    ``before``: lines of a file in front of the text. ``as_written``: whether its lines are lines of that file.
+    """
+
+    def __init__(self, text: str, before: int = 0, *, as_written: bool = True) -> None:
         try:
             self.values = yaml.safe_load(text)
             self.root: Any = yaml.compose(text, yaml.SafeLoader)
         except yaml.YAMLError as error:
             raise ValueError(f"this is not YAML: {error}") from None
         self.before = before
+        self.as_written = as_written
 
     def at(self, place: Location) -> Any:
         """Return the value at a place, None where there is none."""
@@ -64,17 +68,22 @@ class _Document:
 
     def mistake(self, place: Location, what: str) -> Mistake:
         """Return a mistake at a place, with the line of the nearest thing that is there."""
+        line = self._nearest(place)[0] + 1 if self.as_written else 0
+        return Mistake(self.before + line, ".".join(map(str, place)), what)
+
+    def inner(self, place: Location) -> _Document:
+        """Return the YAML that is the text at a place."""
+        line, node = self._nearest(place)
+        return _Document(self.at(place), line + 1, as_written=node.style == "|")
+
+    def _nearest(self, place: Location) -> tuple[int, Any]:
         node, line = self.root, self.root.start_mark.line
         for step in place:
             found = _child(node, step)
             if found is None:
                 break
             line, node = found
-        return Mistake(self.before + line + 1, ".".join(map(str, place)), what)
-
-    def inner(self, place: Location) -> _Document:
-        """Return the YAML that stands in a text at a place (after ``|``)."""
-        return _Document(self.at(place), self.mistake(place, "").line)
+        return line, node
 
 
 def _child(node: Any, step: int | str) -> tuple[int, Any] | None:
@@ -104,6 +113,10 @@ def _serve_config(document: _Document) -> Iterator[Mistake]:
     except ValidationError as error:
         for each in error.errors():
             yield document.mistake(each["loc"], each["msg"].removeprefix("Value error, "))
+        return
+    except (AttributeError, TypeError):  # its validators look into what may be anything
+        what = "an entry of applications or deployments holds no NAME: VALUE pairs; see cluster/serve_config.yaml"
+        yield document.mistake(("applications",), what)
         return
     ours = 0
     for number, app in enumerate(document.at(("applications",))):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve_app.cli.check import Mistake, mistakes_in
@@ -69,6 +72,48 @@ def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, li
     mistakes = found(old, new)
     assert any((each.line, each.place) == (line, place) and what in each.what for each in mistakes), mistakes
     assert not any("wp-key" in each.what for each in mistakes)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab", max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["whole", "applications", "application", "args", "deployments", "user_config", "text"]), anything
+)
+def test_whatever_a_file_holds_it_is_answered(where: str, value: object) -> None:
+    """A list of mistakes, each with a line that the file has; never a fault of the checker's own."""
+    config = yaml.safe_load(CONFIG)
+    app = config["applications"][0]
+    if where == "application":
+        config["applications"] = [value]
+    elif where == "applications":
+        config["applications"] = value
+    elif where == "user_config":
+        app["deployments"] = [{"name": name, "user_config": value} for name in ("Ingress", "Replica")]
+    else:
+        app[where] = value
+    whole = value if where == "whole" else config
+    service = {"kind": "RayService", "spec": {"serveConfigV2": value if where == "text" else yaml.safe_dump(whole)}}
+    for document, style in ((whole, None), (service, None), (service, "|")):
+        text = yaml.safe_dump(document, default_style=style)
+        with suppress(ValueError):  # a text in a RayService that is no YAML
+            for mistake in mistakes_in(text):
+                assert 1 <= mistake.line <= len(text.splitlines()) + 1
+                assert mistake.what
 
 
 def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
