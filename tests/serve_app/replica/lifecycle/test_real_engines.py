@@ -1,0 +1,50 @@
+"""KV that moved with a replica's joining or leaving gives the tokens of computed KV; engines run and compute."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import Save
+from serve_app.replica.lifecycle.handover import HandOver
+from serve_app.replica.lifecycle.prewarm import Budget, Prewarm
+from serve_app.replica.lifecycle.receipt import Receipt
+from serve_app.replica.pull_metrics import PullMeters
+from serve_app.replica.pull_peers import Exports
+from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
+from tests.serve_app.replica.lifecycle.peers import Local
+from tests.serve_app.replica.lifecycle.test_prewarm import no_adapter
+
+
+def test_moved_kv_is_computed_kv(make_engine: MakeEngine, reference: Reference) -> None:
+    """Handed over while a stream runs, then copied by one that joins; the save is one there too."""
+    first, second, third = (make_engine(pin_budget_blocks=64) for _ in range(3))
+    ids, saved = prompt(200), prompt(100, 3)
+    run_all(first, [request("a", ids, 1), replace(request("b", saved, 1), save=Save(b"key", 96))])
+    stream = Collector()
+    first.submit(request("stream", prompt(40, 4), 300), stream)
+    stream.wait_tokens("stream", 3)
+    receipt = Receipt()
+
+    def peers(engine: TorchEngine) -> Local:
+        local = Local({"peer": engine})
+        local.exports["peer"] = Exports(engine, 16, PullMeters())
+        return local
+
+    asyncio.run(HandOver(first, peers(second), 16, lambda: True, receipt).run(["peer"], 60.0))
+    assert receipt.saves == 1
+    assert receipt.bytes == receipt.blocks.total() * first.kv_block_bytes
+    local = peers(second)
+    prewarm = Prewarm(third, local.ask, local.fetch, no_adapter, 16, Budget(1 << 30, 60.0))
+    assert asyncio.run(prewarm.run(["peer"])).blocks["save"] == 6
+    for name, engine in (("second", second), ("third", third)):
+        got = run_all(engine, [request(name, ids, 8), request(f"{name} saved", saved, 8)])
+        assert got.cached == {name: 192, f"{name} saved": 96}
+        assert got.tokens[name] == reference("qwen3", ids, 8)
+        assert got.tokens[f"{name} saved"] == reference("qwen3", saved, 8)
+    again = run_all(second, [replace(request("again", saved, 1), save=Save(b"key", 96))])
+    assert again.cached["again"] == 96
+    stream.wait(["stream"])
+    assert stream.tokens["stream"] == reference("qwen3", prompt(40, 4), 300)
