@@ -21,6 +21,7 @@ MODULES = {
     "eagle_head": "engine.eagle_training",
     "routing": "routing.decision_latency",
     "simulate": "simulation.run",
+    "simulate_day": "simulation.day.run",
     "flooding": "isolation.flooding",
     "timing_attack": "isolation.timing_attack",
     "admission": "isolation.admission",

@@ -14,13 +14,14 @@ from cluster.autoscaling_signals import Bounds, Signals
 
 CONTROL_PERIOD_S = 5.0
 
-FAST_S, SLOW_S = 30.0, 120.0
-"""Windows over which work is averaged; the larger of the two counts."""
+FAST_S, SLOW_S = 30.0, 300.0
+ENOUGH_REQUESTS = 200
+"""Work is averaged over so many requests, and between these two times: few large requests say little of what comes."""
 
 DRAIN_S = 60.0
 """In so long a backlog should be gone that is beyond what the target allows to wait."""
 
-LEAST_BETA, FIRST_BETA, MOST_BETA = 0.5, 1.0, 2.5
+LEAST_BETA, FIRST_BETA, MOST_BETA = 0.3, 1.0, 2.5
 BETA_UP_A_S, BETA_DOWN_A_S = 0.004, 0.0004
 """Replicas beyond the work are ``beta`` times its square root; beta follows the p90 of the TTFT, slowly."""
 
@@ -30,12 +31,15 @@ OWN_WEIGHT = 1.1
 SLOTS_FILLED = POOL_FILLED = 0.85
 SET_FILLED = 0.9
 SHRINK_MARGIN = 1.2
+RISEN = 1.05
+"""What was just stopped is not started again before so much more work comes than there was then, or a backlog."""
 GROW_SLACK = 0.1
 
 START_PATIENCE_S = 300.0
 """Replicas that take longer to start may never: no more are asked for meanwhile."""
 
 _LEAST_REQUESTS = 10
+REQUESTS_S = 60.0
 
 Reason = Literal[
     "hold", "steady", "bounds", "work", "backlog", "ttft", "decode_slots", "kv_pool", "load_fell", "floor", "starting"
@@ -51,8 +55,9 @@ class State:
     """What the policy remembers; bounded by ``downscale_delay_s``.
 
     ``since_s``: from when on ``needs`` is without a gap; ``arrived_tokens``: as last reported, by replica; ``work``:
-    how much had come in all, in seconds of prefill; ``needs``: falling from one to the next, so that the first is the
-    greatest; ``wants``: rising, of the time in which more than the target were wanted.
+    how much had come in all, in seconds of prefill; ``needs``: moment, need and work, the need falling from one to the
+    next, so that the first is the greatest; ``wants``: rising, of the time in which more than the target were wanted.
+    ``grown_s``, ``shrunk_s``: the last decisions; ``shrunk_work``: the most work within the delay before the latter.
     """
 
     since_s: float
@@ -60,10 +65,12 @@ class State:
     beta: float = FIRST_BETA
     arrived_tokens: tuple[tuple[str, float], ...] = ()
     work: tuple[Point, ...] = ()
-    needs: tuple[Point, ...] = ()
+    needs: tuple[tuple[float, float, float], ...] = ()
     wants: tuple[Point, ...] = ()
     wanted_since_s: float = inf
     grown_s: float = -inf
+    shrunk_s: float = -inf
+    shrunk_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,17 @@ def decide(state: State | None, now: Signals, now_s: float) -> tuple[Decision, S
         return Decision(now.target, 0.0, "hold", now.fault), fresh
     bounds = now.bounds
     state = _taken_in(state or State(now_s, now_s), now, bounds, now_s)
-    needed, cause, why = _needed(state, now, bounds, now_s)
-    state = _remember(state, needed, now, bounds, now_s)
+    work = _work(state, now, bounds, now_s)
+    needed, cause, why = _needed(state, now, bounds, work)
+    risen = cause == "backlog" or work > RISEN * state.shrunk_work
+    state = _remember(state, needed, work, now, bounds, now_s, may_grow=risen or _past(state.shrunk_s, bounds, now_s))
     decision = _decision(state, now, bounds, needed, cause, why, now_s)
-    if decision.target != now.target:
-        grew = decision.target > now.target
-        state = replace(state, wants=(), wanted_since_s=inf, grown_s=now_s if grew else state.grown_s)
+    if decision.target > now.target:
+        state = replace(state, wants=(), wanted_since_s=inf, grown_s=now_s)
+    elif decision.target < now.target:
+        state = replace(
+            state, wants=(), wanted_since_s=inf, shrunk_s=now_s, shrunk_work=max(point[2] for point in state.needs)
+        )
     return decision, state
 
 
@@ -106,7 +118,7 @@ def _decision(
         return Decision(min(int(state.wants[0][1]), most), needed, cause, why)
     highest = state.needs[0][1]
     enough = ceil(SHRINK_MARGIN * highest)
-    if enough < target and now_s - state.since_s >= bounds.downscale_delay_s:
+    if enough < target and _past(max(state.since_s, state.grown_s), bounds, now_s):
         floor, what = _floor(now)
         wanted = min(max(enough, floor, least), target)
         if wanted < target:
@@ -136,10 +148,14 @@ def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State
     return replace(state, decided_s=now_s, beta=beta, arrived_tokens=now.arrived_tokens, work=(*work, (now_s, total_s)))
 
 
-def _needed(state: State, now: Signals, bounds: Bounds, now_s: float) -> tuple[float, Reason, str]:
+def _work(state: State, now: Signals, bounds: Bounds, now_s: float) -> float:
+    """Return how many replicas the work that comes keeps busy."""
+    window_s = min(max(FAST_S, REQUESTS_S * ENOUGH_REQUESTS / max(now.requests, 1.0)), _slow_s(bounds))
+    return _rate(state.work, now_s, window_s)
+
+
+def _needed(state: State, now: Signals, bounds: Bounds, work: float) -> tuple[float, Reason, str]:
     """Return how many replicas the load takes now, and why."""
-    slow_s = _slow_s(bounds)
-    work = max(_rate(state.work, now_s, slow_s), _rate(state.work, now_s, min(FAST_S, slow_s)))
     spare = state.beta * sqrt(work)
     behind = work + max(now.backlog_s - now.target * bounds.target_ttft_s, 0.0) / DRAIN_S
     slots = now.decoding / now.slots / SLOTS_FILLED if now.slots else 0.0
@@ -157,14 +173,16 @@ def _needed(state: State, now: Signals, bounds: Bounds, now_s: float) -> tuple[f
     return needed, cause, why
 
 
-def _remember(state: State, needed: float, now: Signals, bounds: Bounds, now_s: float) -> State:
+def _remember(
+    state: State, needed: float, work: float, now: Signals, bounds: Bounds, now_s: float, *, may_grow: bool
+) -> State:
     """Note what is needed now: for the greatest of the delay, and for the least since more was wanted."""
     # What was needed came from work of up to ``SLOW_S`` before: together that is the delay, and no more.
     kept_s = now_s - (bounds.downscale_delay_s - _slow_s(bounds))
     needs = tuple(point for point in state.needs if kept_s <= point[0] < now_s and point[1] > needed)
-    state = replace(state, needs=(*needs, (now_s, needed)))
+    state = replace(state, needs=(*needs, (now_s, needed, work)))
     want = ceil(needed - GROW_SLACK)
-    if want <= now.target:
+    if want <= now.target or not may_grow:
         return replace(state, wants=(), wanted_since_s=inf)
     since_s = min(state.wanted_since_s, now_s)
     wants = tuple(p for p in state.wants if now_s - bounds.upscale_delay_s <= p[0] < now_s and p[1] < want)
@@ -176,10 +194,16 @@ def _floor(now: Signals) -> tuple[int, str]:
     floors = {"the working set": 0.0, "explicit saves": 0.0}
     if now.pool_tokens:
         floors["the working set"] = now.working_set_tokens / (SET_FILLED * now.pool_tokens)
-    if now.pin_budget_tokens:
+    if now.pinned_tokens and not now.hands_over:
+        floors["explicit saves"] = float(now.target)  # whoever leaves may have them
+    elif now.pin_budget_tokens:
         floors["explicit saves"] = now.pinned_tokens / now.pin_budget_tokens
     what = max(floors, key=lambda one: floors[one])
     return ceil(floors[what]), what
+
+
+def _past(decided_s: float, bounds: Bounds, now_s: float) -> bool:
+    return now_s - decided_s >= bounds.downscale_delay_s
 
 
 def _slow_s(bounds: Bounds) -> float:

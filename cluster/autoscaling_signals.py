@@ -35,7 +35,8 @@ class Signals:
     ``running``: replicas that run, ``target``: that are wanted; those between are starting. ``fault``: why nothing can
     be decided, "" where it can. ``arrived_tokens``: by replica, the uncached tokens that ever came to it; ``token_s``:
     how long a replica takes for one; ``backlog_s``: for all that wait. ``decoding``: sequences that run or wait,
-    ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica.
+    ``slots``: of one replica, 0: no bound. ``pool_tokens``, ``pin_budget_tokens``: of one replica. ``hands_over``:
+    whether what is pinned outlives its replica.
     """
 
     target: int
@@ -51,6 +52,7 @@ class Signals:
     pool_tokens: float = 0.0
     pinned_tokens: float = 0.0
     pin_budget_tokens: float = 0.0
+    hands_over: bool = True
     working_set_tokens: float = 0.0
     requests: float = 0.0
     p90_ttft_s: float = 0.0
@@ -119,6 +121,7 @@ def _merged(
         pool_tokens=min(one.pool_tokens for one in figures),
         pinned_tokens=sum(one.pinned_tokens for one in figures),
         pin_budget_tokens=min(one.pin_budget_tokens for one in figures),
+        hands_over=all(one.hands_over for one in figures),
         # Routers that share traffic see the same hot blocks: the most that one of them sees is what is common to them.
         working_set_tokens=max(one.working_set_tokens for one in ingresses),
         requests=requests,

@@ -76,3 +76,15 @@ def plot_tenants(path: Path, systems: Mapping[str, Mapping[str, Mapping[str, Any
     figure.suptitle(title)
     figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=min(6, len(systems)))
     save(figure, path)
+
+
+def plot_lines(path: Path, curves: Mapping[str, Sequence[tuple[float, float]]], title: str, x: str, y: str) -> None:
+    """Draw steps: from each point's first value on, its second; one curve a name."""
+    figure = figure_of(11, 5)
+    axes = figure.subplots()
+    for name, points in curves.items():
+        axes.step(*zip(*points, strict=True), where="post", label=name, linewidth=1.0)
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    save(figure, path)

@@ -60,6 +60,7 @@ class SimulatedReplica:
         pulls: bool,
         on_first_token: Callable[[Job], None],
         publish: Callable[[str, tuple[Event, ...]], None],
+        on_end: Callable[[str], None] = lambda replica_id: None,
     ) -> None:
         self.replica_id = replica_id
         self.cache = PrefixCache(settings.blocks, settings.block_size)
@@ -73,6 +74,8 @@ class SimulatedReplica:
         self._pulls = pulls
         self._on_first_token = on_first_token
         self._publish = publish
+        self._on_end = on_end
+        self.computed_tokens = 0
         self._link_free_s = 0.0
         self._report_due = False
         self._reported_s = -Random(replica_id).random() * settings.report_interval_s
@@ -99,6 +102,11 @@ class SimulatedReplica:
         self._start_next()
         self._report()
         return None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Uncached tokens of the jobs that have not begun."""
+        return sum(job.uncached_tokens for job in self.waiting)
 
     def report(self) -> LoadReport:
         """Return the load now. The prompt being computed counts as waiting, with what is left of it."""
@@ -186,6 +194,7 @@ class SimulatedReplica:
         job.finish_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
         self.waiting.remove(job)
         self.current = job
+        self.computed_tokens += job.uncached_tokens
         self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
 
     def _rank(self, job: Job) -> float:
@@ -207,6 +216,7 @@ class SimulatedReplica:
         self.decoding -= 1
         self._start_next()
         self._report()
+        self._on_end(self.replica_id)
 
     def _join_pull(self, job: Job) -> bool:
         """Let a job wait for another one's copy, if that brings enough of its prompt."""
@@ -251,8 +261,9 @@ class SimulatedReplica:
         """Copy what the holder still has, as far as there is room for it here, and hold that room meanwhile."""
         cache, size, chain = self.cache, self._settings.block_size, job.request.block_hashes
         matched = cache.match(SCOPE, job.token_ids, chain)
-        holder = self._peers[job.decision.pull_from]
-        end = holder.export(job.token_ids, chain, len(matched), job.decision.pull_tokens // size)
+        holder = self._peers.get(job.decision.pull_from)
+        wanted = job.decision.pull_tokens // size
+        end = 0 if holder is None else holder.export(job.token_ids, chain, len(matched), wanted)
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         missing = min(end - len(matched), cache.available_blocks - idle_hits)
         if missing <= 0:

@@ -39,7 +39,7 @@ class ReplicaFigures(_Figures):
     ``arrived_tokens``: uncached prompt tokens that ever came, computed or queued; ``queued_tokens``: those of them that
     wait or are being computed. ``prefill_tokens_per_s``: 0 while unknown. ``running``, ``waiting``: sequences;
     ``slots``: how many can run. ``used_tokens``: of the pool, by running sequences; ``pinned_tokens``: by explicit
-    saves, of ``pin_budget_tokens``.
+    saves, of ``pin_budget_tokens``; ``hands_over``: 1 where a replica that leaves gives them to others, else 0.
     """
 
     version: float
@@ -53,6 +53,7 @@ class ReplicaFigures(_Figures):
     used_tokens: float
     pinned_tokens: float
     pin_budget_tokens: float
+    hands_over: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from router.protocol.autoscaling import ReplicaFigures
+from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
 
 
@@ -17,9 +18,9 @@ def version_of(config: dict[str, Any]) -> int:
     return zlib.crc32(msgspec.json.encode(config, order="deterministic"))
 
 
-def replica_figures(engine: Engine, version: int, block_size: int) -> ReplicaFigures:
+def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaFigures:
     """Return the figures as of now."""
-    load = engine.load()
+    load, block_size = engine.load(), config.block_size
     sums: Counter[str] = Counter()
     for name, labels, value in engine.stats().samples:
         state = dict(labels).get("state")
@@ -40,4 +41,5 @@ def replica_figures(engine: Engine, version: int, block_size: int) -> ReplicaFig
         used_tokens=sums["warmpath_kv_cache_blocks/used"] * block_size,
         pinned_tokens=sums["warmpath_pinned_blocks"] * block_size,
         pin_budget_tokens=sums["warmpath_pin_budget_bytes"] / block_bytes * block_size,
+        hands_over=config.handover,
     )

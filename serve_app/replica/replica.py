@@ -123,7 +123,7 @@ class Replica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the autoscaling policy needs of this replica; Serve asks every second where that is on."""
         try:
-            return replica_figures(self._engine, self._version, self._config.block_size).to_floats()
+            return replica_figures(self._engine, self._version, self._config).to_floats()
         except Exception:  # Serve would ask no more
             logger.exception("no figures for autoscaling")
             return {}

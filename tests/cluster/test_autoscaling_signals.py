@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.autoscaling_signals import OLD_AFTER_S, signals
@@ -15,6 +15,7 @@ from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 REPLICA = ReplicaFigures(
     version=1, arrived_tokens=1e6, queued_tokens=8000, prefill_tokens_per_s=4000, running=10, waiting=2, slots=16,
     pool_tokens=4e5, used_tokens=1e5, pinned_tokens=1000, pin_budget_tokens=1e5,
+    hands_over=1,
 )  # fmt: skip
 INGRESS = IngressFigures(
     requests=100, p90_ttft_s=2.0, p90_own_s=1.0, mean_own_s=0.5, waiting_requests=4, working_set_tokens=1e5,
@@ -51,6 +52,7 @@ def test_what_is_missing_old_or_mixed_is_a_fault(replicas: Any, ingresses: Any, 
 
 
 @given(st.dictionaries(st.sampled_from([*REPLICA.to_floats(), "other"]), st.floats() | st.just(1.0)))
+@settings(deadline=None)
 def test_nonsense_is_refused_and_figures_survive_the_way(floats: dict[str, float]) -> None:
     """Whatever a report holds, it is figures or a ValueError; what was written is read."""
     assert ReplicaFigures.of(REPLICA.to_floats()) == REPLICA
