@@ -117,7 +117,7 @@ def _unlimited(trace: Sequence[TraceRequest]) -> Iterator[int]:
 def runs(day: Day, chosen: Sequence[str]) -> list[Run]:
     """Return who contends: every rule at several of its settings."""
     rules: list[tuple[str, Contender, Callable[[float], Rule], tuple[float, ...]]] = [
-        ("ours", OURS, lambda factor: Ours(factor * day.own_p90_s, day.most), (1.2, 1.5, 2.0)),
+        ("ours", OURS, lambda factor: Ours(factor * day.own_p90_s, day.most), (1.2, 1.5, 2.0, 3.0)),
         ("default", OURS, ServeDefault, (1, 1.5, 2, 3, 4, 6)),
         ("threshold", OURS, Threshold, (0.25, 0.5, 1, 2, 3)),
         ("steps", OURS, Steps, (0.25, 0.5, 1, 2, 3)),
