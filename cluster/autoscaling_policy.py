@@ -21,7 +21,7 @@ ENOUGH_REQUESTS = 200
 DRAIN_S = 60.0
 """In so long a backlog should be gone that is beyond what the target allows to wait."""
 
-LEAST_BETA, FIRST_BETA, MOST_BETA = 0.3, 1.0, 2.5
+LEAST_BETA, FIRST_BETA, MOST_BETA = 0.0, 1.0, 2.5
 BETA_UP_A_S, BETA_DOWN_A_S = 0.004, 0.0004
 """Replicas beyond the work are ``beta`` times its square root; beta follows the p90 of the TTFT, slowly."""
 
@@ -30,7 +30,7 @@ OWN_WEIGHT = 1.1
 
 SLOTS_FILLED = POOL_FILLED = 0.85
 SET_FILLED = 0.9
-SHRINK_MARGIN = 1.2
+SHRINK_MARGIN = 1.1
 RISEN = 1.05
 """What was just stopped is not started again before so much more work comes than there was then, or a backlog."""
 GROW_SLACK = 0.1
