@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import log
 
 import numpy as np
+import numpy.typing as npt
 
 from router.protocol.block_hash import HASH_BYTES
 
@@ -18,21 +19,26 @@ _LEAST_S, _GROWTH, _BUCKETS = 1e-3, 1.15, 100
 _PER_E = 1.0 / log(_GROWTH)
 
 _SLICE_S, _SLICES = 10.0, 6
+_PENDING_TIMES = 1024
 
 _REUSE_SLICE_S, _REUSE_SLICES = 60.0, 5
 _REUSED = 3
-_FIRST_SHIFT = 4
+_FIRST_SHIFT = 6
 _MAX_SAMPLED = 8192
 _PENDING_BLOCKS = 16_384
 
 
+Counts = npt.NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class _TimesSlice:
+    """``counts``: by bucket, of TTFT and of own prefill."""
+
     ends_s: float
     requests: int = 0
     own_s: float = 0.0
-    ttft_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
-    own_counts: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+    counts: Counts = field(default_factory=lambda: np.zeros((2, _BUCKETS), dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +57,44 @@ class RequestTimes:
 
     def __init__(self) -> None:
         self._slices: deque[_TimesSlice] = deque(maxlen=_SLICES)
+        self._ends_s = 0.0
+        self._pending: list[tuple[float, float]] = []
 
     def add(self, ttft_s: float, own_s: float, now_s: float) -> None:
         """Count a request that was routed: its estimated TTFT, and its own prefill's part of that."""
-        slices = self._slices
-        if not slices or now_s >= slices[-1].ends_s:
-            slices.append(_TimesSlice(now_s + _SLICE_S))
-        last = slices[-1]
-        last.requests += 1
-        last.own_s += own_s
-        last.ttft_counts[_bucket(ttft_s)] += 1
-        last.own_counts[_bucket(own_s)] += 1
+        if now_s >= self._ends_s:
+            self._count()
+            self._ends_s = now_s + _SLICE_S
+            self._slices.append(_TimesSlice(self._ends_s))
+        pending = self._pending
+        pending.append((ttft_s, own_s))
+        if len(pending) >= _PENDING_TIMES:
+            self._count()
 
     def recent(self, now_s: float) -> RecentTimes:
         """Return the figures as of now."""
+        self._count()
         live = [one for one in self._slices if one.ends_s > now_s - _SLICE_S * (_SLICES - 1)]
         requests = sum(one.requests for one in live)
         if not requests:
             return RecentTimes()
-        ttft = np.sum([one.ttft_counts for one in live], axis=0)
-        own = np.sum([one.own_counts for one in live], axis=0)
-        return RecentTimes(requests, _p90_s(ttft), _p90_s(own), sum(one.own_s for one in live) / requests)
+        counts: Counts = np.sum([one.counts for one in live], axis=0)
+        return RecentTimes(requests, _p90_s(counts[0]), _p90_s(counts[1]), sum(one.own_s for one in live) / requests)
+
+    def _count(self) -> None:
+        if not self._pending:
+            return
+        times = np.array(self._pending).T
+        self._pending.clear()
+        last = self._slices[-1]
+        last.requests += times.shape[1]
+        last.own_s += float(times[1].sum())
+        buckets = np.log(np.maximum(times, _LEAST_S) / _LEAST_S) * _PER_E
+        for counts, found in zip(last.counts, np.minimum(buckets, _BUCKETS - 1).astype(np.intp), strict=True):
+            counts += np.bincount(found, minlength=_BUCKETS)
 
 
-def _bucket(seconds: float) -> int:
-    return min(int(log(seconds / _LEAST_S) * _PER_E), _BUCKETS - 1) if seconds > _LEAST_S else 0
-
-
-def _p90_s(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
+def _p90_s(counts: Counts) -> float:
     cumulative = np.cumsum(counts)
     found = int(np.searchsorted(cumulative, 0.9 * cumulative[-1]))
     return float(_LEAST_S * _GROWTH ** (found + 0.5))
@@ -125,8 +141,8 @@ class WorkingSet:
             self._slices.append((now_s + _REUSE_SLICE_S, {}))
         counts = self._slices[-1][1]
         sampled = words[(words & np.uint64((1 << self._shift) - 1)) == 0]
-        for block, count in zip(*(each.tolist() for each in np.unique(sampled, return_counts=True)), strict=True):
-            counts[block] = counts.get(block, 0) + count
+        for block in sampled.tolist():
+            counts[block] = counts.get(block, 0) + 1
         while len(counts) > _MAX_SAMPLED:
             self._shift += 1
             mask = (1 << self._shift) - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from benchmarks.common.virtual_clock import VirtualClock
@@ -17,7 +18,8 @@ from benchmarks.simulation.replica import Job, SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.observe.demand import RecentTimes
 from router.protocol.autoscaling import ReplicaFigures
-from router.protocol.events import Event
+from router.protocol.events import Event, LoadReport
+from router.protocol.request import Decision
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class ElasticPool:
         self._rule = rule
         self._peers: dict[str, SimulatedReplica] = {}
         self._born = 0
+        self._open = 0
         self._ended = False
         self._rng = Random(settings.seed)
         self.doors = {
@@ -103,24 +106,34 @@ class ElasticPool:
             return
 
         def arrive() -> None:
-            self._arrive(request)
+            self._open += 1
+            self._arrive(request, self._rng.choice(list(self.doors.values())))
             self._next(requests)
 
         self.clock.at(max(request.trace.arrival_s, self.clock.now_s), arrive)
 
-    def _arrive(self, request: SimulatedRequest) -> None:
-        door = self._rng.choice(list(self.doors.values())) if len(self.doors) > 1 else self.doors["router-0"]
-        decision = door.decide(request)
+    def _arrive(self, request: SimulatedRequest, door: FrontDoor, sent_back: int = 0) -> None:
+        decision = door.decide(request, sent_back)
         life = self.lives[decision.replica_id]
+        load = life.replica.submit(request, decision)
+        if load is not None:
+            again = partial(self._again, request, door, decision, load, sent_back + 1)
+            self.clock.after(self.settings.resend_s, again)
+            return
         life.sequences += 1
-        life.replica.submit(request, decision)
+
+    def _again(
+        self, request: SimulatedRequest, door: FrontDoor, decision: Decision, load: LoadReport, sent_back: int
+    ) -> None:
+        door.core.sent_back(decision, load)
+        self._arrive(request, door, sent_back)
 
     def _tick(self) -> None:
         now_s, outcome = self.clock.now_s, self.outcome
         wanted = max(1, min(self._rule.target(self, now_s), self.most))
         if wanted != self.wanted:
             self._size(wanted)
-        quiet = self._ended and not any(life.sequences for life in self.lives.values())
+        quiet = self._ended and not self._open
         if quiet and not outcome.gone_s:
             outcome.gone_s = now_s
         if quiet and self.wanted == 1:
@@ -192,6 +205,7 @@ class ElasticPool:
         self.doors[job.decision.router_id].core.release(job.decision)
 
     def _sequence_ended(self, name: str) -> None:
+        self._open -= 1
         self.lives[name].sequences -= 1
         self._bury(name)
 

@@ -34,6 +34,8 @@ POWER_OF_TWO = Contender("power_of_two")
 WINDOW_S, LOAD_S = 600.0, (120.0, 300.0)
 FULL = 0.75
 """How busy the peak keeps `--replicas` of them."""
+REPORT_S = 0.25
+"""Between two load reports: rarer than the product's, for the time it takes to simulate them."""
 NATURAL_RATE = 5000.0
 """Uncached tokens/s of a replica that is not slowed down."""
 
@@ -86,11 +88,13 @@ def make_day(requests: int, replicas: int, seed: int, seconds: float, *, routers
         work[int(request.arrival_s // WINDOW_S)] += tokens
     rate = max(work) / WINDOW_S / (FULL * replicas)
     stretch = NATURAL_RATE / rate
-    natural = ClusterSettings(blocks=800, report_interval_s=1e9, seed=seed)
+    natural = ClusterSettings(blocks=800, report_interval_s=REPORT_S, seed=seed)
     settings = replace(
         natural,
         prefill_tokens_per_s=rate,
         decode_token_s=natural.decode_token_s * stretch,
+        report_interval_s=natural.report_interval_s * stretch,
+        resend_s=natural.resend_s * stretch,
         pull_tokens_per_s=natural.pull_tokens_per_s / stretch,
     )
     return Day(
