@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,17 @@ def chat_body(model: str, max_tokens: int, user: str, system: str | None = None)
     return {"model": model, "temperature": 0, "max_tokens": max_tokens, "messages": messages}
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield a stream's lines. httpx's own also break at characters that stand in JSON as they are, such as U+2028."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.decode().rstrip("\r")
+    if rest:
+        yield rest.decode()
+
+
 async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
     """Send one streamed chat completion. Raises RequestFailed on any error, before or within the stream."""
     return await stream_answer(client, f"{url}/v1/chat/completions", body)
@@ -75,7 +87,7 @@ async def stream_answer(
     async with client.stream("POST", url, json=payload, headers=headers) as response:
         if response.status_code != 200:
             raise RequestFailed(response.status_code, (await response.aread()).decode())
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             if not line.startswith("data:"):
                 continue
             data = line[5:].strip()

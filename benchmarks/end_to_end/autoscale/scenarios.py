@@ -35,7 +35,7 @@ SCENARIOS = {
 """In this order, as one run. ``low``: the load has gone."""
 
 TWO_PHASE = {
-    "eight_a_second": Scenario(0.75, (1.0, 1.0)),
+    "busy": Scenario(0.75, (1.0, 1.0)),
     "a_fortieth": Scenario(1.25, (0.025, 0.025), ((0.0, "shrink_to_one"),)),
 }
 """A run of its own: the load all but ends, replicas go, and streams outlast their drain (dynamo#13559)."""

@@ -56,3 +56,11 @@ def test_usage_may_not_be_told() -> None:
 def test_a_stream_that_breaks_off_has_failed() -> None:
     with pytest.raises(RequestFailed, match="ended early"):
         answer_of(*TEXT)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_text_may_hold_what_ends_lines_elsewhere(separator: str) -> None:
+    """Only a newline ends a line of an event stream; the others may stand in a model's text as they are."""
+    event = json.dumps({"choices": [{"text": f"a{separator}b"}]}, ensure_ascii=False)
+    assert separator in event
+    assert answer_of(event, "[DONE]").text == f"a{separator}b"
