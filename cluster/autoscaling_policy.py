@@ -15,8 +15,10 @@ from cluster.autoscaling_signals import Bounds, Signals
 CONTROL_PERIOD_S = 5.0
 
 FAST_S, SLOW_S = 30.0, 300.0
-ENOUGH_REQUESTS = 200
-"""Work is averaged over so many requests, and between these two times: few large requests say little of what comes."""
+ENOUGH_REQUESTS, ENOUGH_A_REPLICA = 200, 20
+"""Work is averaged over so many requests, and between these two times: few large requests say little of what comes,
+and the more replicas there are, the smaller is the part of the work that one of them is.
+"""
 
 DRAIN_S = 60.0
 """In so long a backlog should be gone that is beyond what the target allows to wait."""
@@ -150,7 +152,8 @@ def _taken_in(state: State, now: Signals, bounds: Bounds, now_s: float) -> State
 
 def _work(state: State, now: Signals, bounds: Bounds, now_s: float) -> float:
     """Return how many replicas the work that comes keeps busy."""
-    window_s = min(max(FAST_S, REQUESTS_S * ENOUGH_REQUESTS / max(now.requests, 1.0)), _slow_s(bounds))
+    enough = ENOUGH_REQUESTS + ENOUGH_A_REPLICA * now.target
+    window_s = min(max(FAST_S, REQUESTS_S * enough / max(now.requests, 1.0)), _slow_s(bounds))
     return _rate(state.work, now_s, window_s)
 
 
