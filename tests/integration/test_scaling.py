@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -49,10 +49,10 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
 
 
-def scale(cluster: LocalCluster, replicas: int, settings: dict[str, Any] | None = None, *, wait: bool = True) -> None:
-    """Deploy with another number of replicas, which restarts none of them."""
-    deployments = {"Replica": {"num_replicas": replicas, "autoscaling_config": None}}
-    cluster.deploy(application(settings or SETTINGS, deployments), PATIENCE_S if wait else 0)
+def scale(cluster: LocalCluster, replicas: int, *, wait: bool = True, **options: Any) -> None:
+    """Deploy with another number of replicas, which restarts none of them; ``options``: others of that deployment."""
+    wanted = application(SETTINGS, {"Replica": {"num_replicas": replicas, **options}})
+    cluster.deploy(wanted, PATIENCE_S if wait else 0)
 
 
 def body(system: str, question: str = "And?", **extra: object) -> dict[str, Any]:
@@ -141,33 +141,86 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
     assert "warmpath_handover_blocks_total" in metrics
 
 
-def test_a_stream_longer_than_the_drain_goes_on_elsewhere_token_for_token(cluster: LocalCluster) -> None:
-    """Its replica is stopped in the middle; the client sees one stream, the one of an undisturbed run."""
+async def read(client: httpx.AsyncClient, request: dict[str, Any]) -> str:
+    """Return the text of a streamed answer."""
+    async with client.stream("POST", CHAT, json=request) as response:
+        lines = [line async for line in response.aiter_lines()]
+    assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]", lines[-2:]
+    return "".join(re.findall(r'"content":"((?:[^"\\]|\\.)*)"', "".join(lines)))
+
+
+def long_streams(url: str, seed: int, disturb: Callable[[], None] | None = None) -> list[str]:
+    """Return four answers of about half a minute each; ``disturb`` is called once every replica is at work on one."""
+    requests = [body(text, max_tokens=1500, stream=True, temperature=1.0) for text in texts(4, seed)]
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            streams = [asyncio.create_task(read(client, request)) for request in requests]
+            if disturb is not None:
+                await asyncio.to_thread(eventually, lambda: all(running(url).values()))
+                await asyncio.to_thread(disturb)
+            return list(await asyncio.gather(*streams))
+
+    return asyncio.run(run())
+
+
+def running(url: str) -> dict[str, int]:
+    """Sequences that run, by replica."""
+    return {name: one["running_sequences"] for name, one in replicas_of(url).items()}
+
+
+@pytest.mark.parametrize("graceful_s", [GRACEFUL_S, 3])
+def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(cluster: LocalCluster, graceful_s: int) -> None:
+    """Their replica is stopped in the middle; 3 s leave no time for a hand-over: cache is lost, and nothing else."""
+    url, options = cluster.url, {"graceful_shutdown_timeout_s": graceful_s}
+    scale(cluster, 2, **options)
+    wait_for_replicas(url, 2)
+    before = replicas_of(url)
+    disturbed = long_streams(url, 400, lambda: scale(cluster, 1, wait=False, **options))
+    wait_for_replicas(url, 1)
+    (gone,) = before.keys() - replicas_of(url).keys()
+    if graceful_s == GRACEFUL_S:
+        eventually(lambda: notices(url, "handover").get(gone, {}).get("blocks", 0) > 0)
+    assert disturbed == long_streams(url, 400)
+
+
+def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster) -> None:
+    """A new version whose model is not there: the old replica that is left answers everything, until the way back."""
     url = cluster.url
     scale(cluster, 2)
     wait_for_replicas(url, 2)
-    requests = [body(text, max_tokens=1500, stream=True, temperature=1.0) for text in texts(4, 400)]
+    before = set(replicas_of(url))
+    broken = {"num_cpus": 0.1, "runtime_env": {"env_vars": {"XDG_CACHE_HOME": "/proc/nothing"}}}
+    scale(cluster, 2, wait=False, ray_actor_options=broken)
+    request, answers = body(texts(1, 500)[0]), set()
 
-    async def read(client: httpx.AsyncClient, request: dict[str, Any]) -> str:
-        async with client.stream("POST", CHAT, json=request) as response:
-            return "".join([text async for text in response.aiter_lines() if "content" in text])
+    def given_up() -> bool:
+        answers.add(ask(url, request)[0])
+        assert set(replicas_of(url)) <= before
+        return str(cluster.status()["status"]) == "DEPLOY_FAILED"
 
-    async def run(*, disturbed: bool) -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-            streams = [asyncio.create_task(read(client, request)) for request in requests]
-            if disturbed:
-                await asyncio.to_thread(
-                    eventually, lambda: min(r["running_sequences"] for r in replicas_of(url).values()) > 0
-                )
-                await asyncio.to_thread(scale, cluster, 1, wait=False)
-            return list(await asyncio.gather(*streams))
+    eventually(given_up, 300.0)
+    assert len(answers) == 1
+    scale(cluster, 2, wait=False)
+    wait_for_replicas(url, 2)
+    assert ask(url, request)[0] in answers
 
-    def contents(lines: list[str]) -> list[str]:
 
-        return ["".join(re.findall(r'"content":"((?:[^"\\]|\\.)*)"', line)) for line in lines]
-
+def test_a_prewarm_survives_a_peer_that_hangs_and_dies(cluster: LocalCluster) -> None:
+    """What the other peer holds is there; the start takes no longer than its budget."""
+    url = cluster.url
+    scale(cluster, 2)
+    wait_for_replicas(url, 2)
+    for text in texts(4, 600):
+        ask(url, body(text))
     before = replicas_of(url)
-    disturbed = asyncio.run(run(disturbed=True))
-    wait_for_replicas(url, 1)
-    wait_left(url, before.keys() - replicas_of(url).keys())
-    assert contents(disturbed) == contents(asyncio.run(run(disturbed=False)))
+    hangs = int(before[min(before)]["pid"])
+    os.kill(hangs, signal.SIGSTOP)
+    try:
+        scale(cluster, 3, wait=False)
+        eventually(lambda: len(cluster.processes("Replica")) > 2)
+    finally:
+        os.kill(hangs, signal.SIGKILL)
+    wait_for_replicas(url, 3, [min(before)])
+    new = replicas_of(url).keys() - before.keys()
+    assert any(notices(url, "prewarm")[name]["blocks"] > 0 for name in new)
