@@ -14,16 +14,24 @@ from serve_app.api.openai.response import openai_error
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited, RequestTimeout, WarmpathError
 
 MAX_CONNECTIONS_PER_ADDRESS = 512
+BUFFER_BYTES = 64 << 10
+"""What HAProxy holds of a request: one that fits is sent to another ingress when its own dies before it answers."""
+RETRY_ON = "conn-failure empty-response"
 TOLD_CONNECTIONS = 64
 """Connections over an address' bound that are told so with a 429; more are closed as they come."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
-    """What one client may hold of the port. ``stall_s``: how long a client may neither send nor take a byte."""
+    """What one client may hold of the port.
+
+    ``body_timeout_s``: for a body, or what of it HAProxy's buffer holds; ``stall_timeout_s``: how long a client may
+    neither send nor take a byte.
+    """
 
     connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
     header_timeout_s: int = 10
+    body_timeout_s: int = 30
     idle_timeout_s: int = 30
     stall_timeout_s: int = 60
 
@@ -45,6 +53,8 @@ _RULES = """\
     timeout http-request {bounds.header_timeout_s}s
     timeout http-keep-alive {bounds.idle_timeout_s}s
     timeout client {bounds.stall_timeout_s}s
+    # Only a request that is here whole can be sent again.
+    http-request wait-for-body time {bounds.body_timeout_s}s if METH_POST
     # One address of IPv6 is a network of 64 bits: whoever has one address there has them all.
     stick-table type ipv6 size 100k expire 10m store conn_cur
     tcp-request connection track-sc0 src,ipmask(32,64)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from serve_app.cli.haproxy import PortBounds, write_wrapper
+from serve_app.cli.haproxy import BUFFER_BYTES, RETRY_ON, PortBounds, write_wrapper
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports `ray start` gives to workers, below those that outgoing connections get."""
@@ -90,6 +90,8 @@ def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
     # A HAProxy that died is noticed after three failed checks, and nothing listens until then: every 10 s by default.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
+    os.environ.setdefault("RAY_SERVE_HAPROXY_RETRY_ON", RETRY_ON)
+    os.environ.setdefault("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", str(BUFFER_BYTES))
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CLIENT_HEADERS)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
