@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -14,6 +15,10 @@ from serve_app.checkpoints.demo_model import ensure_demo_model
 
 SHARED = "tests/integration/demo/"
 """Its files share two instances."""
+
+# No test measures time: on a busy machine an example may take long.
+hypothesis.settings.register_profile("warmpath", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("warmpath")
 
 for chatty in ("httpx", "httpcore", "openai", "asyncio", "ray", "urllib3"):
     logging.getLogger(chatty).setLevel(logging.WARNING)

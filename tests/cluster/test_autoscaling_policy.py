@@ -61,7 +61,6 @@ class Deployment:
 
 
 @given(st.lists(any_signals, min_size=1, max_size=30))
-@settings(deadline=None)
 def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None:
     """Whatever is reported: the number stays where reports are missing, and is within the bounds else."""
     state, now_s = None, 0.0
@@ -75,7 +74,6 @@ def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None
 
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals)
-@settings(deadline=None)
 def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Signals) -> None:
     """Asked again at the same moment, with the target that it gave: the same target."""
     state, now_s = None, 0.0
@@ -89,7 +87,6 @@ def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Sign
 
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals, st.floats(1, 10))
-@settings(deadline=None)
 def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals, more: float) -> None:
     """After the same past, with more waiting, decoding, in use or a later first token: no fewer."""
     state, now_s = None, 0.0
@@ -110,7 +107,7 @@ def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals
 
 
 @given(st.floats(0.2, 40), st.integers(1, 64), st.lists(st.sampled_from([0.95, 1.0, 1.05]), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
     """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone."""
     deployment = Deployment(first)
@@ -127,7 +124,7 @@ def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[flo
 
 
 @given(st.floats(1, 50), st.integers(0, 64), st.integers(0, 64))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_it_never_shrinks_below_what_caches_need(work: float, set_pools: int, saved_budgets: int) -> None:
     """The working set and explicit saves keep their replicas, however long there is no work; the others go."""
     kept = {"working_set_tokens": set_pools * 0.9e5, "pool_tokens": 1e5}
@@ -148,7 +145,7 @@ def test_saves_that_nobody_hands_over_keep_every_replica() -> None:
 
 
 @given(st.floats(1, 40), st.integers(1, 200))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods: int) -> None:
     """No state, no replicas, no reports, then one after the other: nothing shrinks before a whole delay was seen."""
     deployment = Deployment(48)

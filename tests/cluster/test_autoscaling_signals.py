@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.autoscaling_signals import OLD_AFTER_S, signals
@@ -52,7 +52,6 @@ def test_what_is_missing_old_or_mixed_is_a_fault(replicas: Any, ingresses: Any, 
 
 
 @given(st.dictionaries(st.sampled_from([*REPLICA.to_floats(), "other"]), st.floats() | st.just(1.0)))
-@settings(deadline=None)
 def test_nonsense_is_refused_and_figures_survive_the_way(floats: dict[str, float]) -> None:
     """Whatever a report holds, it is figures or a ValueError; what was written is read."""
     assert ReplicaFigures.of(REPLICA.to_floats()) == REPLICA

@@ -71,7 +71,7 @@ async def until(true: Any, within_s: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from("123"), events), max_size=8))
 def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str, list[Event]]]) -> None:
     """Whatever replicas claim, decisions are made, predictions stay within the prompt, and documents are JSON."""
@@ -114,7 +114,7 @@ def test_invented_tiers_are_bounded() -> None:
     assert directory.match(CHAIN) == {"a": 32}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     flood=st.integers(1, 40), replicas=st.integers(2, 6), seed=st.integers(1, 9), tier=st.sampled_from(["pool", "host"])
 )
@@ -133,7 +133,7 @@ def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, see
     assert directory.num_blocks <= bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps=st.lists(
         st.tuples(st.sets(st.sampled_from(NAMES)), st.sampled_from(NAMES), st.integers(0, 40), st.integers(0, 3)),

@@ -35,7 +35,7 @@ def questions(rng: random.Random) -> Questions:
     return Questions(rng, adapters=ADAPTERS, prompt_refs=[PROMPT.ref], needs_seed=False)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), stops=st.booleans(), breaks=BREAKS)
 def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     simulated: CallCrashes, seed: int, stops: bool, breaks: list[list[int]]

@@ -40,7 +40,7 @@ def test_the_published_clients_come_with_the_project() -> None:
     assert ARRIVALS.name in note and "github.com/alibaba/ServeGen" in note and "Apache-2.0" in note
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0), st.floats(0.0, 60.0), st.floats(1.0, 90.0))
 def test_times_are_in_order_and_lie_where_something_came(
     windows: list[tuple[float, float, str]], seed: int, scale: float, start_s: float, seconds: float
@@ -55,7 +55,7 @@ def test_times_are_in_order_and_lie_where_something_came(
         assert any(client.rate_per_s[int(max(0.0, edge) // 10.0) % len(windows)] for edge in edges)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0))
 def test_where_windows_are_cut_changes_nothing(
     windows: list[tuple[float, float, str]], seed: int, scale: float
@@ -84,7 +84,7 @@ def test_a_wild_window_is_bounded() -> None:
     assert list(wild.arrivals(Random(3), 1.0, 0.0, 500.0)) == list(bound.arrivals(Random(3), 1.0, 0.0, 500.0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(0.0, 86_400.0), st.floats(600.0, 86_400.0), st.floats(0.5, 50.0))
 def test_the_scale_gives_the_mean_rate(start_s: float, seconds: float, requests_per_s: float) -> None:
     """Together; and each client keeps its share and its shape, since all have one factor. A day begins again."""

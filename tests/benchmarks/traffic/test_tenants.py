@@ -48,7 +48,7 @@ def test_long_conversations_end_before_the_bound() -> None:
     assert all(any(turns == longer[: len(turns)] for longer in whole) for turns in short[:50])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(0, 1000), st.integers(1, 16), st.integers(0, 3), st.sampled_from([(), ("a",), ("a", "b")]))
 def test_nothing_is_shared_between_tenants_or_adapters(
     seed: int, tenants: int, changes: int, loras: tuple[str, ...]

@@ -71,7 +71,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(actions=actions, sweep=st.booleans())
 def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], sweep: bool) -> None:
     """For prefix-closed caches, in any tiers, through epochs, clears and departures, every match is exact."""
@@ -112,7 +112,7 @@ def test_match_equals_oracle(actions: list[tuple[str, str, str, int, int]], swee
         assert directory.match(chain(wanted, DEPTH)) == oracle.match(chain(wanted, DEPTH))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(held=st.lists(st.sets(st.integers(0, 30)), min_size=1, max_size=5), length=st.integers(0, 31))
 def test_holes_never_crash_and_stay_in_range(held: list[set[int]], length: int) -> None:
     """Lost hints make a prediction wrong at worst: a depth between 0 and the chain's, for known replicas."""

@@ -19,7 +19,7 @@ def step_of(operation: str, value: int) -> int:
     return {"add": value or 1, "remove": 0, "bump": value + 1 if value else 0}[operation]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operations=operations)
 def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
     """Colliding keys, removals and growth never lose, double or mix up an entry, and the counts agree."""

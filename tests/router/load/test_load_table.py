@@ -46,7 +46,7 @@ class ReplicaQueue:
         return report(mine + self.others, 0, len(self.mine), share, RouterShare("other", 99, self.others))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["send", "arrive", "compute", "other", "report"]), st.integers(1, 1000)), max_size=60

@@ -105,7 +105,7 @@ def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed(
 names, keys = st.sampled_from("abc"), st.sampled_from(["x", "y", "z"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(names, st.one_of(st.none(), st.sets(keys))), max_size=20))
 def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] | None]]) -> None:
     """Whatever was reported before, and whoever went (None); nothing is kept of adapters that nobody has."""

@@ -6,14 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.observe.demand import RequestTimes, WorkingSet
 
 
 @given(st.lists(st.floats(0.001, 500.0), min_size=1, max_size=200))
-@settings(deadline=None)
 def test_p90_is_within_a_bucket(times_s: list[float]) -> None:
     """Between the naive neighbours of the 90th percentile, 15 % around."""
     times = RequestTimes()
@@ -42,7 +41,6 @@ def chain(rng: np.random.Generator, blocks: int) -> bytes:
 
 
 @given(st.integers(0, 2**32), st.integers(2, 30))
-@settings(deadline=None)
 def test_the_working_set_counts_reused_blocks_once(seed: int, prefixes: int) -> None:
     """Within sampling's error: distinct blocks that were used three times or more."""
     rng = np.random.default_rng(seed)

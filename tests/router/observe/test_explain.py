@@ -40,7 +40,7 @@ def ask(tokens: int = 325, avoid: tuple[str, ...] = ()) -> RoutedRequest:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     held=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 20)),
     work=st.dictionaries(

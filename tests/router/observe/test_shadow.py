@@ -45,7 +45,7 @@ def decisions(core: RoutingCore, numbers: list[int]) -> list[Decision | None]:
 
 
 @pytest.mark.parametrize("shadow", POLICIES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(policy=st.sampled_from(sorted(POLICIES)), numbers=st.lists(st.integers(0, 50), max_size=12))
 def test_a_shadow_never_changes_a_decision(shadow: str, policy: str, numbers: list[int]) -> None:
     """Decisions and the acting policy's counters are the same with any shadow and without one."""
@@ -57,7 +57,7 @@ def test_a_shadow_never_changes_a_decision(shadow: str, policy: str, numbers: li
     assert shadowed.shadow[1].decisions == len(numbers)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(policy=st.sampled_from(["estimated_ttft", "lmetric", "bounded_hash", "sglang"]), number=st.integers(0, 50))
 def test_a_shadow_of_the_same_policy_always_agrees(policy: str, number: int) -> None:
     """Both see one state: the acting reservation is not there yet when the shadow decides."""

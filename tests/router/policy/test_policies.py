@@ -61,7 +61,7 @@ some_names = st.lists(st.sampled_from([*NAMES, "gone"]), max_size=4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=rows, match=matches, blocked=some_names, avoid=some_names, prompt=st.integers(0, 3000), turn=st.integers(0, 99)
 )

@@ -46,7 +46,7 @@ class Room:
         return await self.queue.take(self.choose(name), ahead=ahead)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(free=st.integers(0, 5), requests=st.integers(0, 30), cancelled=st.sets(st.integers(0, 29)))
 def test_first_come_first_served(free: int, requests: int, cancelled: set[int]) -> None:
     """Whoever leaves the line, the others are served in the order of arrival, and only the first one asks."""

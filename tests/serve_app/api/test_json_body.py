@@ -73,14 +73,13 @@ def commas(value: Any) -> int:
     return 0
 
 
-@settings(deadline=None)
 @given(value=VALUES, ascii_only=st.booleans())
 def test_commas_in_strings_do_not_count(value: Any, ascii_only: bool) -> None:
     """Quotes and backslashes of any kind inside them."""
     assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas(value) + 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(fields=st.dictionaries(st.sampled_from([*ChatBody.model_fields, "echo", "logprobs", "x"]), VALUES, max_size=6))
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])
 def test_size_changes_no_answer(body: Any, fields: dict[str, Any]) -> None:

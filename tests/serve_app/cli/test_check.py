@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -90,7 +90,6 @@ anything = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["whole", "applications", "application", "args", "deployments", "user_config", "text"]), anything
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.fairness.shares import ACTIVE_S, Budget, Shares
@@ -73,7 +73,6 @@ def test_what_is_larger_than_everything_fits_where_nothing_is_taken() -> None:
     assert budget.verdict("a", 50) == "no_room"
 
 
-@settings(deadline=None)
 @given(
     total=st.integers(1, 40),
     steps=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 12), st.booleans()), max_size=60),

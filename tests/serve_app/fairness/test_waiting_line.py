@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.fairness.shares import Budget, Shares
@@ -144,7 +144,6 @@ STEP = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(total=st.integers(1, 16), steps=st.lists(STEP, max_size=60))
 def test_places_are_conserved_and_everybody_gets_one(total: int, steps: list[tuple[object, ...]]) -> None:
     """Under any order of coming, ending and leaving; and when all have ended, nothing is held and nobody waits."""

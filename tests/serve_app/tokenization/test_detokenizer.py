@@ -35,7 +35,7 @@ def _stream(tokenizer: PromptTokenizer, ids: list[int], sizes: list[int]) -> lis
     return [*pieces, decoder.flush()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.integers(0, 4100), max_size=40), sizes=st.lists(st.integers(0, 4), max_size=30))
 def test_any_tokens_stream_to_the_decoding_of_the_whole(
     tokenizer: PromptTokenizer, ids: list[int], sizes: list[int]
@@ -44,7 +44,7 @@ def test_any_tokens_stream_to_the_decoding_of_the_whole(
     assert "".join(_stream(tokenizer, ids, sizes)) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(lambda text: "<|" not in text))
 def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) -> None:
     """Token by token, valid text never shows a replacement character of its own."""
@@ -84,7 +84,7 @@ def test_work_a_token_does_not_grow(tokenizer: PromptTokenizer) -> None:
     assert min(push_many() for _ in range(3)) < 4 * first
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), text=st.text(st.sampled_from("the fox jumps  é🌍0\n"), max_size=40))
 def test_sentencepiece_like_text_streams_to_the_decoding_of_the_whole(
     sentencepiece: PromptTokenizer, data: st.DataObject, text: str
@@ -113,7 +113,7 @@ def _oracle(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
     return text, False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple),

@@ -38,7 +38,7 @@ def plain_cut(tokens: list[str], raw: bytes, least: int) -> list[int]:
     parts=st.lists(st.sampled_from(PIECES), max_size=60),
     least=st.integers(1, 12),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_text_is_cut_by_the_rule(tokens: list[str], parts: list[str], least: int) -> None:
     """Also where one added token may begin inside another, so that no search may begin in the middle."""
     made = segmenter(tokens)

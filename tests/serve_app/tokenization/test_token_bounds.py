@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -24,7 +24,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(deadline=None)
 @given(text=TEXTS, composed=st.booleans())
 def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bool) -> None:
     """Byte-level BPE, with NFC and without: Hangul and accents shrink by composing."""

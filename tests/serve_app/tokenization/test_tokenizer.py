@@ -92,7 +92,7 @@ def _conversation(turns: int, chars: int) -> str:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), special=st.booleans())
 def test_encoding_equals_tokenizing_and_hashing_from_nothing(
     variants: dict[str, PromptTokenizer], name: str, texts: list[str], special: bool
@@ -112,7 +112,7 @@ def test_encoding_equals_tokenizing_and_hashing_from_nothing(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(public=st.lists(TEXTS, max_size=3), texts=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
 def test_remembered_chains_change_root_where_the_public_part_ends(
     variants: dict[str, PromptTokenizer], name: str, public: list[str], texts: list[str], special: bool

@@ -41,7 +41,7 @@ def test_the_load_is_a_line_from_start_to_end() -> None:
     assert [load_at(spans, at_s) for at_s in (0.0, 5.0, 10.0, 14.9, 15.0)] == pytest.approx([0.2, 0.6, 0.5, 0.5, 0.0])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LOADS, st.integers(0, 100))
 def test_as_many_arrive_as_the_load_says(loads: list[tuple[float, float]], seed: int) -> None:
     """Of each span, within five standard deviations of a Poisson count; in order, the same for the same seed."""

@@ -36,7 +36,7 @@ def iso(at_s: int) -> str:
     return datetime.fromtimestamp(STARTED_S + at_s, UTC).isoformat()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

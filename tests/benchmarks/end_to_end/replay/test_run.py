@@ -38,7 +38,7 @@ def common(one: np.ndarray, other: np.ndarray) -> int:  # type: ignore[type-arg]
     return int(differs[0]) if len(differs) else shortest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(IDS, IDS, st.sampled_from([16, 64]), st.integers(0, 511))
 def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
     model: Path, one: list[int], other: list[int], tokens_per_id: int, short: int

@@ -267,7 +267,7 @@ def _parses_or_refuses(parse: Callable[[bytes], GenerateRequest], raw: bytes) ->
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_parse_or_are_refused(kind: str, raw: bytes) -> None:
     """No other exception gets out of a parser."""
@@ -275,7 +275,7 @@ def test_any_bytes_parse_or_are_refused(kind: str, raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_json_parses_or_is_refused(kind: str, data: st.DataObject) -> None:
     """Any value under any name, over a valid body or alone."""

@@ -263,4 +263,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheLaws = CacheMachine.TestCase
-TestCacheLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCacheLaws.settings = settings(max_examples=150, stateful_step_count=40)

@@ -240,7 +240,7 @@ class ShareMachine(RuleBasedStateMachine):
 
 
 TestShareLaws = ShareMachine.TestCase
-TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_batch_larger_than_its_owners_share_comes_down_whole() -> None:

@@ -179,7 +179,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierLaws = TierMachine.TestCase
-TestTierLaws.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTierLaws.settings = settings(max_examples=60, stateful_step_count=25)
 
 
 class PoolAndHost(RuleBasedStateMachine):
@@ -220,4 +220,4 @@ class PoolAndHost(RuleBasedStateMachine):
 
 
 TestPoolAndHost = PoolAndHost.TestCase
-TestPoolAndHost.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPoolAndHost.settings = settings(max_examples=60, stateful_step_count=25)

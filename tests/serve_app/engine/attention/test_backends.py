@@ -67,7 +67,7 @@ def ragged(draw: st.DrawFn) -> list[Case]:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @given(cases=ragged(), heads=st.sampled_from([HEADS, replace(HEADS, query=2), replace(HEADS, dtype=torch.bfloat16)]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_backend_computes_the_formula(backend: AttentionBackend, cases: list[Case], heads: Heads) -> None:
     assert fault(backend, torch.device("cpu"), heads, cases) == ""
 
@@ -88,7 +88,7 @@ def test_copies_are_cut_where_they_would_be_too_large(monkeypatch: pytest.Monkey
 
 
 @given(cases=ragged(), wanted=st.sets(st.integers(0, 5)), paged=st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int], paged: bool) -> None:
     """Order, ids, positions, slots, padding, zeroed slots and block tables against the plain loops."""
     pool = KvPool(2, 1 + max(b for *_, bs in cases for b in bs), 4, 1, 2, torch.float32, torch.device("cpu"))

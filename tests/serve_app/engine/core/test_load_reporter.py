@@ -78,7 +78,7 @@ class Line:
         self.view.update(self.scheduler, EngineMeters(), ())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=queued, steps=st.integers(0, 4), age_s=st.floats(0.0, 0.2))
 def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     rows: list[tuple[int, float, str, bool]], steps: int, age_s: float
@@ -94,7 +94,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     assert report.committed_sequences <= report.waiting_sequences
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=queued, steps=st.integers(0, 4), tenant=st.sampled_from("abc"), tenants=st.sampled_from(["a", "abc"]))
 @example(  # a turn that the step's end interrupted: what is left of it goes before the newcomer, not a whole one
     rows=[(1, 0.0, "b", False), (17, 0.0, "a", True), (17, 0.0, "a", True), (111, 0.0, "a", False)],

@@ -119,7 +119,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("heads", SHAPES, ids=lambda heads: f"{heads.query}-{heads.kv}-{heads.dim}-{heads.block_size}")
 @given(cases=steps(), split=st.sampled_from([16, 64, 512]), threads=st.sampled_from([1, 2, 16]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_step_is_the_formula(heads: Heads, cases: list[Case], split: int, threads: int) -> None:
     tested = backend(heads)
     if heads.block_size != 16:
@@ -187,7 +187,7 @@ def test_rows_of_another_kind_are_refused() -> None:
 
 
 @given(cases=steps(), threads=st.sampled_from([1, 2, 16]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_plan_gives_every_row_its_keys_once(cases: list[Case], threads: int) -> None:
     """The (position, block) pairs of a row's jobs are those of its sequence, none twice, none beyond its own."""
     cases = sorted(cases, key=lambda case: case[0] > 1)

@@ -45,7 +45,7 @@ def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.sampled_from([16, 32, 80]), st.booleans()), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 1)), min_size=1, max_size=12),

@@ -31,7 +31,7 @@ def library() -> AmxLinear:
 @example(rows=1, wide=1, out=1, biased=False)
 @example(rows=513, wide=42, out=33, biased=True)
 @example(rows=40, wide=700, out=64, biased=False)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_product_is_the_formula(library: AmxLinear, rows: int, wide: int, out: int, biased: bool) -> None:
     """Rows, inputs and outputs that fill no tile, panel or block; what lies behind the result stays as it is."""
     generator = torch.Generator().manual_seed(rows * 1000 + out)

@@ -118,7 +118,7 @@ def test_frequencies_follow_the_probabilities(params: SamplingParams) -> None:
     assert chi_square < 20.5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     vocab=st.sampled_from([3, 40, 700]),
@@ -180,7 +180,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_e
     st.integers(0, 5),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sampling_without_waiting_for_the_device_chooses_the_same_tokens(
     rows: list[tuple[float, int, float, int]], seed: int, ties: bool
 ) -> None:

@@ -120,7 +120,7 @@ class Stepped:
         raise AssertionError("the workload does not end")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     workload=st.lists(wishes, min_size=4, max_size=20),
     num_blocks=st.sampled_from([18, 18, 20, 30]),

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import split_chain
@@ -40,7 +40,6 @@ def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) 
     return engine
 
 
-@settings(deadline=None)
 @given(Prompts, st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 2))
 def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     mine: list[list[int]], theirs: list[list[list[int]]], times: int
@@ -64,7 +63,6 @@ def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     assert sum(meters.taken_blocks.total() for meters in local.meters.values()) == receipt.blocks.total()
 
 
-@settings(deadline=None)
 @given(Prompts, st.lists(st.integers(1, 12), min_size=1, max_size=3))
 def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]], sizes: list[int]) -> None:
     """Every block is moved or skipped with a reason; peers' free room is filled and nothing of theirs evicted."""
@@ -149,7 +147,6 @@ def test_a_save_goes_to_a_peer_whose_budget_has_room() -> None:
     assert hashes(local.engines["a"]) == hashes(leaving)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10))
 def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
     """Whatever it had taken: all of it is with the one that lives."""

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
@@ -40,7 +40,6 @@ def run(local: Local, engine: TorchEngine, blocks: int = 1000, time_s: float = 6
     return asyncio.run(prewarm.run(list(local.engines)))
 
 
-@settings(deadline=None)
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(0, 60))
 def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_blocks: int) -> None:
     """Each block once and after its parent; as many as fit; kinds in their order; each from somebody who has it."""
@@ -72,7 +71,6 @@ def test_a_plan_keeps_to_its_budget_and_order(held: list[list[list[int]]], most_
     assert [KINDS.index(piece.kind) for piece in pieces] == sorted(KINDS.index(piece.kind) for piece in pieces)
 
 
-@settings(deadline=None)
 @given(st.lists(Prompts, min_size=1, max_size=3), st.integers(1, 60))
 def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int) -> None:
     """And only that; in pieces; nothing of it is in use afterwards, and holders keep what they have."""
@@ -94,7 +92,6 @@ def test_what_was_planned_arrives(held: list[list[list[int]]], most_blocks: int)
     assert all(wanted.most_blocks <= PIECE_BLOCKS and not wanted.demote for _, wanted in local.asked)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8))
 def test_a_peer_that_dies_is_replaced_by_the_next(answers: int) -> None:
     """What both hold comes from the other one; what it alone holds is skipped, and the start goes on."""
