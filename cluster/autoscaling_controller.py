@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
@@ -17,7 +18,7 @@ from cluster.autoscaling_board import Raw, board_of
 _FAULT_EVERY_S = 60.0
 
 
-class _Safe:
+class _Safe(ABC):
     """Calls ``_target`` and catches what it raises."""
 
     def __init__(self) -> None:
@@ -34,8 +35,8 @@ class _Safe:
                 logging.getLogger("ray.serve").exception("autoscaling failed; the number of replicas stays")
             return ctx.target_num_replicas, {}
 
-    def _target(self, ctx: AutoscalingContext) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _target(self, ctx: AutoscalingContext) -> int: ...
 
 
 class IngressFiguresPolicy(_Safe):
