@@ -188,20 +188,19 @@ class Replica:
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
     ) -> AsyncIterator[bytes]:
         """Run one generation; yields encoded ``GenerateChunk``s. Closing the iterator cancels the generation."""
+        if self._lifecycle.over:
+            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
+            return
         call = wire.decode_call(payload)
         request = call.to_engine_request(
             route.block_hashes if route is not None else b"",
             decision.router_id if decision is not None else "",
             decision.reservation if decision is not None else 0,
         )
-        if self._lifecycle.over:
-            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
-            return
-        if decision is not None and decision.queued_tokens is not None:
+        if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             load = load_now(self._engine, self._adapters, self._puller)
-            if is_outdated(decision, load):
-                yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
-                return
+            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
+            return
         holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
         remote_kv = self._puller.begin(request, holder, tokens)
         if remote_kv is not None:
