@@ -15,7 +15,7 @@ from ray import serve
 
 from router.serve.notices import clear, post, remove
 from serve_app.config.app import AppConfig
-from serve_app.config.live import BadSettings, app_config, changed_salts, overlaid
+from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, overlaid
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class LiveSettings:
             try:
                 config = overlaid(self.args, user_config)
                 if before.tenants and not config.tenants:
-                    raise BadSettings([(("tenants",), "without any, everybody could come in; that needs a restart")])
+                    raise BadSettings([(("tenants",), NO_TENANTS)])
                 if config != before:
                     await apply(config)
                 self.config = config

@@ -35,6 +35,8 @@ LIVE = frozenset(
 )
 """The names of settings that may change without a restart."""
 
+NO_TENANTS = "without any, everybody could come in; that needs a restart, with none under args: either"
+
 Location = tuple[int | str, ...]
 
 
@@ -59,7 +61,8 @@ def app_config(values: Any) -> AppConfig:
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
     """Return the settings in force: ``args`` with those of ``user_config`` in their place. Raises BadSettings.
 
-    A list, as of tenants, replaces the one of ``args`` whole.
+    A list, as of tenants, replaces the one of ``args`` whole; of ``autoscaling`` each value does so by itself. Tenants
+    of ``args`` cannot be taken away: without any, everybody could come in.
     """
     if not user_config:
         return args
@@ -74,9 +77,14 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
     if "autoscaling" in user_config and (args.autoscaling is None) != (user_config["autoscaling"] is None):
         what = "is switched on or off with a restart only; put it under args:, its values may change here"
         refused.append((("autoscaling",), what))
+    if args.tenants and "tenants" in user_config and not user_config["tenants"]:
+        refused.append((("tenants",), NO_TENANTS))
     if refused:
         raise BadSettings(refused)
-    return app_config({**args.to_json(), **user_config})
+    base, live = args.to_json(), dict(user_config)
+    if isinstance(live.get("autoscaling"), Mapping):
+        live["autoscaling"] = {**base["autoscaling"], **live["autoscaling"]}
+    return app_config({**base, **live})
 
 
 def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:

@@ -61,10 +61,13 @@ class UnloadAdapterBody(JsonBody):
 
 
 class AdapterAdmin:
-    """Changes to the adapters of a deployment. ``tell_replicas`` and ``tell_ingresses`` reach all of either."""
+    """Changes to the adapters of a deployment. ``tell_replicas`` and ``tell_ingresses`` reach all of either.
+
+    ``config``: the settings in force, which may be set.
+    """
 
     def __init__(self, config: AppConfig, registry: AdapterRegistry, tell_replicas: Tell, tell_ingresses: Tell) -> None:
-        self._config = config
+        self.config = config
         self._registry = registry
         self._tell_replicas = tell_replicas
         self._tell_ingresses = tell_ingresses
@@ -81,10 +84,10 @@ class AdapterAdmin:
         name, path = wanted.lora_name, wanted.lora_path
         if name is None or path is None:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
-        unknown = sorted(set(wanted.tenants) - {tenant.name for tenant in self._config.tenants})
+        unknown = sorted(set(wanted.tenants) - {tenant.name for tenant in self.config.tenants})
         if unknown:
             raise InvalidRequest(f"There is no tenant {unknown[0][:64]!r}.", param="tenants")
-        if name == self._config.model_name:
+        if name == self.config.model_name:
             raise InvalidRequest(f"{name!r} is the base model's name; choose another.", param="lora_name")
         where = self._confined(path)
         async with self._one_at_a_time:
@@ -95,7 +98,7 @@ class AdapterAdmin:
                     param="lora_name",
                 )
             try:
-                spec = await asyncio.to_thread(describe_adapter, name, where, root=self._config.lora_root)
+                spec = await asyncio.to_thread(describe_adapter, name, where, root=self.config.lora_root)
             except AdapterError as error:
                 raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
             tenants = wanted.tenants
@@ -138,13 +141,13 @@ class AdapterAdmin:
             await self._tell_replicas("drop_adapter", replaced.spec.key)
 
     def _require_allowed(self) -> None:
-        if not self._config.allow_runtime_lora:
+        if not self.config.allow_runtime_lora:
             raise PermissionDenied("Adapters are fixed in this deployment; set allow_runtime_lora to change them.")
         self._registry.require_current()
 
     def _confined(self, path: str) -> Path:
         """Return the path that is meant. Raises PermissionDenied for one outside ``lora_root``, links followed."""
-        root = self._config.lora_root
+        root = self.config.lora_root
         try:
             if root is None:
                 return Path(path).expanduser().resolve()

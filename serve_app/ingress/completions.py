@@ -165,7 +165,8 @@ class Completions:
                     yield piece
         finally:
             metrics.in_flight.dec()
-            self._front_door.learn(name, body_bytes, uncached_tokens)
+            if last_s:  # where nothing was answered, what it cost is not known, and it was not free
+                self._front_door.learn(name, body_bytes, uncached_tokens)
 
     async def _events(self, answer: _Answer, first: Piece) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""

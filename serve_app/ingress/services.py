@@ -100,6 +100,7 @@ class Services:
         self.front_door.max_waiting = config.max_queued_requests
         self.front_door.max_bytes = BODIES * config.max_body_bytes
         self.guard.allowed_hosts = config.allowed_hosts
+        self.adapter_admin.config = config
         self.completions.request_timeout_s = config.request_timeout_s
         self.preparer.configure(_limits(config, self.base_model["max_model_len"]))
         self.config = config
@@ -199,11 +200,11 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
     front_door = FrontDoor(
         shares,
-        places=lambda: places(config, len(core.replica_ids)),
+        places=lambda: places(services.config, len(core.replica_ids)),
         max_waiting=config.max_queued_requests,
         max_bytes=BODIES * config.max_body_bytes,
     )
-    return Services(
+    services = Services(
         config=config,
         app_name=context.app_name,
         name=context.replica_id.unique_id,
@@ -232,6 +233,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
     )
+    return services
 
 
 def places(config: AppConfig, replicas: int) -> int:

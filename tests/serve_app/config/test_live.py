@@ -73,11 +73,23 @@ def test_what_cannot_be_used_is_told_with_a_remedy(user_config: Any, told: str) 
 
 def test_autoscaling_follows_other_targets_and_stays_on() -> None:
     """Where it is on its values may change; to switch it off is another policy in Serve's controller."""
-    base = AppConfig.model_validate({"autoscaling": {"max_replicas": 4}})
-    found = overlaid(base, {"autoscaling": {"max_replicas": 8, "target_ttft_s": 1.0}})
-    assert found.autoscaling is not None and found.autoscaling.max_replicas == 8
+    base = AppConfig.model_validate({"autoscaling": {"min_replicas": 3, "max_replicas": 4}})
+    found = overlaid(base, {"autoscaling": {"max_replicas": 8, "target_ttft_s": 1.0}}).autoscaling
+    assert found is not None and (found.min_replicas, found.max_replicas, found.target_ttft_s) == (3, 8, 1.0)
+    assert overlaid(base, {"autoscaling": {"target_ttft_s": 1.0}}).autoscaling == found.model_copy(
+        update={"max_replicas": 4}
+    )
     with pytest.raises(BadSettings, match="restart only"):
         overlaid(base, {"autoscaling": None})
+
+
+@pytest.mark.parametrize("none", [[], None])
+def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
+    """Also not from a replica that starts and knows no earlier settings: it would let everybody in."""
+    base = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [KEY]}]})
+    with pytest.raises(BadSettings, match="everybody could come in"):
+        overlaid(base, {"tenants": none})
+    assert overlaid(AppConfig(), {"tenants": []}) == AppConfig()
 
 
 def test_all_mistakes_are_told_at_once() -> None:
