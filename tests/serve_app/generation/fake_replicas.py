@@ -1,0 +1,177 @@
+"""A Serve handle whose router is real and whose replicas are one function: sound, lost, or as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from ray.serve._private.common import RequestMetadata
+from ray.serve.handle import DeploymentResponseGenerator
+
+from router.core import RoutingCore
+from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.request import RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
+from router.settings import RouterSettings
+from serve_app.engine.protocol import SamplingParams
+from serve_app.generation.dispatch import Dispatcher
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.replica import messages as wire
+
+BLOCK = 4
+SCOPE = PrefixScope("m", "", b"salt")
+ROOT = SCOPE.root(b"secret")
+Chunks = Callable[[wire.GenerateCall, RoutedRequest, str], AsyncIterator[wire.GenerateChunk]]
+
+
+class FakeResult:
+    """A replica's end of a call, behind Ray's own ``DeploymentResponseGenerator``."""
+
+    def __init__(self, chunks: AsyncIterator[wire.GenerateChunk]) -> None:
+        self._chunks = chunks
+        self.cancelled = False
+
+    async def __anext__(self) -> bytes:
+        return wire.encode(await anext(self._chunks))
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class FakeHandle:
+    """A Serve handle whose router is a real RoutingCore; counts which calls were sent again."""
+
+    def __init__(self, chunks: Chunks, replicas: Sequence[str] = ("a", "b", "c", "d", "e")) -> None:
+        self.core = RoutingCore("router", RouterSettings(block_size=BLOCK))
+        self.core.update_replicas(list(replicas))
+        self.chunks = chunks
+        self.decisions = RecentDecisions()
+        self.calls: list[tuple[wire.GenerateCall, RoutedRequest]] = []
+        self.results: list[FakeResult] = []
+        self.after_first_token: list[bool] = []
+        """Of each call that was sent again."""
+        self.assigned = asyncio.Event()
+        self.dispatcher = Dispatcher(
+            self,  # type: ignore[arg-type]
+            self.core, self.decisions, BLOCK, self.after_first_token.append, "me",
+        )  # fmt: skip
+
+    def options(self, **_: Any) -> FakeHandle:
+        return self
+
+    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+        call = wire.decode_call(payload)
+        self.calls.append((call, route))
+        chosen = self.core.decide(route)
+        assert chosen is not None
+        self.decisions.add(route.request_id, chosen)
+        self.results.append(FakeResult(self.chunks(call, route, chosen.replica_id)))
+        return called(self._assign(self.results[-1]))
+
+    async def _assign(self, result: FakeResult) -> FakeResult:
+        self.assigned.set()
+        return result
+
+
+def called(assignment: Coroutine[Any, Any, Any]) -> Any:
+    """What a Serve handle returns whose router runs in the caller's loop."""
+    metadata = RequestMetadata(request_id="r", internal_request_id="r")
+    task = asyncio.get_running_loop().create_task(assignment)
+    return DeploymentResponseGenerator(task, metadata, _is_router_running_in_separate_loop=False)
+
+
+def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:
+    token_ids = np.arange(10, dtype=np.int32)
+    return Generation(
+        request_id="r",
+        token_ids=token_ids,
+        block_hashes=extend_chain(root_of(public_blocks), public_blocks, token_ids, BLOCK),
+        scope=replace(SCOPE, public_blocks=public_blocks),
+        root=root_of(public_blocks),
+        placement_key=b"k" * 16,
+        tenant="t",
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.7, seed=11),
+    )
+
+
+def root_of(public_blocks: int) -> bytes:
+    return b"p" * 16 + ROOT if public_blocks else ROOT
+
+
+def run(handle: FakeHandle, max_tokens: int = 6, public_blocks: int = 0, deadline_s: float = math.inf) -> list[Tokens]:
+    """Dispatch one generation and return all of its tokens; nothing stays reserved, however it ends."""
+
+    async def collect() -> list[Tokens]:
+        asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
+        return [tokens async for tokens in handle.dispatcher.generate(asked)]
+
+    try:
+        return asyncio.run(collect())
+    finally:
+        assert handle.core.state()["open_reservations"] == 0
+
+
+def token_at(position: int) -> int:
+    """The deterministic model of these tests: a token depends on its position only."""
+    return 100 + position
+
+
+def ids(got: Sequence[Tokens]) -> list[int]:
+    return [token for tokens in got for token in tokens.token_ids]
+
+
+def whole(max_tokens: int = 6) -> list[int]:
+    """The tokens of an undisturbed answer."""
+    return [token_at(10 + i) for i in range(max_tokens)]
+
+
+async def answer(call: wire.GenerateCall, route: RoutedRequest, replica: str, stop_after: int | None = None) -> Any:
+    """Yield what a sound replica yields, two tokens a chunk; optionally only the first ``stop_after`` tokens."""
+    start = len(call.token_ids) // 4
+    tokens = [token_at(start + i) for i in range(call.sampling.max_tokens)][:stop_after]
+    for i in range(0, len(tokens), 2):
+        last = stop_after is None and i + 2 >= len(tokens)
+        yield wire.GenerateChunk(
+            tuple(tokens[i : i + 2]),
+            replica if i == 0 else "",
+            8 if i == 0 else None,
+            finish_reason="length" if last else None,
+        )
+
+
+def lost_once(received: int, then: Chunks = answer, error: Exception | None = None) -> Chunks:
+    """Replicas of which the first called is lost after so many tokens, by ``error`` if there is one; then ``then``."""
+    lost = False
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal lost
+        first, lost = not lost, True
+        async for chunk in answer(call, route, replica, received) if first else then(call, route, replica):
+            yield chunk
+        if first and error is not None:
+            raise error
+
+    return chunks
+
+
+def raising(error: Exception) -> Chunks:
+    """Replicas whose every call raises."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        raise error
+        yield
+
+    return chunks
+
+
+def saying(chunk: wire.GenerateChunk) -> Chunks:
+    """Replicas that answer every call with one chunk."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        yield chunk
+
+    return chunks

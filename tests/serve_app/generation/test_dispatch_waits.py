@@ -1,0 +1,122 @@
+"""Sending a generation: what waits for a replica or for a place, for how long, and what its client is told then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve._private.common import DeploymentID, RequestMetadata
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
+
+from router.protocol.request import NoReplicaLeft, RoutedRequest
+from serve_app.errors import Overloaded, RateLimited
+from serve_app.generation.dispatch import MAX_ATTEMPTS
+from serve_app.replica import messages as wire
+from tests.serve_app.generation.fake_replicas import (
+    FakeHandle,
+    answer,
+    ids,
+    lost_once,
+    raising,
+    run,
+    saying,
+    whole,
+)
+
+FULL = wire.GenerateChunk(error="queue_full", message="full", retry_after_s=3.0)
+
+
+@pytest.mark.parametrize("error", [NoReplicaLeft("none"), DeploymentUnavailableError(DeploymentID("d"))], ids=type)
+def test_a_stream_that_has_begun_waits_for_a_replica(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client has a part of the answer and cannot ask for the rest: it goes on when there is a replica again."""
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+
+    async def none_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        if len(handle.calls) < 2 * MAX_ATTEMPTS:
+            raise error
+        async for chunk in answer(call, route, replica):
+            yield chunk
+
+    handle = FakeHandle(lost_once(2, none_at_first, ActorDiedError()))
+    assert ids(run(handle)) == whole()
+    assert handle.after_first_token == [True]
+
+
+def test_a_stream_waits_for_a_replica_until_its_deadline() -> None:
+    """Then the client hears that there is none."""
+    handle = FakeHandle(lost_once(2, raising(NoReplicaLeft("none")), ActorDiedError()))
+    with pytest.raises(Overloaded) as caught:
+        run(handle, deadline_s=time.perf_counter() + 0.2)
+    assert caught.value.retry_after_s
+    assert len(handle.calls) > 2
+
+
+def test_a_call_carries_the_seconds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt tells the replica how long it may still take, so that an engine ends what nobody waits for."""
+    now_s = 1000.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    chunks = lost_once(2)
+
+    def slow(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        nonlocal now_s
+        now_s += 4.5
+        return chunks(call, route, replica)
+
+    handle = FakeHandle(slow)
+    run(handle, deadline_s=1030.0)
+    assert [call.timeout_s for call, _ in handle.calls] == [30.0, 25.5]
+    call, route = handle.calls[1]
+    assert wire.decode_call(wire.encode(call)).to_engine_request(route.block_hashes, "", 0).timeout_s == 25.5
+
+
+@pytest.mark.parametrize("separate_loop", [True, False])
+def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) -> None:
+    """Refused by Serve while a replica is chosen, which Ray says once more when the call is cancelled."""
+    error = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+
+    class Refusing(FakeHandle):
+        def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+            refused: Future[Any] | asyncio.Future[Any] = Future() if separate_loop else asyncio.Future()
+            refused.set_exception(error)
+            metadata = RequestMetadata(request_id="r", internal_request_id="r")
+            return DeploymentResponseGenerator(refused, metadata, _is_router_running_in_separate_loop=separate_loop)
+
+    with pytest.raises(RateLimited) as refused:
+        run(Refusing(answer), deadline_s=time.perf_counter())
+    assert refused.value.retry_after_s
+
+
+@pytest.mark.parametrize("by_serve", [False, True])
+def test_a_full_line_is_asked_again(by_serve: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was admitted waits for its replica, longer each time, and is no lost call; Serve's own bound reads alike."""
+    monkeypatch.setattr("serve_app.generation.dispatch.FIRST_PAUSE_S", 0.001)
+    full = raising(BackPressureError(num_queued_requests=1, max_queued_requests=1)) if by_serve else saying(FULL)
+
+    def full_at_first(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        return (full if len(handle.calls) <= MAX_ATTEMPTS + 2 else answer)(call, route, replica)
+
+    handle = FakeHandle(full_at_first)
+    assert ids(run(handle)) == whole()
+    assert handle.after_first_token == []
+    assert len({route.request_id for _, route in handle.calls}) == MAX_ATTEMPTS + 3
+    assert not any(route.avoid for _, route in handle.calls)
+
+
+def test_a_line_that_stays_full_is_429_at_the_deadline() -> None:
+    """The client hears of it before its time is over."""
+    with pytest.raises(RateLimited) as caught:
+        run(FakeHandle(saying(FULL)), deadline_s=time.perf_counter() + 0.2)
+    assert caught.value.retry_after_s == 3.0
+
+
+def test_no_replica_at_all_is_503_with_retry_after() -> None:
+    """The router's word that there is none becomes an error that says when to come back."""
+    with pytest.raises(Overloaded) as caught:
+        run(FakeHandle(raising(NoReplicaLeft("there has been no replica for 5 s"))))
+    assert caught.value.status == 503
+    assert caught.value.retry_after_s == 5.0
