@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.tokenization.detokenizer import MAX_HELD_TOKENS, StopChecker
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.serve_app.tokenization.test_tokenizer import sentencepiece_like
+from tests.serve_app.tokenization.variants import sentencepiece_like
 
 ROOT = b"r" * 16
 

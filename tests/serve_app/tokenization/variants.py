@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from serve_app.tokenization.tokenizer import PromptTokenizer
 
 
 def variant_of(source: Path, target: Path, change: Any) -> Path:
@@ -17,3 +20,25 @@ def variant_of(source: Path, target: Path, change: Any) -> Path:
         change(tokenizer)
         tokenizer.save(str(target / "tokenizer.json"))
     return target
+
+
+def sentencepiece_like(directory: Path, source: Path) -> PromptTokenizer:
+    """Build a Llama-2-like tokenizer: spaces as U+2581, bytes for what it lacks, the first space dropped."""
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    bytes_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\u2581?[^\u2581]+|\u2581"), behavior="isolated")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>", "<|im_start|>", "<|im_end|>", *bytes_tokens], show_progress=False
+    )
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 5, "a b c d e f 0 1 2 3"], trainer)
+    state = json.loads(made.to_str())
+    for token in state["added_tokens"]:
+        token["special"] = not token["content"].startswith("<0x")
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["special"]]
+    (directory / "tokenizer.json").write_text(json.dumps(state))
+    return PromptTokenizer(directory)
