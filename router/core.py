@@ -1,4 +1,4 @@
-"""The heart of a router without Ray: directory, loads and policy behind one lock.
+"""The heart of a router without Ray: what it knows of the replicas, and a policy, behind one lock.
 
 Serve, the simulator and the benchmarks ask it. Its step "match, rank, reserve" is synchronous, so that no two
 decisions see the same idle replica. In: replica sets, feed events, requests. Out: decisions, counters, state. Any
@@ -15,10 +15,7 @@ from threading import Lock
 from typing import Any
 
 from router.directory.directory import Directory
-from router.directory.pending_prefixes import PendingPrefixes
-from router.load.load_table import LoadTable
-from router.load.lora_residency import LoraResidency
-from router.load.silent_feeds import SilentFeeds
+from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
@@ -30,12 +27,9 @@ from router.policy.policies import POLICIES, least_loaded
 from router.policy.recheck import MAX_SENT_BACK
 from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, Reason, RoutedRequest
 from router.settings import DEFAULT_POLICY, RouterSettings
-
-_SILENT = "silent"
-"""The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
 
 
 class RoutingCore:
@@ -59,21 +53,20 @@ class RoutingCore:
         self._rng = rng or Random(router_id)  # noqa: S311 (spreads load, guards nothing)
         self._lock = Lock()
         self._turn = 0
-        self._stats: dict[str, StatsReport] = {}
-        self._is_live: Callable[[str], bool] | None = None
-        self._silent = SilentFeeds()
         self._blocked: Callable[[], Collection[str]] = tuple
-        self._away: frozenset[str] = frozenset()
         self._counted = self.counters.of_policy(self.settings.policy)
         self._shadow = self._new_shadow()
         self._shadow_s = 0.0
-        self.loads = LoadTable(router_id)
-        self.directory = Directory(self.settings.block_size, self.settings.max_blocks)
-        self._pending = PendingPrefixes(self.settings.block_size)
+        self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
+        self.loads = self._known.loads
         self._replication = Replication(self.settings.block_size)
-        self._adapters = LoraResidency()
         self._times = RequestTimes()
         self._working_set = WorkingSet()
+
+    @property
+    def directory(self) -> Directory:
+        """Which replica holds which block."""
+        return self._known.directory
 
     @property
     def shadow(self) -> tuple[str, ShadowCounters] | None:
@@ -83,12 +76,13 @@ class RoutingCore:
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """The replicas that requests may go to; those that are away are not among them."""
-        return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in self._away)
+        away = self._known.away
+        return tuple(replica_id for replica_id in self.loads.replica_ids if replica_id not in away)
 
     @property
     def knows_every_cache(self) -> bool:
         """Whether there are replicas and the feed of each has delivered its snapshot (see ``follow``)."""
-        replica_ids, is_live = self.replica_ids, self._is_live
+        replica_ids, is_live = self.replica_ids, self._known.is_live
         return is_live is not None and bool(replica_ids) and all(map(is_live, replica_ids))
 
     def follow(self, is_live: Callable[[str], bool], blocked: Callable[[], Collection[str]] = tuple) -> None:
@@ -96,7 +90,7 @@ class RoutingCore:
 
         ``blocked``: who knows which replicas can take no request for a reason that is in no report.
         """
-        self._is_live = is_live
+        self._known.is_live = is_live
         self._blocked = blocked
 
     def configure(self, settings: RouterSettings) -> None:
@@ -107,11 +101,8 @@ class RoutingCore:
             if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
-                self.directory = Directory(settings.block_size, settings.max_blocks)
-                self._pending = PendingPrefixes(settings.block_size)
+                self._known.forget_blocks(settings.block_size, settings.max_blocks)
                 self._replication = Replication(settings.block_size)
-                for replica_id in self.loads.replica_ids:
-                    self.directory.add_replica(replica_id)
 
     def update_replicas(
         self, replica_ids: Iterable[str], away: Collection[str] = ()
@@ -121,43 +112,22 @@ class RoutingCore:
         ``away``: replicas that may be back soon. What is known of them is kept, and is kept up to date by their
         feeds; no request goes there. Those that were not known before are ignored.
         """
-        wanted = dict.fromkeys(replica_ids)
         with self._lock:
-            known = set(self.loads.replica_ids)
-            self._away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
-            added = tuple(replica_id for replica_id in wanted if replica_id not in known)
-            removed = tuple(
-                replica_id for replica_id in known if replica_id not in wanted and replica_id not in self._away
-            )
-            for replica_id in added:
-                self.loads.add_replica(replica_id)
-                self.directory.add_replica(replica_id)
+            added, removed = self._known.update(replica_ids, away)
             for replica_id in removed:
-                self._drop(replica_id)
+                self.counters.decisions_by_replica.pop(replica_id, None)
         return added, removed
 
     def drop_replica(self, replica_id: str) -> None:
         """Forget a replica that died."""
         with self._lock:
-            self._drop(replica_id)
+            self._known.drop(replica_id)
+            self.counters.decisions_by_replica.pop(replica_id, None)
 
     def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
         """Take one feed message's events; events of unknown replicas are ignored."""
         with self._lock:
-            self._silent.heard(replica_id)
-            cache_events = []
-            for event in events:
-                if isinstance(event, LoadReport):
-                    self.loads.report(replica_id, event, self._clock())
-                    if self.loads.row_of(replica_id) is not None:
-                        self._adapters.report(replica_id, event)
-                elif isinstance(event, StatsReport):
-                    if self.loads.row_of(replica_id) is not None:
-                        self._stats[replica_id] = event
-                else:
-                    cache_events.append(event)
-            if cache_events:
-                self.directory.apply(replica_id, epoch, cache_events)
+            self._known.apply(replica_id, epoch, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
         """Choose a replica and reserve its work in one step; None while every replica is full.
@@ -187,8 +157,7 @@ class RoutingCore:
     def release(self, decision: Decision) -> None:
         """End a decision's reservation, at the first token or on error; again is harmless."""
         with self._lock:
-            self.loads.release(decision.reservation)
-            self._pending.discard(decision.reservation)
+            self._known.release(decision.reservation)
 
     def sent_back(self, decision: Decision, load: LoadReport) -> None:
         """Take back a decision that a replica did not follow, and learn the load that it told instead.
@@ -196,9 +165,8 @@ class RoutingCore:
         The same request may be decided about again, with ``RoutedRequest.sent_back`` one higher.
         """
         with self._lock:
-            self.loads.release(decision.reservation)
-            self._pending.discard(decision.reservation)
-            self.loads.report(decision.replica_id, load, self._clock())
+            self._known.release(decision.reservation)
+            self._known.told(decision.replica_id, load, self._clock())
             self.counters.sent_back += 1
 
     def explain(
@@ -211,7 +179,7 @@ class RoutingCore:
         """
         with self._lock:
             now_s = self._clock()
-            self._expire(now_s)
+            self._known.expire(now_s)
             view = self._view_of(request, self._blocked() if blocked is None else blocked)
             views = {policy: view._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
             tiers = self.directory.tiers(self._reusable_chain(request), view.match)
@@ -227,9 +195,7 @@ class RoutingCore:
             if cached_tokens < selected:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
-            if decision.replica_id in self._silent and chain:
-                # Its feed does not say so, but after a first token the whole prompt's blocks are there.
-                self.directory.apply(decision.replica_id, _SILENT, (BlocksStored(chain),))
+            self._known.computed(decision.replica_id, chain)
             self.counters.ttft_s.observe(ttft_s)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
@@ -237,7 +203,7 @@ class RoutingCore:
     def stats(self) -> dict[str, StatsReport]:
         """Return the latest StatsReport of each replica that sent one, without nonsense."""
         with self._lock:
-            latest = dict(self._stats)
+            latest = dict(self._known.stats)
         return {replica_id: sane_stats(report) for replica_id, report in latest.items()}
 
     def demand(self) -> tuple[RecentTimes, int]:
@@ -253,13 +219,13 @@ class RoutingCore:
             return {
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
-                **router_state(self.directory, self.loads, self._away, self._clock()),
+                **router_state(self.directory, self.loads, self._known.away, self._clock()),
                 "regret": regret_state(self.counters),
                 "shadow": self.shadow and shadow_state(*self.shadow),
             }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
-        self._expire(now_s)
+        self._known.expire(now_s)
         self._turn += 1
         view = self._view_of(request, blocked)
         if view.match and self.settings.policy == DEFAULT_POLICY:
@@ -275,13 +241,11 @@ class RoutingCore:
             self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
         selected, uncached, pull_from, pull_tokens, estimated_ttft_s = estimated
         queued: int | None = None
-        # What a replica with a silent feed tells now would be believed for ever: nothing newer comes.
-        heard = replica_id not in self._silent
-        if heard and self.loads.active_routers > 1 and self._may_be_sent_back(request, reason):
+        if self._may_be_sent_back(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
         number = self.loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes:
-            self._pending.add(request.placement_key, number, replica_id, request.block_hashes)
+            self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
         if not request.sent_back:  # a request is counted once, however often it is decided about
             self._times.add(estimated_ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
@@ -294,23 +258,30 @@ class RoutingCore:
             replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens, queued
         )
 
-    def _may_be_sent_back(self, request: RoutedRequest, reason: Reason) -> bool:
-        policy = self.settings.policy
-        return policy == DEFAULT_POLICY and reason != "only_replica" and request.sent_back < MAX_SENT_BACK
+    def _may_be_sent_back(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
+        """Say whether the replica may have more to do than is known here, and can be believed when it says so."""
+        return (
+            self.loads.active_routers > 1
+            and self.settings.policy == DEFAULT_POLICY
+            and reason != "only_replica"
+            and request.sent_back < MAX_SENT_BACK
+            and not self._known.is_silent(replica_id)
+        )
 
     def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> RoutingView:
         """Return all that a policy needs to know of this request."""
-        chain = self._reusable_chain(request)
-        match = self.directory.match(chain)
-        pending = self._pending.match(request.placement_key, chain)
-        adapter_s = self._adapters.wait_s(request.adapter, self.loads)
+        chain, known = self._reusable_chain(request), self._known
+        match = known.directory.match(chain)
+        pending = known.pending.match(request.placement_key, chain)
+        adapter_s = known.adapters.wait_s(request.adapter, self.loads)
         scoring = self.settings.scoring
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, self._closed(blocked), pending, None, adapter_s
         )
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
-        return self._away.union(blocked) if self._away else blocked
+        away = self._known.away
+        return away.union(blocked) if away else blocked
 
     def _reusable_chain(self, request: RoutedRequest) -> bytes:
         """Return the hashes of the blocks that can be reused: the last prompt token never counts."""
@@ -318,25 +289,7 @@ class RoutingCore:
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain
 
-    def _expire(self, now_s: float) -> None:
-        for number in self.loads.expire(now_s):
-            self._pending.discard(number)
-        if self._is_live is not None:
-            for replica_id in self._silent.fallen_silent(self.loads, self._is_live, now_s):
-                self.loads.disbelieve(replica_id)
-                self.directory.apply(replica_id, _SILENT, (CacheCleared(),))
-
     def _new_shadow(self) -> ShadowPolicy | None:
         policy, block_size = self.settings.shadow_policy, self.settings.block_size
         rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
         return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None
-
-    def _drop(self, replica_id: str) -> None:
-        self._away -= {replica_id}
-        self._silent.heard(replica_id)
-        for number in self.loads.remove_replica(replica_id):
-            self._pending.discard(number)
-        self.directory.remove_replica(replica_id)
-        self._adapters.forget(replica_id)
-        self._stats.pop(replica_id, None)
-        self.counters.decisions_by_replica.pop(replica_id, None)

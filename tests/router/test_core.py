@@ -89,7 +89,7 @@ def test_simultaneous_users_of_one_cold_prompt_follow_the_first() -> None:
     assert [decision.reason for decision in decisions] == ["cold"] + ["in_flight"] * 4
     for decision in decisions:
         core.release(decision)
-    assert len(core._pending) == 0
+    assert len(core._known.pending) == 0
     assert core.state()["open_reservations"] == 0
 
 
@@ -105,7 +105,7 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
     clock.now_s = RESERVATION_TTL_S + 1.0
     core.release(decided(core, ask(3)))
     assert core.loads.queue_ahead("a") == 0
-    assert len(core._pending) == 0
+    assert len(core._known.pending) == 0
 
 
 def test_none_when_every_replica_is_full() -> None:

@@ -183,7 +183,7 @@ def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
     assert core.directory.size_bytes < 1_000_000
     assert len(core.directory._owner) < 600
     assert set(core.counters.decisions_by_replica) == {"stays"}
-    assert len(core._pending) <= 4096
+    assert len(core._known.pending) <= 4096
 
 
 def test_a_flooding_feed_starves_no_other() -> None:

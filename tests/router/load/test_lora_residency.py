@@ -135,7 +135,7 @@ def test_a_replica_that_goes_is_forgotten() -> None:
     core.update_replicas(["a", "c"])
     core.apply("c", "e", [report()])
     assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
-    assert not core._adapters._holders
+    assert not core._known.adapters._holders
 
 
 def loads_needed(*, routers_know: bool, requests: int = 600) -> int:

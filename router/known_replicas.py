@@ -1,0 +1,114 @@
+"""What one router knows of its replicas: blocks, load, adapters, counters; who is away, whose feed is silent.
+
+In: replica sets, feed events, reservations that end. Decides nothing. Not thread-safe; time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from router.directory.directory import Directory
+from router.directory.pending_prefixes import PendingPrefixes
+from router.load.load_table import LoadTable
+from router.load.lora_residency import LoraResidency
+from router.load.silent_feeds import SilentFeeds
+from router.protocol.events import BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+
+_SILENT = "silent"
+"""The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
+
+
+class KnownReplicas:
+    """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
+
+    ``away``: replicas that may be back soon and get nothing; ``stats``: the latest StatsReport of each that sent one;
+    ``is_live``: who knows whether a replica's feed is complete.
+    """
+
+    def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
+        self.loads = LoadTable(router_id)
+        self.adapters = LoraResidency()
+        self.stats: dict[str, StatsReport] = {}
+        self.away: frozenset[str] = frozenset()
+        self.is_live: Callable[[str], bool] | None = None
+        self._silent = SilentFeeds()
+        self.forget_blocks(block_size, max_blocks)
+
+    def forget_blocks(self, block_size: int, max_blocks: int) -> None:
+        """Begin with an empty directory."""
+        self.directory = Directory(block_size, max_blocks)
+        self.pending = PendingPrefixes(block_size)
+        for replica_id in self.loads.replica_ids:
+            self.directory.add_replica(replica_id)
+
+    def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Make the set equal to ``replica_ids`` and return who was added and who was removed.
+
+        ``away``: who of the others is kept; those that were not known before are ignored.
+        """
+        wanted = dict.fromkeys(replica_ids)
+        known = set(self.loads.replica_ids)
+        self.away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
+        added = tuple(replica_id for replica_id in wanted if replica_id not in known)
+        removed = tuple(replica_id for replica_id in known if replica_id not in wanted and replica_id not in self.away)
+        for replica_id in added:
+            self.loads.add_replica(replica_id)
+            self.directory.add_replica(replica_id)
+        for replica_id in removed:
+            self.drop(replica_id)
+        return added, removed
+
+    def drop(self, replica_id: str) -> None:
+        """Forget a replica; unknown ids are ignored."""
+        self.away -= {replica_id}
+        self._silent.forget(replica_id)
+        for number in self.loads.remove_replica(replica_id):
+            self.pending.discard(number)
+        self.directory.remove_replica(replica_id)
+        self.adapters.forget(replica_id)
+        self.stats.pop(replica_id, None)
+
+    def apply(self, replica_id: str, epoch: str, events: Iterable[Event], now_s: float) -> None:
+        """Take one feed message's events; those of unknown replicas are ignored."""
+        if replica_id not in self.loads.replicas:
+            return
+        self._silent.heard(replica_id, now_s)
+        cache_events = []
+        for event in events:
+            if isinstance(event, LoadReport):
+                self.loads.report(replica_id, event, now_s)
+                self.adapters.report(replica_id, event)
+            elif isinstance(event, StatsReport):
+                self.stats[replica_id] = event
+            else:
+                cache_events.append(event)
+        if cache_events:
+            self.directory.apply(replica_id, epoch, cache_events)
+
+    def is_silent(self, replica_id: str) -> bool:
+        """Whether a replica's feed tells nothing any more: what it tells now in another way would stay for ever."""
+        return replica_id in self._silent
+
+    def told(self, replica_id: str, load: LoadReport, now_s: float) -> None:
+        """Take a load that did not come by the feed."""
+        if not self.is_silent(replica_id):
+            self.loads.report(replica_id, load, now_s)
+
+    def computed(self, replica_id: str, chain: bytes) -> None:
+        """Note a prompt whose first token came: where the feed does not say so, its blocks are there all the same."""
+        if self.is_silent(replica_id) and chain:
+            self.directory.apply(replica_id, _SILENT, (BlocksStored(chain),))
+
+    def release(self, reservation: int) -> None:
+        """End a reservation; again is harmless."""
+        self.loads.release(reservation)
+        self.pending.discard(reservation)
+
+    def expire(self, now_s: float) -> None:
+        """End reservations that are too old, and forget what was told by those whose feeds have fallen silent."""
+        for number in self.loads.expire(now_s):
+            self.pending.discard(number)
+        if self.is_live is not None:
+            for replica_id in self._silent.fallen_silent(self.is_live, now_s):
+                self.loads.disbelieve(replica_id)
+                self.directory.apply(replica_id, _SILENT, (CacheCleared(),))
