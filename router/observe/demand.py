@@ -1,12 +1,12 @@
 """What the requests of the last minutes were like: how long until their first token, and which blocks they reused.
 
-Bounded, and cheap where requests are decided: one look into a table of buckets, and a reference to the prompt's
-hashes, which are counted later. Seconds, tokens. Not thread-safe.
+Bounded, and cheap where requests are decided: times and hashes are noted, and counted many at once, later. Seconds,
+blocks. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import log
 
@@ -24,8 +24,8 @@ _PENDING_TIMES = 1024
 _REUSE_SLICE_S, _REUSE_SLICES = 60.0, 5
 _REUSED = 3
 _FIRST_SHIFT = 6
-_MAX_SAMPLED = 8192
-_PENDING_BLOCKS = 2048
+_MAX_SAMPLED = 2048
+_PENDING_BLOCKS = 8192
 
 
 Counts = npt.NDArray[np.int64]
@@ -109,13 +109,13 @@ class WorkingSet:
 
     def __init__(self) -> None:
         self._shift = _FIRST_SHIFT
-        self._pending: list[memoryview] = []
+        self._pending: list[bytes] = []
         self._pending_blocks = 0
-        self._slices: deque[tuple[float, dict[int, int]]] = deque(maxlen=_REUSE_SLICES)
+        self._slices: deque[tuple[float, Counter[int]]] = deque(maxlen=_REUSE_SLICES)
 
     def add(self, chain: bytes, blocks: int, now_s: float) -> None:
         """Note that a request reuses the first ``blocks`` of a chain."""
-        self._pending.append(memoryview(chain)[: blocks * HASH_BYTES])
+        self._pending.append(chain[: blocks * HASH_BYTES])
         self._pending_blocks += blocks
         if self._pending_blocks >= _PENDING_BLOCKS:
             self._count(now_s)
@@ -123,11 +123,10 @@ class WorkingSet:
     def blocks(self, now_s: float, routers: int = 1) -> int:
         """Return the estimate. ``routers``: that share the traffic; each sees its part of the uses."""
         self._count(now_s)
-        uses: dict[int, int] = {}
+        uses = Counter[int]()
         for ends_s, counts in self._slices:
             if ends_s > now_s - _REUSE_SLICE_S * (_REUSE_SLICES - 1):
-                for block, count in counts.items():
-                    uses[block] = uses.get(block, 0) + count
+                uses.update(counts)
         least = max(1, round(_REUSED / routers))
         return sum(count >= least for count in uses.values()) << self._shift
 
@@ -138,11 +137,9 @@ class WorkingSet:
         self._pending.clear()
         self._pending_blocks = 0
         if not self._slices or now_s >= self._slices[-1][0]:
-            self._slices.append((now_s + _REUSE_SLICE_S, {}))
+            self._slices.append((now_s + _REUSE_SLICE_S, Counter()))
         counts = self._slices[-1][1]
-        sampled = words[(words & np.uint64((1 << self._shift) - 1)) == 0]
-        for block in sampled.tolist():
-            counts[block] = counts.get(block, 0) + 1
+        counts.update(words[(words & np.uint64((1 << self._shift) - 1)) == 0].tolist())
         while len(counts) > _MAX_SAMPLED:
             self._shift += 1
             mask = (1 << self._shift) - 1

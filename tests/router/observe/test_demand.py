@@ -64,5 +64,5 @@ def test_it_stays_small_and_close_whatever_comes() -> None:
         each = chain(rng, 10_000)
         for _ in range(3):
             working_set.add(each, 10_000, float(number))
-    assert sum(len(counts) for _, counts in working_set._slices) <= 5 * 8192
+    assert sum(len(counts) for _, counts in working_set._slices) <= 5 * 2048
     assert working_set.blocks(100.0) == pytest.approx(1_000_000, rel=0.08)
