@@ -88,8 +88,9 @@ class Decision:
 def decide(state: State | None, now: Signals, now_s: float) -> tuple[Decision, State]:
     """Return the decision, and the state for the next one. ``state``: None the first time."""
     if now.fault or now.bounds is None:
-        fresh = State(now_s, now_s) if state is None else replace(state, since_s=now_s, wants=(), wanted_since_s=inf)
-        return Decision(now.target, 0.0, "hold", now.fault), fresh
+        state = state or State(now_s, now_s)
+        state = replace(state, since_s=now_s, decided_s=now_s, wants=(), wanted_since_s=inf)
+        return Decision(now.target, 0.0, "hold", now.fault), state
     bounds = now.bounds
     state = _taken_in(state or State(now_s, now_s), now, bounds, now_s)
     work = _work(state, now, bounds, now_s)

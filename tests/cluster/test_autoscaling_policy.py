@@ -223,3 +223,12 @@ def test_new_bounds_hold_at_once() -> None:
     assert (raised.target, raised.reason) == (9, "bounds")
     [lowered] = deployment.tick(3.0, bounds=replace(BOUNDS, max_replicas=2))
     assert (lowered.target, lowered.reason) == (2, "bounds")
+
+
+def test_time_without_reports_is_no_time_in_which_the_first_token_was_late() -> None:
+    """After an update of ten minutes caches are cold and the TTFT is high: beta rises from then on, step by step."""
+    deployment = Deployment(12)
+    before = deployment.tick(8.0, 60, requests=100.0, p90_ttft_s=1.5, p90_own_s=0.5)[-1]
+    deployment.tick(8.0, 120, fault="replicas of two versions run")
+    late = deployment.tick(8.0, 4, fault="", p90_ttft_s=6.0)[-1]
+    assert late.target == before.target
