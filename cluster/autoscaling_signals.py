@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.load.replica_load import DECODE_WEIGHT, DEFAULT_PREFILL_TOKENS_PER_S
+from router.load.replica_load import seconds_per_token
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 
 REPORT_INTERVAL_S = 1.0
@@ -98,9 +98,8 @@ def _merged(
 ) -> Signals:
     figures = list(replicas.values())
     rates = [one.prefill_tokens_per_s for one in figures if one.prefill_tokens_per_s > 0.0]
-    rate = sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
     decoding = sum(one.running for one in figures)
-    token_s = (1.0 + DECODE_WEIGHT * decoding / len(figures)) / rate
+    token_s = seconds_per_token(sum(rates) / len(rates) if rates else 0.0, decoding / len(figures))
     requests = sum(one.requests for one in ingresses)
 
     def mean(values: Sequence[float]) -> float:

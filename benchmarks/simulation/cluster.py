@@ -6,7 +6,7 @@ request's time to first token and what was reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -81,22 +81,13 @@ class Cluster:
         doors = list(self.doors.values())
         for request in requests:
             door = self._rng.choice(doors)
-            self.clock.at(request.trace.arrival_s / self.settings.speed, partial(self._arrive, request, door))
+            self.clock.at(request.trace.arrival_s / self.settings.speed, partial(door.send, request, self._submit))
         self.clock.run()
+        self.outcome.sent_back = sum(door.core.counters.sent_back for door in doors)
         return self.outcome
 
-    def _arrive(self, request: SimulatedRequest, door: FrontDoor, sent_back: int = 0) -> None:
-        decision = door.decide(request, sent_back)
-        load = self.replicas[decision.replica_id].submit(request, decision)
-        if load is not None:
-            self.outcome.sent_back += 1
-            self.clock.after(self.settings.resend_s, partial(self._again, request, door, decision, load, sent_back + 1))
-
-    def _again(
-        self, request: SimulatedRequest, door: FrontDoor, decision: Decision, load: LoadReport, sent_back: int
-    ) -> None:
-        door.core.sent_back(decision, load)
-        self._arrive(request, door, sent_back)
+    def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
+        return self.replicas[decision.replica_id].submit(request, decision)
 
     def _first_token(self, job: Job) -> None:
         number = job.request.number
@@ -124,16 +115,24 @@ def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -
     A prompt's blocks are reusable by whatever arrives after it.
     """
     outcome = Outcome()
-    seen: set[bytes] = set()
-    size = settings.block_size
-    for request in requests:
+    prompts = ((request.trace.prompt_tokens, request.prefixes()) for request in requests)
+    for request, uncached_tokens in zip(requests, uncached_by_all(prompts, settings.block_size), strict=True):
         prompt_tokens = request.trace.prompt_tokens
-        prefixes = request.prefixes()
+        outcome.ttft_s[request.number] = uncached_tokens / settings.prefill_tokens_per_s
+        outcome.prompt_tokens += prompt_tokens
+        outcome.cached_tokens += prompt_tokens - uncached_tokens
+    return outcome
+
+
+def uncached_by_all(prompts: Iterable[tuple[int, Sequence[Hashable]]], block_size: int) -> Iterator[int]:
+    """Yield each prompt's tokens that an unlimited cache of all replicas together would not hold.
+
+    ``prompts``: tokens, and what stands for each block with all before it.
+    """
+    seen: set[Hashable] = set()
+    for prompt_tokens, prefixes in prompts:
         hits = 0
-        while hits < (prompt_tokens - 1) // size and prefixes[hits] in seen:
+        while hits < (prompt_tokens - 1) // block_size and prefixes[hits] in seen:
             hits += 1
         seen.update(prefixes)
-        outcome.ttft_s[request.number] = (prompt_tokens - hits * size) / settings.prefill_tokens_per_s
-        outcome.prompt_tokens += prompt_tokens
-        outcome.cached_tokens += hits * size
-    return outcome
+        yield prompt_tokens - hits * block_size

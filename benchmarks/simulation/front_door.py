@@ -1,22 +1,28 @@
 """Who decides: a RoutingCore, alone or narrowed down by Ray's prefix tree.
 
-Owns the making of the real router's settings for a contender. Knows nothing of replicas' insides.
+Owns the making of the real router's settings for a contender, and the way of a request that is sent back. Knows nothing
+of replicas' insides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.settings import ClusterSettings, Contender, SimulatedRequest
 from router.core import RoutingCore
-from router.protocol.events import Event
+from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import PolicySettings, RouterSettings
 
 RAY_PREFIX = "ray_prefix"
 EPOCH = "simulated"
+
+Submit = Callable[[SimulatedRequest, Decision], LoadReport | None]
+"""Gives a request to the chosen replica; returns the load because of which that one sends it back."""
 
 
 class FrontDoor:
@@ -38,6 +44,8 @@ class FrontDoor:
         self.core.update_replicas(replica_ids)
         self._replica_ids = replica_ids
         self._block_size = settings.block_size
+        self._resend_s = settings.resend_s
+        self._clock = clock
         self._tree = tree
         self._rng = Random(f"{settings.seed} {name} ties")
 
@@ -50,8 +58,20 @@ class FrontDoor:
         """Take one feed message."""
         self.core.apply(replica_id, EPOCH, events)
 
-    def decide(self, request: SimulatedRequest, sent_back: int = 0) -> Decision:
-        """Choose a replica and reserve its work there. ``sent_back``: how often a replica has sent it back."""
+    def send(self, request: SimulatedRequest, submit: Submit, sent_back: int = 0) -> None:
+        """Send a request to a replica that takes it. ``sent_back``: how often one has sent it back."""
+        decision = self._decide(request, sent_back)
+        load = submit(request, decision)
+        if load is not None:
+            self._clock.after(self._resend_s, partial(self._send_again, request, submit, decision, load, sent_back + 1))
+
+    def _send_again(
+        self, request: SimulatedRequest, submit: Submit, decision: Decision, load: LoadReport, sent_back: int
+    ) -> None:
+        self.core.sent_back(decision, load)
+        self.send(request, submit, sent_back)
+
+    def _decide(self, request: SimulatedRequest, sent_back: int) -> Decision:
         tokens = request.trace.prompt_tokens
         routed = RoutedRequest(
             str(request.number), request.block_hashes, tokens, request.placement_key, sent_back=sent_back

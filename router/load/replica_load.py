@@ -86,7 +86,7 @@ class ReplicaLoad:
             self._settled = report.committed_sequences
             self._full_as_reported = 0 < report.max_waiting_sequences <= report.waiting_sequences
             self._room = report.max_running_sequences + report.max_waiting_sequences
-        self.seconds_per_token = (1.0 + DECODE_WEIGHT * self.running) / (rate or DEFAULT_PREFILL_TOKENS_PER_S)
+        self.seconds_per_token = seconds_per_token(rate, self.running)
         self.pull_pace = 1.0 / (pull_rate * self.seconds_per_token) if pull_rate else inf
         self.pulls = bool(pull_rate)
 
@@ -104,6 +104,11 @@ class ReplicaLoad:
         else:
             self.jobs, self.falloff = 0, 0.0
         self.full = self._full_as_reported or 0 < self._room <= self.running + waiting
+
+
+def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
+    """Return how long a replica takes for a token of prefill. ``prefill_tokens_per_s``: 0.0 while unknown."""
+    return (1.0 + DECODE_WEIGHT * running) / (prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S)
 
 
 def clamped(report: LoadReport) -> LoadReport:

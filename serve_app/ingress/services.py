@@ -149,7 +149,7 @@ class Services:
             if self.config.autoscaling is None:
                 return {}
             waiting = self.front_door.waiting().total()
-            return ingress_figures(self.core, waiting, self.config.autoscaling).to_floats()
+            return ingress_figures(self.core.demand(), waiting, self.config.autoscaling).to_floats()
         except Exception:  # Serve would ask no more
             logger.exception("no figures for autoscaling")
             return {}

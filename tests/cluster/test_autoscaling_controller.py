@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that the test moves, no Ray to tell, and a board of its own."""
     monkeypatch.setattr("time.monotonic", lambda: Clock.now_s)
     monkeypatch.setattr(autoscaling_board, "_boards", {})
@@ -33,7 +32,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Clock]]:
     for name in ("Gauge", "Counter"):
         silent = SimpleNamespace(set=lambda *_: None, inc=lambda *_: None)
         monkeypatch.setattr(autoscaling_board, name, lambda *_, silent=silent, **__: silent)
-    return iter([Clock])
 
 
 @dataclass
@@ -68,7 +66,7 @@ def policies() -> tuple[Any, Any]:
     return ingress, replica
 
 
-def test_both_meet_on_the_board_and_the_number_follows(clock: Any) -> None:
+def test_both_meet_on_the_board_and_the_number_follows() -> None:
     """A backlog that two replicas cannot carry makes them more; Serve's wrapper lets the number through at once."""
     ingress, replica = policies()
     target, arrived = 2, REPLICA.arrived_tokens
@@ -81,7 +79,7 @@ def test_both_meet_on_the_board_and_the_number_follows(clock: Any) -> None:
     assert target == 8
 
 
-def test_a_restarted_controller_keeps_the_number(clock: Any) -> None:
+def test_a_restarted_controller_keeps_the_number() -> None:
     """The first calls see no replica, no report and no state; then reports come one by one."""
     ingress, replica = policies()
     for seen in (0, 0, 1, 2, 3, 3, 3):
@@ -91,7 +89,7 @@ def test_a_restarted_controller_keeps_the_number(clock: Any) -> None:
         assert replica(Context(3, idle, ids(3 if seen else 0)))[0] == 3
 
 
-def test_reports_that_stand_still_hold_the_number(clock: Any) -> None:
+def test_reports_that_stand_still_hold_the_number() -> None:
     """Old figures of a busy moment neither grow nor shrink anything, whatever the clocks of other machines say."""
     ingress, replica = policies()
     busy = {**REPLICA.to_floats(), "queued_tokens": 1e9}
@@ -112,7 +110,7 @@ class Broken:
         return True
 
 
-def test_a_policy_that_faults_changes_nothing_and_raises_nothing(clock: Any) -> None:
+def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
     """Serve's application manager stands still for all applications while a policy raises."""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
@@ -120,7 +118,7 @@ def test_a_policy_that_faults_changes_nothing_and_raises_nothing(clock: Any) -> 
         assert policy(Context(5, None, ids(5)))[0] == 5
 
 
-def test_between_two_control_periods_nothing_is_decided(clock: Any) -> None:
+def test_between_two_control_periods_nothing_is_decided() -> None:
     """Serve asks ten times a second."""
     ingress, replica = policies()
     Clock.now_s += 100.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 
 from benchmarks.common.virtual_clock import VirtualClock
@@ -107,26 +106,16 @@ class ElasticPool:
 
         def arrive() -> None:
             self._open += 1
-            self._arrive(request, self._rng.choice(list(self.doors.values())))
+            self._rng.choice(list(self.doors.values())).send(request, self._submit)
             self._next(requests)
 
         self.clock.at(max(request.trace.arrival_s, self.clock.now_s), arrive)
 
-    def _arrive(self, request: SimulatedRequest, door: FrontDoor, sent_back: int = 0) -> None:
-        decision = door.decide(request, sent_back)
+    def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
         life = self.lives[decision.replica_id]
         load = life.replica.submit(request, decision)
-        if load is not None:
-            again = partial(self._again, request, door, decision, load, sent_back + 1)
-            self.clock.after(self.settings.resend_s, again)
-            return
-        life.sequences += 1
-
-    def _again(
-        self, request: SimulatedRequest, door: FrontDoor, decision: Decision, load: LoadReport, sent_back: int
-    ) -> None:
-        door.core.sent_back(decision, load)
-        self._arrive(request, door, sent_back)
+        life.sequences += load is None
+        return load
 
     def _tick(self) -> None:
         now_s, outcome = self.clock.now_s, self.outcome

@@ -15,8 +15,8 @@ from ray.serve.autoscaling_policy import _apply_delay_logic
 from benchmarks.simulation.day.view import PoolView
 from cluster.autoscaling_policy import Decision, State, decide
 from cluster.autoscaling_signals import signals
-from router.observe.demand import RecentTimes
-from router.protocol.autoscaling import IngressFigures
+from serve_app.config.autoscaling import AutoscalingConfig
+from serve_app.ingress.observe.autoscaling_stats import ingress_figures
 
 
 class Ours:
@@ -27,34 +27,21 @@ class Ours:
     def __init__(self, target_ttft_s: float, most: int, downscale_delay_s: float = 600.0) -> None:
         self.delay_s = downscale_delay_s
         self.decisions: list[tuple[float, Decision]] = []
-        self._target_ttft_s = target_ttft_s
-        self._most = most
+        # As a model makes it, a day's times may be longer than the settings allow.
+        self._settings = AutoscalingConfig.model_construct(
+            max_replicas=most, target_ttft_s=target_ttft_s, downscale_delay_s=downscale_delay_s
+        )
         self._state: State | None = None
 
     def target(self, pool: PoolView, now_s: float) -> int:
         """Return what the policy decides."""
         replicas = {name: (0.0, figures) for name, figures in pool.figures().items()}
-        ingresses = [(0.0, self._ingress(times, tokens)) for times, tokens in pool.demand()]
+        ingresses = [(0.0, ingress_figures(demand, 0, self._settings)) for demand in pool.demand()]
         seen = signals(pool.wanted, list(replicas), replicas, ingresses)
         decision, self._state = decide(self._state, seen, now_s)
         if decision.target != pool.wanted:
             self.decisions.append((now_s, decision))
         return decision.target
-
-    def _ingress(self, times: RecentTimes, working_set_tokens: int) -> IngressFigures:
-        return IngressFigures(
-            requests=times.requests,
-            p90_ttft_s=times.p90_ttft_s,
-            p90_own_s=times.p90_own_s,
-            mean_own_s=times.mean_own_s,
-            waiting_requests=0,
-            working_set_tokens=working_set_tokens,
-            min_replicas=1,
-            max_replicas=self._most,
-            target_ttft_s=self._target_ttft_s,
-            upscale_delay_s=10.0,
-            downscale_delay_s=self.delay_s,
-        )
 
 
 class ServeDefault:
@@ -101,14 +88,12 @@ class Threshold:
 
     def target(self, pool: PoolView, now_s: float) -> int:
         """Return what it decides."""
-        running = pool.figures().values()
-        waiting = sum(one.waiting for one in running) / len(running)
-        used = sum(one.used_tokens / max(one.pool_tokens, 1.0) for one in running) / len(running)
+        running, waiting, used = _usage(pool)
         ratio = max(waiting / self._waiting, used / self._kv)
         now = pool.wanted
         if ratio > 1.0:
-            ratio = max(ratio * len(running) / now, 1.0)  # pods that are not ready count as idle
-        wanted = now if abs(ratio - 1.0) <= self.tolerance else max(1, ceil(len(running) * ratio))
+            ratio = max(ratio * running / now, 1.0)  # pods that are not ready count as idle
+        wanted = now if abs(ratio - 1.0) <= self.tolerance else max(1, ceil(running * ratio))
         self._wanted.append(min(wanted, max(now + 4, 2 * now), pool.most))
         return min(now, max(self._wanted)) if wanted < now else self._wanted[-1]
 
@@ -126,15 +111,21 @@ class Steps:
 
     def target(self, pool: PoolView, now_s: float) -> int:
         """Return what it decides."""
-        running = pool.figures().values()
-        waiting = sum(one.waiting for one in running) / len(running)
-        used = sum(one.used_tokens / max(one.pool_tokens, 1.0) for one in running) / len(running)
+        running, waiting, used = _usage(pool)
         over = waiting > self._waiting or used > self._kv
         low = waiting < self._waiting / 2 and used < self._kv / 2
         self._low_since_s = None if not low else self._low_since_s if self._low_since_s is not None else now_s
         if over:
-            return pool.wanted + (len(running) >= pool.wanted)
+            return pool.wanted + (running >= pool.wanted)
         if self._low_since_s is not None and now_s - self._low_since_s >= self.delay_s:
             self._low_since_s = now_s
             return pool.wanted - 1
         return pool.wanted
+
+
+def _usage(pool: PoolView) -> tuple[int, float, float]:
+    """Return how many replicas run, and by replica the requests that wait and the share of the pool in use."""
+    figures = pool.figures().values()
+    waiting = sum(one.waiting for one in figures)
+    used = sum(one.used_tokens / max(one.pool_tokens, 1.0) for one in figures)
+    return len(figures), waiting / len(figures), used / len(figures)

@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.common.plots import plot_lines
 from benchmarks.common.report import parser_of, percentile, write
-from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from benchmarks.common.trace import TRACE_BLOCK_TOKENS
+from benchmarks.simulation.cluster import uncached_by_all
 from benchmarks.simulation.day.pool import ElasticPool
 from benchmarks.simulation.day.queues import QueuePool
 from benchmarks.simulation.day.rules import Ours, ServeDefault, Steps, Threshold
@@ -82,7 +83,8 @@ def make_day(requests: int, replicas: int, seed: int, seconds: float, *, routers
     """Make the day's traffic, and replicas slow enough for it to need ``replicas`` of them at its peak."""
     traffic = TrafficSettings(requests / seconds, seconds=seconds, system_blocks=6, max_blocks=12, seed=seed)
     trace = list(tenant_traffic(traffic))
-    own = list(_unlimited(trace))
+    prompts = ((request.prompt_tokens, request.hash_ids) for request in trace)
+    own = list(uncached_by_all(prompts, TRACE_BLOCK_TOKENS))
     work = [0.0] * (int(seconds // WINDOW_S) + 1)
     for request, tokens in zip(trace, own, strict=True):
         work[int(request.arrival_s // WINDOW_S)] += tokens
@@ -105,17 +107,6 @@ def make_day(requests: int, replicas: int, seed: int, seconds: float, *, routers
         first=max(1, round(work[0] / WINDOW_S / rate / FULL)),
         most=2 * replicas,
     )
-
-
-def _unlimited(trace: Sequence[TraceRequest]) -> Iterator[int]:
-    """Yield each request's tokens that an unlimited cache of all replicas together would not hold."""
-    seen: set[int] = set()
-    for request in trace:
-        hits, usable = 0, (request.prompt_tokens - 1) // TRACE_BLOCK_TOKENS
-        while hits < usable and request.hash_ids[hits] in seen:
-            hits += 1
-        seen.update(request.hash_ids)
-        yield request.prompt_tokens - hits * TRACE_BLOCK_TOKENS
 
 
 def runs(day: Day, chosen: Sequence[str]) -> list[Run]:

@@ -100,10 +100,12 @@ def test_a_timer_of_an_earlier_absence_forgets_nobody(monkeypatch: pytest.Monkey
         case.set("ab")
         monkeypatch.setattr(request_router, "AWAY_S", 0.01)
         case.set("b")
+        first_is_over = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, first_is_over.set)  # behind the first timer
         case.set("ab")
         monkeypatch.setattr(request_router, "AWAY_S", 30.0)
         case.set("b")
-        await asyncio.sleep(0.05)  # the first timer is over
+        await first_is_over.wait()
         assert "a" in case.core.loads.replicas
         assert await case.target("a") == "a"
 
