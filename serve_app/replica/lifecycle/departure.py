@@ -37,8 +37,8 @@ class Departure:
         self._loop = loop
         self._seen = False
         self._missing_since_s: float | None = None
-        self._present_until_s = 0.0
         self._reconfiguring = 0
+        self._stopped = False
 
     def heard(self, names: Set[str]) -> None:
         """Take in which replicas run (any thread)."""
@@ -52,14 +52,24 @@ class Departure:
             yield
         finally:
             self._reconfiguring -= 1
-            self._present_until_s = self._loop.time()
+            if self._missing_since_s is not None:
+                self._missing_since_s = self._loop.time()
 
-    def decided_s(self) -> float:
-        """Return when it was decided to stop this replica, as far as it knows: now, where it was not missing yet."""
-        now_s = self._loop.time()
-        return (now_s if self._missing_since_s is None else self._missing_since_s) - NOTICED_S
+    def stopped(self) -> None:
+        """Take in that Serve stops this replica: it leaves now, where it does not yet, and whatever is heard later."""
+        self._stopped = True
+        if not self.leaving:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Leave. It was decided when this replica was first missing, as far as it knows: now, where it was not yet."""
+        self.leaving = True
+        missing_since_s = self._loop.time() if self._missing_since_s is None else self._missing_since_s
+        self._leave(missing_since_s - NOTICED_S)
 
     def _heard(self, present: bool) -> None:
+        if self._stopped:
+            return
         if present:
             self._seen, self._missing_since_s = True, None
             if self.leaving:
@@ -72,9 +82,7 @@ class Departure:
     def _look(self) -> None:
         if self._missing_since_s is None or self.leaving:
             return
-        absent_s = self._loop.time() - max(self._missing_since_s, self._present_until_s)
-        if self._reconfiguring or absent_s < MISSING_S:
+        if self._reconfiguring or self._loop.time() - self._missing_since_s < MISSING_S:
             self._loop.call_later(MISSING_S, self._look)
             return
-        self.leaving = True
-        self._leave(self.decided_s())
+        self._begin()

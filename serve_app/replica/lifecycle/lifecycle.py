@@ -63,12 +63,11 @@ class Lifecycle:
         self._app_name = context.app_name
         self._replica_id: str = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
-        self._receipt = Receipt()
-        self._handover = HandOver(engine, _HandOverPeers(peers), config.block_size, busy, self._receipt)
+        self._busy = busy
         self._deadline_s = float("inf")
         self.over = False
         """Whether the time is over for streams here."""
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[bool | None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self.departure = Departure(self._replica_id, self._leave, self._stay, self._loop)
         peers.running.listen(self.departure.heard)
@@ -93,13 +92,10 @@ class Lifecycle:
 
     async def finish(self) -> None:
         """Hand over what is left, after the last stream, while there is time."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        if self._task is None:  # stopped before this replica could notice
-            self._leave(self.departure.decided_s())
-        assert self._task is not None
-        await self._task
-        if not self._receipt.peers:
+        self.departure.stopped()
+        assert self._alarm is not None and self._task is not None
+        self._alarm.cancel()
+        if not await self._task:
             return
         left_s = self._left_s()
         if left_s > 0:
@@ -113,7 +109,9 @@ class Lifecycle:
         timeout_s = serve.get_replica_context()._deployment_config.graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
         self._alarm = self._loop.call_at(max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._end)
-        self._receipt.state = "running"
+        self._receipt = Receipt()
+        peers, size = _HandOverPeers(self._peers), self._config.block_size
+        self._handover = HandOver(self._engine, peers, size, self._busy, self._receipt)
         self._task = self._loop.create_task(self._hand_over())
 
     def _end(self) -> None:
@@ -123,20 +121,21 @@ class Lifecycle:
     def _stay(self) -> None:
         """This replica runs again: an absence was a long one."""
         self.over = False
-        if self._alarm is not None:
-            self._alarm.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        assert self._alarm is not None and self._task is not None
+        self._alarm.cancel()
+        self._task.cancel()
         self._receipt.state = "returned"
+        self._task = self._loop.create_task(self._post("handover", self._receipt))
 
-    async def _hand_over(self) -> None:
+    async def _hand_over(self) -> bool:
+        """Return whether there is anything to hand over, and anybody to take it."""
         names = self._names()
         if not (self._config.handover and self._config.enable_prefix_caching and names):
-            return
+            return False
         logger.info("this replica is being stopped; it hands over to %d peers", len(names))
         await self._handover.run(names, self._left_s())
         await self._post("handover", self._receipt)
+        return True
 
     def _names(self) -> Sequence[str]:
         return sorted(self._peers.running.names - {self._replica_id})

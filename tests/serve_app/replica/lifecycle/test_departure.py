@@ -9,7 +9,7 @@ import pytest
 
 from router.serve.running_replicas import RunningReplicas
 from serve_app.replica.lifecycle import departure as departure_module
-from serve_app.replica.lifecycle.departure import Departure
+from serve_app.replica.lifecycle.departure import NOTICED_S, Departure
 
 SHORT_S = 0.05
 
@@ -86,3 +86,37 @@ def test_a_reconfigure_is_no_departure_but_one_that_follows_it_is() -> None:
 
     assert told(returns) == []
     assert told(leaves) == ["leave"]
+
+
+def test_time_away_in_a_reconfigure_is_not_taken_from_the_time_to_leave() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        left: asyncio.Queue[float] = asyncio.Queue()
+        departure = Departure("me", left.put_nowait, lambda: None, loop)
+        departure.heard({"me"})
+        with departure.reconfiguring():
+            departure.heard(set())
+            await asyncio.sleep(4 * SHORT_S)
+            ended_s = loop.time()
+        assert await asyncio.wait_for(left.get(), 60) >= ended_s - NOTICED_S
+
+    asyncio.run(run())
+
+
+def test_one_that_is_stopped_leaves_once_whatever_it_hears() -> None:
+    """Serve may stop it before its absence is long enough, or before the router beside it has heard of that."""
+
+    async def missing(replicas: RunningReplicas, departure: Departure) -> None:
+        replicas.heard(["me"])
+        replicas.heard([])
+        await asyncio.sleep(0)
+        departure.stopped()
+
+    async def listed(replicas: RunningReplicas, departure: Departure) -> None:
+        replicas.heard(["me"])
+        await asyncio.sleep(0)
+        departure.stopped()
+        replicas.heard(["me", "other"])
+        replicas.heard(["other"])
+
+    assert told(missing) == told(listed) == ["leave"]

@@ -1,0 +1,101 @@
+"""What a replica does when it is stopped, or was only thought to be, and what the board says of it. No Ray runs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.serve.running_replicas import RunningReplicas
+from serve_app.config.app import AppConfig
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.replica.lifecycle import departure, lifecycle
+from serve_app.replica.lifecycle.lifecycle import Lifecycle
+from tests.serve_app.replica.lifecycle.peers import SIZE, Local, fill, make_engine
+
+
+class Stage:
+    """A replica called "me", and the peers of ``local``; ``posted``: the states of its notices."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: TorchEngine, local: Local) -> None:
+        self.posted: asyncio.Queue[str] = asyncio.Queue()
+        self.running = RunningReplicas()
+        self._engine, self._local = engine, local
+        context = SimpleNamespace(
+            app_name="app",
+            replica_id=SimpleNamespace(unique_id="me"),
+            _deployment_config=SimpleNamespace(graceful_shutdown_timeout_s=60.0),
+        )
+        monkeypatch.setattr(lifecycle.serve, "get_replica_context", lambda: context)
+        monkeypatch.setattr(lifecycle.notices, "post", self._post)
+        monkeypatch.setattr(departure, "MISSING_S", 0.05)
+
+    def open(self) -> Lifecycle:
+        self._loop = asyncio.get_running_loop()
+        adapters: Any = SimpleNamespace(loaded=tuple)
+        peers: Any = SimpleNamespace(running=self.running, call=self._call)
+        config = AppConfig(block_size=SIZE)
+        return Lifecycle(config, self._engine, adapters, peers, lambda: None, lambda: False)
+
+    async def said(self) -> str:
+        return await asyncio.wait_for(self.posted.get(), 60)
+
+    def _post(self, app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self.posted.put_nowait, notice["state"])
+
+    async def _call(self, method: str, peer: str, *args: Any) -> Any:
+        methods = {"survey_cache": self._local.survey, "keep_save": self._local.keep}
+        return await methods[method](peer, *args)
+
+
+def test_one_that_returns_says_so_and_hands_its_saves_over_again_when_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a peer kept for it the first time may have ended there in the meantime."""
+    engine, peer = make_engine(pins=40), make_engine(pins=40)
+    fill(peer, [1] * 40)
+    engine._cache.pin(b"key", fill(engine, [1] * 40), None)
+    stage = Stage(monkeypatch, engine, Local({"peer": peer}))
+
+    async def script() -> None:
+        mine = stage.open()
+        stage.running.heard(["me", "peer"])
+        await asyncio.sleep(0)
+        stage.running.heard(["peer"])
+        assert await stage.said() == "running"
+        assert list(peer._cache.pins) == [b"key"]
+        stage.running.heard(["me", "peer"])
+        assert await stage.said() == "returned"
+        peer._cache.unpin(b"key")
+        await mine.finish()
+        assert (await stage.said(), await stage.said()) == ("running", "done")
+
+    asyncio.run(script())
+    assert list(peer._cache.pins) == [b"key"]
+
+
+def test_the_last_notice_says_that_it_is_over_though_no_peer_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    fill(engine, [1] * 40)
+    stage = Stage(monkeypatch, engine, Local({"peer": make_engine()}, {"peer": 0}))
+
+    async def script() -> None:
+        mine = stage.open()
+        stage.running.heard(["me", "peer"])
+        await mine.finish()
+        assert (await stage.said(), await stage.said()) == ("running", "done")
+
+    asyncio.run(script())
+
+
+def test_without_peers_there_is_nothing_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, make_engine(), Local({}))
+
+    async def script() -> None:
+        await stage.open().finish()
+        await asyncio.sleep(0)
+
+    asyncio.run(script())
+    assert stage.posted.empty()
