@@ -179,20 +179,19 @@ def list_hot(entries: Sequence[CachedBlock], pins: Iterable[PinnedBlocks], now_s
 
 
 def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
-    """Return the beginning of a list that has at most so many blocks; the last run is cut where it has to be."""
+    """Return the first blocks of a list, without its saves; the last run is cut where it has to be."""
     runs: list[PrefixRun] = []
-    room, whole = most_blocks, 0
+    room = most_blocks
     for run in hot.runs:
         if room <= 0:
             break
         if run.blocks <= room:
-            whole += 1
             runs.append(run)
         else:
             ids = len(run.token_ids) // run.blocks
             runs.append(replace(run, hashes=run.hashes[: room * HASH_BYTES], token_ids=run.token_ids[: room * ids]))
         room -= run.blocks
-    return HotPrefixes(tuple(runs), tuple(save for save in hot.saves if save.run < whole))
+    return HotPrefixes(tuple(runs))
 
 
 def idle_heats(entries: Sequence[CachedBlock], idle: Collection[int], now_s: float) -> bytes:
