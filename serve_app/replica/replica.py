@@ -160,9 +160,8 @@ class Replica:
         self, prefix: HashedTokens, first: int, part: Sequence[ray.ObjectRef], kind: Kind, *, target: str
     ) -> int | Lost:
         """Take blocks of a prefix over from a replica that leaves; see ``Takeover.take``. ``part``: one reference."""
-        if target != self._replica_id:
-            return "lost"
-        return await self._lifecycle.takeover.take(prefix, first, await part[0], kind)
+        taken = self._lifecycle.takeover.take
+        return await taken(prefix, first, part[0], kind) if target == self._replica_id else "lost"
 
     async def keep_save(self, saved: SavedPrefix, prefix: HashedTokens, *, target: str) -> bool | Lost:
         """Keep an explicit save of a replica that leaves."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from router.protocol.block_hash import HASH_BYTES, split_chain
 from serve_app.cache.kv_chain import KvChain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, SavedPrefix
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Kind, PrefixRun, SavedPrefix
 from serve_app.engine.protocol import CacheRoom, Engine
 from serve_app.replica.lifecycle.receipt import Receipt, Skipped
 from serve_app.replica.lifecycle.takeover import Survey
@@ -87,11 +87,11 @@ class HandOver:
         May be run again: what was cached meanwhile follows.
         """
         receipt, started_s = self._receipt, time.monotonic()
-        receipt.skipped.clear()
         try:
             async with asyncio.timeout(time_s):
                 self._hot = await asyncio.to_thread(self._engine.hot_prefixes)
-                self._left = dict(enumerate(run.blocks for run in self._hot.runs))
+                receipt.skipped.clear()
+                self._left = {number: run.blocks - self._given_of(run) for number, run in enumerate(self._hot.runs)}
                 self._receivers = await self._survey(peers)
                 receipt.peers = max(receipt.peers, len(self._receivers))
                 self._count_held()
@@ -123,9 +123,11 @@ class HandOver:
         """Count what peers held before, as skipped: nobody else's copy is missed."""
         for number, run in enumerate(self._hot.runs):
             known = max((receiver.known[number] for receiver in self._receivers), default=0)
-            self._left[number] -= known
-            given = sum(1 for block_hash in split_chain(run.hashes) if block_hash in self._given)
-            self._skipped("held_by_peer", known - given)
+            self._left[number] = run.blocks - known
+            self._skipped("held_by_peer", known - self._given_of(run))
+
+    def _given_of(self, run: PrefixRun) -> int:
+        return sum(1 for block_hash in split_chain(run.hashes) if block_hash in self._given)
 
     async def _move_all(self) -> None:
         # A save goes to one peer as a whole; after that its runs are held there.
@@ -173,10 +175,7 @@ class HandOver:
             if receiver.known[number] == run.blocks:
                 self._receipt.prefixes += 1
                 return
-            if failed is None:  # it took what it has room for
-                reason = "no_room"
-                break
-            reason = failed
+            reason = failed or "no_room"  # without a failure it took what it has room for
             if failed == "gone":
                 break
         self._skip(number, reason)
@@ -264,8 +263,10 @@ class HandOver:
             if held < 0:
                 receiver.fails = "refused"
                 return "refused", promised
-            arrived = min(max(0, held - first), part.header.blocks)
-            receiver.known[number] = max(receiver.known[number], min(held - before, run.blocks))
+            self._note_held(receiver, number, held)
+            if held < first:
+                return "parent_missing", promised
+            arrived = min(held - first, part.header.blocks)
             promised -= arrived
             self._left[number] = min(self._left[number], run.blocks - receiver.known[number])
             self._given.update(split_chain(part.header.hashes[: arrived * HASH_BYTES]))
@@ -277,6 +278,12 @@ class HandOver:
                 pace_s = count * self._block_bytes * PIECES_IN_FLIGHT / BUSY_BYTES_PER_S
                 await asyncio.sleep(max(0.0, pace_s - (time.monotonic() - started_s)))
         return None, promised
+
+    def _note_held(self, receiver: _Receiver, number: int, held: int) -> None:
+        """Note how many leading blocks of a prefix a peer has: it may have evicted, or still compute, what it knew."""
+        for i in self._hot.path(number):
+            receiver.known[i] = min(max(0, held), self._hot.runs[i].blocks)
+            held -= self._hot.runs[i].blocks
 
     def _skip(self, number: int, reason: Skipped) -> None:
         """Count what is left of a run as skipped."""

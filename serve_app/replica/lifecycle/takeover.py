@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from router.protocol.block_hash import HASH_BYTES
@@ -56,9 +56,10 @@ class Takeover:
 
         return await asyncio.to_thread(look)
 
-    async def take(self, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
+    async def take(self, prefix: HashedTokens, first: int, coming: Awaitable[KvChain], kind: Kind) -> int:
         """Take in blocks of a prefix from ``first`` on; return how many leading ones are held then, -1: not those."""
         async with self._turn:
+            part = await coming
             try:
                 held = await asyncio.to_thread(import_part, self._engine, part, prefix, first)
             except TransferError as error:

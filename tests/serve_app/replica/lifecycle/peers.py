@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -90,7 +91,7 @@ class Local:
 
     async def take(self, peer: str, prefix: HashedTokens, first: int, part: KvChain, kind: Kind) -> int:
         self._answer(peer)
-        held = await self.takeovers[peer].take(prefix, first, part, kind)
+        held = await self.takeovers[peer].take(prefix, first, asyncio.sleep(0, part), kind)
         self.sent += [(peer, block_hash) for block_hash in split_chain(part.header.hashes)]
         return held
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import split_chain
+from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import handover as handover_module
 from serve_app.replica.lifecycle.handover import HandOver
 from serve_app.replica.lifecycle.receipt import Receipt
+from serve_app.replica.lifecycle.takeover import TAKES_AT_ONCE, Survey
 from tests.serve_app.replica.lifecycle.peers import BLOCK_BYTES, SCOPE, SIZE, Local, fill, hashes, make_engine
 
 Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=6)
@@ -163,6 +166,87 @@ def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
     receipt = run(alone, leaving)
     assert 23 - receipt.blocks.total() <= receipt.skipped.total() <= 23  # what the dead one had taken counts too
     assert set(receipt.skipped) <= {"peer_lost", "no_peers"}
+
+
+def test_a_full_target_is_followed_by_the_next() -> None:
+    """One that has the beginning and room for one more block gets that; the whole prefix goes where it fits."""
+    leaving = filled([[0] * 20 + [1] * 20])
+    small, large = make_engine(6), make_engine()
+    for _ in range(3):
+        fill(small, [0] * 20)
+    receipt = run(Local({"small": small, "large": large}), leaving)
+    assert hashes(large) == hashes(leaving)
+    assert receipt.skipped == {"held_by_peer": 5}
+
+
+def test_what_a_target_evicted_since_it_was_asked_is_sent_too() -> None:
+    """Or what it only computes yet: its answer is a hint."""
+    leaving, peer = filled([[0] * 20 + [1] * 20, [2] * 20]), make_engine()
+    fill(peer, [0] * 20)
+
+    class Forgetful(Local):
+        async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
+            answer = await super().survey(peer, runs)
+            self.engines[peer].reset_prefix_cache()
+            return answer
+
+    receipt = run(Forgetful({"peer": peer}), leaving)
+    assert hashes(peer) == hashes(leaving)
+    assert receipt.blocks.total() == 15
+
+
+def test_a_second_round_without_time_leaves_the_receipt_as_it_was() -> None:
+    """Whether it ends before this replica's list or before a peer's answer."""
+    leaving, receipt = filled([[0] * 40]), Receipt()
+
+    class Hangs(Local):
+        hangs = False
+
+        async def survey(self, peer: str, runs: Sequence[bytes]) -> Survey:
+            if self.hangs:
+                await asyncio.Event().wait()
+            return await super().survey(peer, runs)
+
+    local = Hangs({"peer": make_engine(6)})
+    handover = HandOver(leaving, local, SIZE, lambda: False, receipt)
+
+    async def rounds() -> None:
+        await handover.run(["peer"], 60.0)
+        assert receipt.skipped == {"no_room": 4}
+        await handover.run(["peer"], -1.0)
+        assert receipt.skipped == {"no_room": 4}
+        local.hangs = True
+        await handover.run(["peer"], 0.2)
+
+    asyncio.run(rounds())
+    assert receipt.skipped.total() == 4
+    assert receipt.blocks.total() == 6
+
+
+def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
+    """Until then it is a reference, whose bytes are elsewhere."""
+    leaving = filled([[0] * 40])
+    prefix = leaving.hot_prefixes().prefix(0)
+    part = leaving.export_prefix(prefix.scope, b"", prefix.token_ids, block_hashes=prefix.chain)
+    assert part is not None
+    local = Local({"peer": make_engine()})
+    begun: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def fetch() -> KvChain:
+        go_on = asyncio.Event()
+        begun.put_nowait(go_on)
+        await go_on.wait()
+        return part
+
+    async def script() -> None:
+        takes = [asyncio.create_task(local.takeovers["peer"].take(prefix, 0, fetch(), "prefix")) for _ in range(5)]
+        for _ in takes:
+            go_on = await begun.get()
+            assert begun.qsize() < TAKES_AT_ONCE
+            go_on.set()
+        assert await asyncio.gather(*takes) == [10] * 5
+
+    asyncio.run(script())
 
 
 def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
