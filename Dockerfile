@@ -24,7 +24,7 @@ ENV HOME=/home/warmpath \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     TOKENIZERS_PARALLELISM=false
-# Built once, here: replicas without a checkpoint of their own find the demo model.
-RUN python -c "from serve_app.checkpoints.demo_model import ensure_demo_model; ensure_demo_model('demo')"
+# Fetched and built once, here: containers that name no checkpoint of their own need no network.
+RUN python -c "from serve_app.checkpoints.sources.resolve import resolve_model as r; r('smollm2'); r('demo')"
 EXPOSE 8000
 CMD ["warmpath", "serve", "--host", "0.0.0.0"]

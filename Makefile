@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@
 
-serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of the built-in demo model (ARGS="--replicas 4 ...")
+serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135M (ARGS="--replicas 4 ...")
 	@$(BIN)/warmpath serve $(ARGS)
 
 test: $(STAMP)  ## the whole test suite

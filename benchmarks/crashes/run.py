@@ -27,7 +27,7 @@ from benchmarks.crashes.engines import ADAPTERS, PROMPT, call_crashes, instance_
 from benchmarks.crashes.processes import ProcessCrashes
 from benchmarks.crashes.questions import Questions
 from benchmarks.crashes.tally import Broken, Tally
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 AT_ONCE = 16
 """Questions that are under way together where calls break."""

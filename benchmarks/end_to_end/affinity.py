@@ -19,7 +19,7 @@ from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, parser_of, spread, write
 from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 
 def main() -> None:

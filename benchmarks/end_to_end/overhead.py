@@ -33,7 +33,8 @@ from benchmarks.common.running import running
 from benchmarks.common.server import instance
 from router.feed import FeedPublisher, FeedPublisherThread
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, SamplingParams

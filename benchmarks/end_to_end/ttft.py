@@ -19,7 +19,7 @@ from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, spread, write
 from benchmarks.common.server import instance
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 
 def main() -> None:

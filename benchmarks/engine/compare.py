@@ -21,7 +21,8 @@ import torch
 from benchmarks.common import random_models
 from benchmarks.common.report import names_of, parser_of, spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 MODULES = {
     "warmpath": "benchmarks.peers.warmpath_engine",

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from torch.nn.functional import mse_loss
 from transformers import AutoModelForCausalLM
 
-from serve_app.checkpoints.checkpoint import resolve_model
 from serve_app.checkpoints.demo_model import shipped_text
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.engine.speculative.eagle_config import EagleConfig, read_eagle_config
 from serve_app.engine.speculative.eagle_head import EagleHead, load_head
 

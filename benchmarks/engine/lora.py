@@ -22,7 +22,8 @@ from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.report import parser_of, write
 from benchmarks.common.running import running
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec, EngineRequest, SamplingParams

@@ -23,7 +23,8 @@ from benchmarks.common.running import running
 from benchmarks.engine.draft_pairs import build_pairs
 from benchmarks.engine.eagle_training import eagle_pairs
 from router.protocol.block_hash import PrefixScope
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.protocol import EngineRequest, SamplingParams
 from serve_app.engine.settings import EngineSettings

@@ -25,7 +25,8 @@ from benchmarks.common.prompts import WORDS, text_of
 from benchmarks.common.report import parser_of, spread, write
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine

@@ -22,8 +22,9 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.openai.response import ChatFormat, CompletionFormat, model_body, models_body
 from serve_app.api.request import GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.limits import max_model_len
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine, EngineError, EngineOutput, EngineRequest, QueueFull
 from serve_app.errors import GenerationFailed, InvalidRequest, RateLimited, WarmpathError

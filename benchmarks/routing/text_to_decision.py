@@ -15,7 +15,8 @@ from router.protocol.events import BlocksStored, LoadReport
 from router.settings import RouterSettings
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer

@@ -29,7 +29,8 @@ from benchmarks.soak.memory import MemorySample, grown, memory_figures
 from benchmarks.soak.traffic import SECRET, Traffic
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter
 from serve_app.engine.settings import EngineSettings

@@ -1,6 +1,6 @@
-"""Local checkpoints: a path or built-in name -> what the front door must know of the model before loading it.
+"""Local checkpoints: a directory -> what the front door must know of the model before loading it.
 
-Reads a few hundred kilobytes at most, never whole weights, and makes no hub download.
+Reads a few hundred kilobytes at most, never whole weights; ``sources/`` says how the directory comes to be.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
 
 SAMPLE_BYTES = 256
 """How much of each tensor goes into the fingerprint, taken from its middle."""
@@ -49,22 +47,6 @@ class _TokenizerFile(msgspec.Struct):
 
 class _TensorHeader(msgspec.Struct):
     data_offsets: tuple[int, int]
-
-
-def resolve_model(name_or_path: str) -> Path:
-    """Return the directory of a built-in model (built when missing) or of a local checkpoint.
-
-    Raises CheckpointError for anything else: a hub name is never downloaded.
-    """
-    if name_or_path in RECIPES:
-        return ensure_demo_model(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    raise CheckpointError(
-        f"{name_or_path!r} is neither a built-in model ({', '.join(RECIPES)}) nor a local directory. Nothing is "
-        "downloaded from a hub: fetch the checkpoint first and give the path of its directory."
-    )
 
 
 def load_checkpoint_info(path: Path) -> CheckpointInfo:

@@ -7,11 +7,7 @@ seconds.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -23,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
 RECIPE_VERSION = 1
 """Raised whenever the same recipe would give other bytes, so that an old cached build is not taken for it."""
@@ -82,9 +80,7 @@ RECIPES = {
 def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
     """Return the directory of the built-in model ``name``, building it first if it is not there.
 
-    ``cache_dir`` defaults to ``$XDG_CACHE_HOME/warmpath/models`` (``~/.cache`` without the variable). A build goes
-    to a temporary directory and is renamed, so a directory under its final name is always whole, and of two
-    processes that build at once one keeps the other's. Raises ValueError on an unknown name.
+    ``cache_dir``: default the user's model cache. Raises ValueError on an unknown name.
     """
     if name not in RECIPES:
         raise ValueError(f"no built-in model is called {name!r}; there are: {', '.join(RECIPES)}")
@@ -93,28 +89,8 @@ def ensure_demo_model(name: str, cache_dir: Path | None = None) -> Path:
     digest = sha256(msgspec.json.encode(asdict(recipe)))
     for text in corpus:
         digest.update(text.encode())
-    parent = cache_dir if cache_dir is not None else default_cache_dir()
-    target = parent / f"{name}-{digest.hexdigest()[:16]}"
-    if target.is_dir():
-        return target
-    parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
-    try:
-        _write_checkpoint(recipe, corpus, building)
-        for path in (building, *building.iterdir()):
-            path.chmod(0o755 if path is building else 0o644)
-        with contextlib.suppress(OSError):  # ENOTEMPTY: another process finished first; its bytes are the same
-            building.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    if not target.is_dir():
-        raise OSError(f"could not put the {name} model in {target}; check that {parent} can be written")
-    return target
-
-
-def default_cache_dir() -> Path:
-    """Return the directory that holds built models for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
+    target = (cache_dir or default_cache_dir()) / f"{name}-{digest.hexdigest()[:16]}"
+    return ensure_made(target, lambda directory: _write_checkpoint(recipe, corpus, directory))
 
 
 def shipped_text() -> Iterator[str]:

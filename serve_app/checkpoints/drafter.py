@@ -17,10 +17,10 @@ from serve_app.checkpoints.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     load_checkpoint_info,
-    resolve_model,
     weights_fingerprint,
 )
 from serve_app.checkpoints.limits import max_model_len
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.engine.speculative.eagle_config import read_eagle_config
 
@@ -35,7 +35,7 @@ def drafter_path(config: AppConfig) -> Path | None:
 
 def load_served_model(config: AppConfig) -> CheckpointInfo:
     """Return the facts of the settings' model and its drafter, built when missing. Raises CheckpointError."""
-    return with_drafter(load_checkpoint_info(resolve_model(config.model)), config)
+    return with_drafter(load_checkpoint_info(resolve_model(config.model, config.revision)), config)
 
 
 def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:

@@ -23,7 +23,10 @@ from rich.console import Console
 
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.demo_model import RECIPES
 from serve_app.checkpoints.drafter import load_served_model
+from serve_app.checkpoints.sources.resolve import with_local_model
+from serve_app.checkpoints.sources.smollm2 import SMOLLM2
 from serve_app.cli.check import mistakes_in
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS, PortBounds
 from serve_app.cli.local_ray import keep_token_private, local_environment, port_in_use
@@ -50,7 +53,10 @@ def _root() -> None:
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="'demo', 'small', or the path of a local checkpoint")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="'smollm2' (the default), 'demo', 'small', a directory, a GGUF file or a hub id")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     replicas: Annotated[int | None, typer.Option(help="engine replicas")] = None,
     engine: Annotated[str | None, typer.Option(help="torch, or simulated (a cost model instead of a forward)")] = None,
     port: Annotated[int, typer.Option(help="HTTP port")] = 8000,
@@ -64,7 +70,9 @@ def serve(
 ) -> None:
     """Start an instance on this machine and serve until Ctrl-C."""
     try:
-        settings = load_settings(config, setting or [], model=model, replicas=replicas, engine=engine)
+        settings = load_settings(
+            config, setting or [], model=model, revision=revision, replicas=replicas, engine=engine
+        )
     except ValueError as error:
         fail(str(error))
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
@@ -73,6 +81,7 @@ def serve(
     if port_in_use(host, port):
         fail(f"port {port} is taken: stop what listens there, or choose another with --port")
     try:
+        settings = with_local_model(settings, say=console.print)
         with console.status(f"[1/4] model {settings.model}: building or finding it"):
             path = load_served_model(settings).path
             configured_adapters(settings.lora_adapters)
@@ -179,10 +188,10 @@ def _greet(settings: AppConfig, host: str, port: int) -> None:
     lines = [
         f"warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})"
     ]
-    if settings.model in ("demo", "small"):
-        lines.append(
-            "The built-in model has random weights: it answers nonsense. Bring a checkpoint with --model PATH."
-        )
+    if settings.model in RECIPES:
+        lines.append("This model has random weights: it answers nonsense. Bring another with --model.")
+    if settings.model == SMOLLM2:
+        lines.append("SmolLM2-135M-Instruct writes full English sentences, which are not always true.")
     if settings.engine == "simulated":
         lines.append("simulated: no model runs; tokens are made up and times come from a cost model.")
     if not settings.tenants:

@@ -5,6 +5,7 @@ Settings that vLLM also has carry vLLM's names. Secrets are not here: ``serve_ap
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,13 +18,25 @@ from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
 
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def is_hub_id(model: str) -> bool:
+    """Say whether ``model`` is NAMESPACE/NAME of a hub, and no directory or GGUF file of that path is here."""
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
+
 
 class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
     """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field("demo", description="'demo', 'small', or the path of a local checkpoint")
+    model: str = Field(
+        "smollm2",
+        description="'smollm2' (fetched once), 'demo' or 'small' (random weights), the directory of a checkpoint, "
+        "a GGUF file, or a hub id",
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")
     replicas: int = Field(2, ge=1, le=MAX_REPLICAS, description="engine replicas, where `autoscaling` is not given")
     autoscaling: AutoscalingConfig | None = Field(
@@ -53,8 +66,10 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
 
     @property
     def model_name(self) -> str:
-        """The name clients use: the configured one, else the built-in name or the checkpoint directory's."""
-        return self.served_model_name or Path(self.model).name
+        """The name clients use: the configured one, else the built-in name, the hub id or the path's last part."""
+        if self.served_model_name or is_hub_id(self.model):
+            return self.served_model_name or self.model
+        return Path(self.model).name.removesuffix(".gguf")
 
     @property
     def first_replicas(self) -> int:

@@ -27,7 +27,7 @@ SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay
 def url() -> Iterator[str]:
     """One slow replica (a cost model of 2,000 tokens/s) that may become three."""
     flags = ["--set", f"autoscaling={SETTINGS}", "--set", "simulated_prefill_tokens_per_s=2000"]
-    with instance("--engine", "simulated", *flags) as base:
+    with instance("--model", "demo", "--engine", "simulated", *flags) as base:
         yield base
 
 

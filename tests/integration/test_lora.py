@@ -64,6 +64,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     settings.write_text(
         yaml.safe_dump(
             {
+                "model": "demo",
                 "tenants": [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")],
                 "operator_key_sha256": [KEYS["operator"][1]],
                 "lora_adapters": {"pirate": str(root / "pirate")},

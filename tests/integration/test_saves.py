@@ -22,7 +22,7 @@ RULES = "You are a careful clerk. " + "Name the clause, the date and the amount 
 def url() -> Iterator[str]:
     """One replica with a pin budget that two of the system prompts fill."""
     with instance(
-        "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=256", "--set", "pin_budget=60"
+        "--model", "demo", "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=256", "--set=pin_budget=60"
     ) as base:
         yield base
 

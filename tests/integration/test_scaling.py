@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.integration.conftest import (
     PATIENCE_S,
     cache_state,

@@ -32,6 +32,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     """Two replicas with little room, so that a storm finds running sequences, a waiting line, and refusals."""
     with instance(
+        "--model",
+        "demo",
         "--engine",
         "simulated",
         "--set",

@@ -42,7 +42,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     prompts = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
     operators = [KEYS["operator"][1]]
     settings.write_text(
-        yaml.safe_dump({"tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators})
+        yaml.safe_dump(
+            {"model": "demo", "tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators}
+        )
     )
     with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
         yield base

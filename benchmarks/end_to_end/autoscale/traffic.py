@@ -22,7 +22,7 @@ from benchmarks.end_to_end.autoscale.scenarios import Span, arrivals
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.peers.sglang_router import server_process
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.local_ray import held_port
 
 PATH = "/v1/completions"

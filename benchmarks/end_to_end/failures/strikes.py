@@ -12,7 +12,7 @@ import httpx
 from benchmarks.common.prompts import text_of
 from benchmarks.end_to_end.failures.clients import Clients, Seen
 from cluster.local import LocalCluster, application
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 REPLICAS, INGRESSES = 3, 2
 SLOTS = 8

@@ -30,7 +30,7 @@ from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from benchmarks.peers.sglang_router import sglang_router
 from router.settings import POLICY_NAMES
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.tenants.tenants import make_api_key
 
 SGLANG_ROUTER = "sglang_router"

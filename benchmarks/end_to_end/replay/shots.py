@@ -23,7 +23,7 @@ from benchmarks.common.trace import (
 from benchmarks.end_to_end.replay.request_log import COMPLETIONS, is_log, read_log
 from benchmarks.end_to_end.replay.text import TraceText
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 TENANTS = "tenants"
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -21,7 +21,7 @@ from benchmarks.isolation.hostile.neighbours import neighbours
 from benchmarks.isolation.hostile.one_tenant import one_tenant
 from benchmarks.isolation.hostile.scenarios import SCENARIOS, SETTINGS, Plan
 from benchmarks.isolation.hostile.stage import stage
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 ENGINES = ("simulated", "torch")
 NEIGHBOURS, ONE_TENANT = "neighbours", "one_tenant"

@@ -13,7 +13,7 @@ from serve_app.config.app import AppConfig
 
 def test_it_answers_reuses_and_refuses_as_a_replica_does() -> None:
     """A repeat finds the prefix, the model is listed, and what can never fit is a 400 in OpenAI's shape."""
-    app = application(AppConfig(engine="simulated", num_blocks=64, simulated_prefill_tokens_per_s=1e6))
+    app = application(AppConfig(model="demo", engine="simulated", num_blocks=64, simulated_prefill_tokens_per_s=1e6))
     body = {"model": "demo", "prompt": "The quick brown fox. " * 40, "max_tokens": 3, "temperature": 0}
 
     async def run() -> None:

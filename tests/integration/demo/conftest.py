@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[3]
 _BENCHMARK = """
 import time
 from benchmarks.common.server import instance
-with instance("--set", "dtype=float32", "--set", "policy=round_robin", "--set", "served_model_name=second") as url:
+settings = ("dtype=float32", "policy=round_robin", "served_model_name=second")
+with instance("--model", "demo", *(f"--set={setting}" for setting in settings)) as url:
     print(url, flush=True)
     time.sleep(3600)
 """
@@ -26,7 +27,7 @@ with instance("--set", "dtype=float32", "--set", "policy=round_robin", "--set", 
 @pytest.fixture(scope="package")
 def url() -> Iterator[str]:
     """Two replicas of the demo model in float32, no tenants."""
-    with instance("--set", "dtype=float32", "--set", "kv_cache_bytes=268435456") as base:
+    with instance("--model", "demo", "--set", "dtype=float32", "--set", "kv_cache_bytes=268435456") as base:
         yield base
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.common.prompts import text_of
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
 from tests.integration.demo.conftest import Second
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
 
 
 @pytest.fixture
@@ -94,12 +94,3 @@ def test_a_broken_checkpoint_is_named_with_a_remedy(copy: Path, damage: Callable
     damage(copy)
     with pytest.raises(CheckpointError, match=sentence):
         load_checkpoint_info(copy)
-
-
-def test_resolve_model(copy: Path, monkeypatch: pytest.MonkeyPatch, demo_model_path: Path) -> None:
-    """A built-in name is built, a directory is taken as it is, and a hub name is refused without a download."""
-    assert resolve_model(str(copy)) == copy
-    monkeypatch.setenv("XDG_CACHE_HOME", str(copy.parent))
-    assert resolve_model("demo").name == demo_model_path.name
-    with pytest.raises(CheckpointError, match="Nothing is downloaded from a hub"):
-        resolve_model("Qwen/Qwen3-0.6B")

@@ -48,7 +48,7 @@ def test_settings_survive_json() -> None:
 def test_serve_refuses_what_it_cannot_start() -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
     runner = CliRunner()
-    for arguments in (["--model", "org/some-model"], ["--set", "nonsense"], ["--config", "no-such-file.yaml"]):
+    for arguments in (["--model", "/no/such/model"], ["--set", "nonsense"], ["--config", "no-such-file.yaml"]):
         result = runner.invoke(app, ["serve", "--port", "1", *arguments])
         assert result.exit_code == 2, result.output
 
@@ -78,6 +78,6 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
     served: list[AppConfig] = []
     monkeypatch.setattr(main, "local_environment", lambda **_: nullcontext())
     monkeypatch.setattr(main, "_serve", lambda settings, *_: served.append(settings))
-    result = CliRunner().invoke(app, ["serve", "--port", "1", *arguments])
+    result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", "1", *arguments])
     assert result.exit_code == 0, result.output
     assert served[0].allowed_hosts == allowed

@@ -13,7 +13,8 @@ from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer

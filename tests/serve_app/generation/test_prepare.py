@@ -12,7 +12,8 @@ import pytest
 from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
 from serve_app.api.request import ChatRequest, CompletionRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
-from serve_app.checkpoints.checkpoint import load_checkpoint_info, resolve_model
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.generation import Generation

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest

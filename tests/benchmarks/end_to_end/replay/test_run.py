@@ -18,7 +18,7 @@ from benchmarks.common.trace import TraceRequest, synthetic_trace
 from benchmarks.end_to_end.replay.run import parse, with_tenants
 from benchmarks.end_to_end.replay.shots import read_keys, shots_of, trace_shots
 from benchmarks.end_to_end.replay.text import TraceText
-from serve_app.checkpoints.checkpoint import resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 
 IDS = st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6)
 

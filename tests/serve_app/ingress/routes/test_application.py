@@ -119,7 +119,7 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 def test_an_operator_sees_one_model_as_it_sees_all() -> None:
     """Also where a key is needed: an operator's is no tenant's."""
     key, digest = make_api_key()
-    config = AppConfig(tenants=[ACME], operator_key_sha256=[digest])
+    config = AppConfig(model="demo", tenants=[ACME], operator_key_sha256=[digest])
     headers = {"authorization": f"Bearer {key}"}
     assert get("/v1/models/demo", config, headers=headers).json()["id"] == "demo"
     unknown = get("/v1/models/gpt", config, headers=headers)

@@ -1,0 +1,63 @@
+"""The directory of models that warmpath makes itself: built from a recipe, fetched or converted, once.
+
+Owns its place on disk, and that a directory under its final name is whole, whatever ended the process that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def default_cache_dir() -> Path:
+    """Return the directory that holds made models for this user: ``$XDG_CACHE_HOME/warmpath/models``, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmpath" / "models"
+
+
+def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return ``target``, made first if it is not there: ``make`` fills a temporary directory, which is renamed.
+
+    Of processes that want one at the same time one makes it and the others wait. What a killed one left goes.
+    Raises what ``make`` does, and OSError when the directory cannot be written.
+    """
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(target.parent) as alone:
+        if target.is_dir():
+            return target
+        if alone:
+            for leftover in target.parent.glob(f".{target.name}-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        making = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            make(making)
+            for path in (making, *making.iterdir()):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            with contextlib.suppress(OSError):  # ENOTEMPTY: another process was sooner; it made the same
+                making.rename(target)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    if not target.is_dir():
+        raise OSError(f"could not put a model in {target}; check that {target.parent} can be written")
+    return target
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[bool]:
+    """Wait until no other process makes a model here; yields False where the file system has no such locks (NFS)."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

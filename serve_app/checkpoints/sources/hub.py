@@ -1,0 +1,44 @@
+"""A hub id -> its snapshot in huggingface_hub's own cache, as its users know it.
+
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean everywhere; files that are there are not fetched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve_app.checkpoints.checkpoint import CheckpointError
+
+WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt"]
+UNWANTED = ["*/*", "consolidated*"]
+"""Other formats of the same weights; Mistral's are safetensors too."""
+
+
+def ensure_snapshot(model_id: str, revision: str | None) -> Path:
+    """Return the directory of a model's files, fetched where they are not in the cache.
+
+    ``revision``: a branch, tag or commit. Raises CheckpointError with what to do about it.
+    """
+    # Seconds to import, which only a hub id needs.
+    from huggingface_hub import errors, snapshot_download
+
+    named = model_id if revision is None else f"{model_id} at revision {revision}"
+    try:
+        return Path(
+            snapshot_download(model_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        ).resolve()
+    except errors.GatedRepoError:
+        raise CheckpointError(f"{model_id} is gated: accept its terms on the hub, then set HF_TOKEN") from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"the hub has {model_id}, but not revision {revision}") from None
+    except errors.RepositoryNotFoundError:
+        raise CheckpointError(
+            f"the hub has no model {model_id}, or it is private and needs HF_TOKEN; nor is a directory here called so"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{named} is not in the hub's cache (HF_HOME), and the hub cannot be reached, or HF_HUB_OFFLINE is set"
+        ) from None
+    except Exception as error:  # of the hub's HTTP library too, and which one that is differs by version
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{named} cannot be fetched from the hub: {reason}") from error

@@ -1,0 +1,61 @@
+"""What the settings call a model -> the directory of its checkpoint, built, fetched or converted where it must be.
+
+Knows which kind of name it is; how each is come by is in the files beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
+from serve_app.checkpoints.sources.gguf_file import ensure_converted
+from serve_app.checkpoints.sources.hub import ensure_snapshot
+from serve_app.checkpoints.sources.smollm2 import SMOLLM2, ensure_smollm2
+from serve_app.config.app import AppConfig, is_hub_id
+
+BUILT_IN = (SMOLLM2, *RECIPES)
+
+
+def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
+    """Return the directory of a built-in model, a local checkpoint, a converted GGUF file or a hub's snapshot.
+
+    ``revision``: a branch, tag or commit of a hub id, None for its main branch. Raises CheckpointError.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path not in BUILT_IN and is_hub_id(name_or_path):
+        return ensure_snapshot(name_or_path, revision)
+    if revision is not None:
+        raise CheckpointError(f"revision={revision} is for models of a hub (NAMESPACE/NAME), not for {name_or_path!r}")
+    if name_or_path == SMOLLM2:
+        return ensure_smollm2()
+    if name_or_path in RECIPES:
+        return ensure_demo_model(name_or_path)
+    if path.is_dir():
+        return path.resolve()
+    if path.suffix == ".gguf" and path.is_file():
+        return ensure_converted(path.resolve())
+    raise CheckpointError(
+        f"{name_or_path!r} is neither a built-in model ({', '.join(BUILT_IN)}) nor a local directory, nor a GGUF file "
+        "that exists, nor a hub id (NAMESPACE/NAME)"
+    )
+
+
+def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig:
+    """Return the settings with a model that is on this machine, fetched and converted where it must be.
+
+    Anything but a built-in name becomes the path of a directory, under the same name for clients: a replica that starts
+    later serves the same weights, though a hub's branch may have moved. Where the settings name no model and the
+    default one cannot be had, the model is `demo`, and ``say`` gets one line on why. Raises CheckpointError.
+    """
+    try:
+        path = resolve_model(config.model, config.revision)
+    except CheckpointError as error:
+        if "model" in config.model_fields_set:
+            raise
+        say(f"{error}. Serving `demo` instead, whose weights are random")
+        return config.model_copy(update={"model": "demo"})
+    if config.model in BUILT_IN:
+        return config
+    return config.model_copy(update={"model": str(path), "served_model_name": config.model_name, "revision": None})
