@@ -1,8 +1,8 @@
 """A leaving replica gives peers what only it holds, beside its running streams.
 
 Owns who gets what: saves and public prompts first, then the hottest; each block to the peer that needs the fewest
-others for it, and only where it pushes out nothing as hot. Peers are reached through ``HandOverPeers``; a peer that
-dies or is full is replaced by the next.
+others for it, and no more than is free or colder there. Peers are reached through ``HandOverPeers``; a peer that dies
+or is full is replaced by the next.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
 
 
 class Prewarm:
-    """One replica's pre-warm. ``peers``: ids of the replicas that run."""
+    """One replica's pre-warm."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Prewarm:
         self.receipt = Receipt()
 
     async def run(self, peers: Sequence[str]) -> Receipt:
-        """Copy what the budget allows; raises nothing."""
+        """Copy what the budget allows from ``peers``, ids of the replicas that run; raises nothing."""
         receipt, started_s = self.receipt, time.monotonic()
         try:
             if peers:
