@@ -173,7 +173,7 @@ def test_a_full_target_is_followed_by_the_next() -> None:
     leaving = filled([[0] * 20 + [1] * 20])
     small, large = make_engine(6), make_engine()
     for _ in range(3):
-        fill(small, [0] * 20)
+        fill(small, [0] * 21)
     receipt = run(Local({"small": small, "large": large}), leaving)
     assert hashes(large) == hashes(leaving)
     assert receipt.skipped == {"held_by_peer": 5}
