@@ -9,6 +9,7 @@ from pathlib import Path
 
 MODULES = {
     "ttft": "end_to_end.ttft",
+    "estimates": "end_to_end.estimates",
     "affinity": "end_to_end.affinity",
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",

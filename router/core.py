@@ -21,6 +21,7 @@ from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
 from router.observe.shadow import ShadowCounters, ShadowPolicy
 from router.observe.state import regret_state, router_state, sane_stats, shadow_state
+from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES, least_loaded
@@ -60,6 +61,7 @@ class RoutingCore:
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads = self._known.loads
         self._replication = Replication(self.settings.block_size)
+        self._overhead = TtftOverhead()
         self._times = RequestTimes()
         self._working_set = WorkingSet()
 
@@ -196,9 +198,9 @@ class RoutingCore:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
             self._known.computed(decision.replica_id, chain)
-            self.counters.ttft_s.observe(ttft_s)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
+                self._overhead.add(decision.work_s, ttft_s)
 
     def stats(self) -> dict[str, StatsReport]:
         """Return the latest StatsReport of each replica that sent one, without nonsense."""
@@ -220,6 +222,7 @@ class RoutingCore:
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
                 **router_state(self.directory, self.loads, self._known.away, self._clock()),
+                "ttft_overhead_s": round(self._overhead.seconds, 6),
                 "regret": regret_state(self.counters),
                 "shadow": self.shadow and shadow_state(*self.shadow),
             }
@@ -239,7 +242,7 @@ class RoutingCore:
         estimated = estimate(view, replica_id)
         if self._shadow is not None:
             self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
-        selected, uncached, pull_from, pull_tokens, estimated_ttft_s = estimated
+        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimated
         queued: int | None = None
         if self._may_be_sent_back(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
@@ -248,14 +251,15 @@ class RoutingCore:
             self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
         if not request.sent_back:  # a request is counted once, however often it is decided about
-            self._times.add(estimated_ttft_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
+            # For autoscaling only what more replicas would change.
+            self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
                 self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
             self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
         return Decision(
-            replica_id, self.router_id, number, best, selected, reason, estimated_ttft_s, pull_from, pull_tokens, queued
+            replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued
         )
 
     def _may_be_sent_back(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
@@ -274,9 +278,9 @@ class RoutingCore:
         match = known.directory.match(chain)
         pending = known.pending.match(request.placement_key, chain)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
-        scoring = self.settings.scoring
+        scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(
-            request, match, self.loads, self._turn, self._rng, scoring, self._closed(blocked), pending, None, adapter_s
+            request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s
         )
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

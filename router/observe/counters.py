@@ -13,7 +13,6 @@ from router.protocol.samples import Histogram
 
 DECISION_BUCKETS_S = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2.5e-2)
 TTFT_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0)
-TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 @dataclass(slots=True)
@@ -103,7 +102,6 @@ class RouterCounters:
     by_policy: dict[str, PolicyCounters] = field(default_factory=dict)
     decisions_by_replica: dict[str, int] = field(default_factory=dict)
     decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
-    ttft_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
     all_full: int = 0
     faults: int = 0
     rejected: int = 0

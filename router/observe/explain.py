@@ -51,6 +51,7 @@ def explain(
     return {
         "prompt_tokens": request.prompt_tokens,
         "best_cached_tokens": view.best_tokens,
+        "ttft_overhead_s": view.overhead_s,
         "winners": {policy: _winner(policy, ranked, estimates, view) for policy, ranked in rankings.items()},
         "replicas": [
             {
@@ -62,6 +63,7 @@ def explain(
                 "pull_from": estimates[replica_id].pull_from or None,
                 "pull_tokens": estimates[replica_id].pull_tokens,
                 "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replica_ids.index(replica_id)]),
+                "work_s": estimates[replica_id].work_s,
                 "estimated_ttft_s": estimates[replica_id].estimated_ttft_s,
                 "blocked": replica_id in view.blocked,
                 **replica_load_state(replica_id, loads, now_s),
@@ -89,11 +91,13 @@ def _winner(
     first = ranked[0]
     because = _BECAUSE.get(first.reason) or _BECAUSE.get(f"{policy} {first.reason}")
     because = because or _because(ranked, estimates, view)
+    expected = estimates[first.replica_id]
     return {
         "replica_id": first.replica_id,
         "reason": first.reason,
         "because": f"{first.replica_id} would get the request, because {because}; "
-        f"its first token is expected in {_seconds(estimates[first.replica_id].estimated_ttft_s)}.",
+        f"its first token is expected in {_seconds(expected.estimated_ttft_s)}, "
+        f"{_seconds(expected.work_s)} of that is work in the replica.",
     }
 
 

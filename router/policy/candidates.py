@@ -41,7 +41,8 @@ class RoutingView(NamedTuple):
     ``turn`` rises by one a decision. ``blocked``: replicas that cannot take a request for a reason only the caller
     knows. ``pending``: tokens that an unfinished prefill of the same prefix will have cached, by replica. ``closed``:
     further rows that cannot take it. ``adapter_s``: by row, the seconds that the request waits there for its LoRA
-    adapter; None: nowhere, or for as long everywhere.
+    adapter; None: nowhere, or for as long everywhere. ``overhead_s``: what a first token takes beside the work, the
+    same everywhere; it is part of estimates and of no score.
     """
 
     request: RoutedRequest
@@ -54,6 +55,7 @@ class RoutingView(NamedTuple):
     pending: Match = _NOTHING
     closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
+    overhead_s: float = 0.0
 
     @property
     def best_tokens(self) -> int:

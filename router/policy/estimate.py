@@ -16,13 +16,15 @@ from router.policy.pull_cost import plan_pull
 class Estimate(NamedTuple):
     """``cached_tokens``: by the directory; ``uncached_tokens``: left to compute after hits, prefills under way, pulls.
 
-    ``estimated_ttft_s``: seconds to the first token.
+    ``work_s``: seconds of work in the replica until the first token, that before the request included.
+    ``estimated_ttft_s``: ``work_s`` and what a first token takes beside it (``RoutingView.overhead_s``).
     """
 
     cached_tokens: int
     uncached_tokens: int
     pull_from: str
     pull_tokens: int
+    work_s: float
     estimated_ttft_s: float
 
 
@@ -43,7 +45,8 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
     wait_s = expected_prefill_s(replica, uncached, first_come=not view.settings.shortest_first)
     if view.adapter_s is not None:
         wait_s += float(view.adapter_s[replica.row])
-    return Estimate(cached, uncached, pull_from, pull_tokens, wait_s + pull_s)
+    work_s = wait_s + pull_s
+    return Estimate(cached, uncached, pull_from, pull_tokens, work_s, work_s + view.overhead_s)
 
 
 def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come: bool) -> float:

@@ -17,7 +17,7 @@ WORTH_ASKING_S = 0.02
 """A wait longer by less than this is not worth the two calls."""
 
 _WORTH_ASKING = 0.1
-"""Nor is one that is a smaller part of the time to the first token that was expected."""
+"""Nor is one that is a smaller part of the work until the first token that was expected."""
 
 
 def is_outdated(decision: Decision, load: LoadReport) -> bool:
@@ -29,4 +29,4 @@ def is_outdated(decision: Decision, load: LoadReport) -> bool:
         return False
     unseen_tokens = load.queued_prefill_tokens - decision.queued_tokens
     unseen_s = unseen_tokens / (load.prefill_tokens_per_s or DEFAULT_PREFILL_TOKENS_PER_S)
-    return unseen_s > max(WORTH_ASKING_S, _WORTH_ASKING * decision.estimated_ttft_s)
+    return unseen_s > max(WORTH_ASKING_S, _WORTH_ASKING * decision.work_s)

@@ -48,7 +48,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """Where a request was sent and why. Token counts are predictions made from the directory.
 
     ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one held;
-    ``estimated_ttft_s``: 0.0 when the policy makes no estimate; ``reservation``: this router's number for it, reported
+    ``work_s``: the estimated work in the replica until the first token, and ``estimated_ttft_s`` that with what a first
+    token takes beside it; ``reservation``: this router's number for it, reported
     back in ``RouterShare``. ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen
     one should copy before it computes the rest, "" where computing is faster; the estimate counts on it, and a pull
     that fails costs time only. ``queued_tokens``: the work that the router believed queued at the replica, which sends
@@ -61,6 +62,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     best_cached_tokens: int
     selected_cached_tokens: int
     reason: Reason
+    work_s: float = 0.0
     estimated_ttft_s: float = 0.0
     pull_from: str = ""
     pull_tokens: int = 0

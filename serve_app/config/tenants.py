@@ -35,7 +35,9 @@ class TenantsSection(BaseModel):
     operator_key_sha256: list[Sha256Hex] = Field(
         default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
     )
-    metrics_public: bool = Field(False, description="serve /metrics without an operator key although tenants exist")
+    metrics_public: bool = Field(
+        False, description="serve /metrics without an operator key although tenants exist; without one it names none"
+    )
     secret_file: Path | None = Field(
         None, description="deployment secret; default: $WARMPATH_SECRET, then a state file"
     )

@@ -16,9 +16,8 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 TENANT_LABELS = 100
 """Tenants counted under their own name; later ones are counted as "other", so that /metrics stays bounded."""
 
-_TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
-_QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
+_PREFILL_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
+_QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120)
 
 _PREFILL_MEMORY_TOKENS = 8192.0
 _PREFILL_LEAST_TOKENS = 128
@@ -37,9 +36,8 @@ class EngineMeters:
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.saves: Counter[str] = Counter()
-        self.ttft = Histogram(_TTFT_BUCKETS)
-        self.inter_token = Histogram(_TOKEN_BUCKETS)
-        self.queue_time = Histogram(_QUEUE_BUCKETS)
+        self.prefill_time = Histogram(_PREFILL_BUCKETS_S)
+        self.queue_time = Histogram(_QUEUE_BUCKETS_S)
         self._queries: Counter[str] = Counter()
         self._hits: Counter[str] = Counter()
         self._preemptions: Counter[str] = Counter()
@@ -87,7 +85,6 @@ class EngineMeters:
             yield "warmpath_prefix_cache_hits_total", by_tenant, float(hits.get(tenant, 0))
         yield "warmpath_prompt_tokens_total", labels, float(self.prompt_tokens)
         yield "warmpath_prompt_tokens_computed_total", labels, float(self.computed_prompt_tokens)
-        yield "warmpath_prompt_tokens_saved_total", labels, float(sum(hits.values()))
         yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)
         for reason, count in dict(self.finished).items():
             yield "warmpath_requests_finished_total", (*labels, ("finished_reason", reason)), float(count)
@@ -98,39 +95,31 @@ class EngineMeters:
             yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
         yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s
         yield "warmpath_decode_step_seconds", labels, self.decode_step_s
-        yield from self.ttft.samples("warmpath_time_to_first_token_seconds", labels)
-        yield from self.inter_token.samples("warmpath_inter_token_latency_seconds", labels)
+        yield from self.prefill_time.samples("warmpath_request_prefill_time_seconds", labels)
         yield from self.queue_time.samples("warmpath_request_queue_time_seconds", labels)
 
 
 def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running: int, waiting: int) -> Iterable[Sample]:
-    """Yield the pool's blocks and bytes by state, the index's size, and how many requests run and wait."""
+    """Yield the pool's blocks by state, a block's bytes, pins, and how many requests run and wait."""
     pool = cache.pool
     # A block that only a pin holds is in use to the pool, and cached to whoever asks.
     kept = min(cache.pinned_idle_blocks(), pool.used_blocks)
     yield "warmpath_num_requests_running", labels, float(running)
     yield "warmpath_num_requests_waiting", labels, float(waiting)
-    yield "warmpath_kv_cache_usage_perc", labels, (pool.used_blocks - kept) / pool.total_blocks
-    yield "warmpath_prefix_cache_blocks", labels, float(len(cache.index))
-    yield "warmpath_prefix_cache_bytes", labels, float(len(cache.index) * block_bytes)
+    yield "warmpath_kv_cache_block_bytes", labels, float(block_bytes)
     pins = cache.pins
     yield "warmpath_pinned_prefixes", labels, float(len(pins))
     yield "warmpath_pinned_blocks", labels, float(pins.blocks)
-    yield "warmpath_pinned_bytes", labels, float(pins.blocks * block_bytes)
-    yield "warmpath_pin_budget_bytes", labels, float(pins.budget_blocks * block_bytes)
+    yield "warmpath_pin_budget_blocks", labels, float(pins.budget_blocks)
     yield "warmpath_pins_recalled_total", labels, float(cache.recalled_pins)
     for tenant, blocks in _largest_tenants(pins.holdings()).items():
         yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
     for tenant, blocks in _largest_tenants(cache.quota.holdings()).items():
-        by_tenant = (*labels, ("tenant", tenant))
-        yield "warmpath_tenant_kv_cache_blocks", by_tenant, float(blocks)
-        yield "warmpath_tenant_kv_cache_bytes", by_tenant, float(blocks * block_bytes)
+        yield "warmpath_tenant_kv_cache_blocks", (*labels, ("tenant", tenant)), float(blocks)
     yield "warmpath_prefix_cache_evicted_blocks_total", labels, float(cache.evicted_blocks)
     states = (("used", pool.used_blocks - kept), ("cached", pool.idle_blocks + kept), ("free", pool.free_blocks))
     for state, blocks in states:
-        by_state = (*labels, ("state", state))
-        yield "warmpath_kv_cache_blocks", by_state, float(blocks)
-        yield "warmpath_kv_cache_bytes", by_state, float(blocks * block_bytes)
+        yield "warmpath_kv_cache_blocks", (*labels, ("state", state)), float(blocks)
 
 
 def _tenant_label(counts: Mapping[str, int], tenant: str) -> str:

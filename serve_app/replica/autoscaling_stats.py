@@ -26,7 +26,6 @@ def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaF
         state = dict(labels).get("state")
         sums[f"{name}/{state}" if state else name] += value  # type: ignore[assignment]
     pool_blocks = sum(sums[f"warmpath_kv_cache_blocks/{state}"] for state in ("used", "cached", "free"))
-    block_bytes = max(engine.kv_block_bytes, 1)
     return ReplicaFigures(
         version=version,
         arrived_tokens=sums["warmpath_prompt_tokens_computed_total"]
@@ -40,6 +39,6 @@ def replica_figures(engine: Engine, version: int, config: AppConfig) -> ReplicaF
         pool_tokens=pool_blocks * block_size,
         used_tokens=sums["warmpath_kv_cache_blocks/used"] * block_size,
         pinned_tokens=sums["warmpath_pinned_blocks"] * block_size,
-        pin_budget_tokens=sums["warmpath_pin_budget_bytes"] / block_bytes * block_size,
+        pin_budget_tokens=sums["warmpath_pin_budget_blocks"] * block_size,
         hands_over=config.handover,
     )

@@ -61,14 +61,10 @@ class Outbox:
 
     def _timed(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
         """Measure; a request's first output also says what was cached and how long it queued."""
-        if sequence.last_token_s is not None:
-            together = max(1, len(output.token_ids))
-            for _ in range(together):
-                self._meters.inter_token.observe((now - sequence.last_token_s) / together)
-        else:
-            self._meters.ttft.observe(now - sequence.arrival_s)
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
             scheduled_s = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
+            self._meters.prefill_time.observe(now - scheduled_s)
             queue_s = scheduled_s - sequence.arrival_s
             output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=sequence.save_outcome)
-        sequence.last_token_s = now
         return output

@@ -66,7 +66,7 @@ class OutputProcessor:
             self.meters.generation_tokens += taken
         if result.drafted is not None:
             sequence.drafted = result.drafted
-            self.speculation.verified(result, taken)
+            self.speculation.verified(result)
         self.scheduler.computed(item, max(taken - 1, 0))
         if sequence.prefilling:
             return

@@ -121,9 +121,9 @@ class ModelRunner:
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield 1 for the attention backend that serves, 0 for those refused before it; how many graphs there are."""
-        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name), ("refused", "")), 1.0
-        for name, reason in self.attention.refused:
-            yield "warmpath_attention_backend", (*labels, ("backend", name), ("refused", reason)), 0.0
+        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name)), 1.0
+        for name, _ in self.attention.refused:
+            yield "warmpath_attention_backend", (*labels, ("backend", name)), 0.0
         yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:

@@ -64,7 +64,7 @@ class SequenceState:
     after: str = ""
     save_outcome: SaveOutcome | None = None
     scheduled_s: float | None = None
-    last_token_s: float | None = None
+    first_token_s: float | None = None
     length: int = field(init=False)
     prefill_tokens: int = field(init=False)
     _tokens: TokenArray = field(init=False)

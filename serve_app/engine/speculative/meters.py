@@ -1,4 +1,4 @@
-"""What speculation is worth: drafts, accepted tokens, and base steps per token.
+"""What speculation is worth: drafts, accepted tokens, and base steps.
 
 Names are vLLM's suffixes under ``warmpath_``. Written by the engine's thread alone; without a drafter nothing is
 counted and nothing is reported.
@@ -21,25 +21,21 @@ class SpeculationMeters:
         self._draft_tokens = 0
         self._accepted_tokens = 0
         self._base_steps = 0
-        self._tokens = 0
 
-    def verified(self, result: SegmentResult, taken: int) -> None:
-        """Count one segment's result, of which ``taken`` tokens were of use."""
+    def verified(self, result: SegmentResult) -> None:
+        """Count one segment's result."""
         self._seen = True
         self._base_steps += result.token is not None
-        self._tokens += taken
         if result.proposed:
             self._drafts += 1
             self._draft_tokens += result.proposed
             self._accepted_tokens += len(result.accepted)
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield the counters, the acceptance rate and the base steps per token; nothing without a drafter."""
+        """Yield the counters; nothing without a drafter."""
         if not self._seen:
             return
         yield "warmpath_spec_decode_num_drafts_total", labels, float(self._drafts)
         yield "warmpath_spec_decode_num_draft_tokens_total", labels, float(self._draft_tokens)
         yield "warmpath_spec_decode_num_accepted_tokens_total", labels, float(self._accepted_tokens)
         yield "warmpath_spec_decode_base_steps_total", labels, float(self._base_steps)
-        yield "warmpath_spec_decode_acceptance_rate", labels, self._accepted_tokens / max(self._draft_tokens, 1)
-        yield "warmpath_spec_decode_base_steps_per_token", labels, self._base_steps / max(self._tokens, 1)

@@ -5,23 +5,16 @@ Prefixes are named by their keyed hash, so the document holds no prompt's text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from router.core import RoutingCore
+from router.protocol.samples import Sample
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.segment_cache import SegmentCacheStats
 
-_GAUGES = {
-    ("warmpath_kv_cache_blocks", "used"): "blocks_in_use",
-    ("warmpath_kv_cache_blocks", "cached"): "blocks_cached",
-    ("warmpath_kv_cache_blocks", "free"): "blocks_free",
-    ("warmpath_kv_cache_bytes", "used"): "bytes_in_use",
-    ("warmpath_kv_cache_bytes", "cached"): "bytes_cached",
-    ("warmpath_kv_cache_bytes", "free"): "bytes_free",
-}
-_FIELDS = {"warmpath_pinned_blocks": "blocks_pinned", "warmpath_pinned_bytes": "bytes_pinned"}
-
+_STATES = {"used": "in_use", "cached": "cached", "free": "free"}
 
 NOTICES = ("autoscaling", "configuration", "handover", "prewarm")
 """The kinds of notices that are shown: what replicas that may be gone, and the controller, have left behind."""
@@ -42,17 +35,8 @@ def cache_state(
     block_size = state["block_size"]
     for replica in state["replicas"]:
         report = stats.get(replica["replica_id"])
-        for name, labels, value in report.samples if report is not None else ():
-            of = dict(labels)
-            if name == "warmpath_replica_info" and of.get("pid", "").isdecimal():
-                replica["pid"] = int(of["pid"])
-            if name == "warmpath_tenant_kv_cache_bytes" and "tenant" in of:
-                replica.setdefault("bytes_by_tenant", {})[of["tenant"]] = int(value)
-            field = _GAUGES.get((name, of.get("state", "")), _FIELDS.get(name))
-            if field is not None:
-                replica[field] = int(value)
-        if "blocks_cached" in replica:
-            replica["tokens_cached"] = replica["blocks_cached"] * block_size
+        if report is not None:
+            replica |= _of_report(report.samples, block_size)
     return {
         "model": model,
         "engine": engine,
@@ -61,3 +45,26 @@ def cache_state(
         **traffic.to_json(),
         "notices": notices,
     }
+
+
+def _of_report(samples: Sequence[Sample], block_size: int) -> dict[str, Any]:
+    """Return what a replica's samples say of its pool, in blocks, bytes and tokens; it may leave out any."""
+    found: dict[str, Any] = {}
+    block_bytes = next((int(value) for name, _, value in samples if name == "warmpath_kv_cache_block_bytes"), 0)
+    for name, labels, value in samples:
+        of = dict(labels)
+        match name:
+            case "warmpath_replica_info" if of.get("pid", "").isdecimal():
+                found["pid"] = int(of["pid"])
+            case "warmpath_tenant_kv_cache_blocks" if "tenant" in of:
+                found.setdefault("bytes_by_tenant", {})[of["tenant"]] = int(value) * block_bytes
+            case "warmpath_kv_cache_blocks" if of.get("state") in _STATES:
+                state = _STATES[of["state"]]
+                found[f"blocks_{state}"] = int(value)
+                found[f"bytes_{state}"] = int(value) * block_bytes
+            case "warmpath_pinned_blocks":
+                found["blocks_pinned"] = int(value)
+                found["bytes_pinned"] = int(value) * block_bytes
+    if "blocks_cached" in found:
+        found["tokens_cached"] = found["blocks_cached"] * block_size
+    return found

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from router.protocol.samples import Sample
+from router.protocol.samples import Labels, Sample
+from serve_app.ingress.observe.families.catalog import FAMILIES
+from serve_app.ingress.observe.families.family import Family
 
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
+
+_HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 
 
 class IngressMetrics:
@@ -23,42 +26,19 @@ class IngressMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.requests = counter(
-            "warmpath_requests", "HTTP requests by endpoint, status and tenant", ["endpoint", "status", "tenant"]
-        )
-        self.in_flight = gauge("warmpath_requests_in_flight", "HTTP requests being answered")
-        self.waiting = gauge(
-            "warmpath_requests_waiting", "Requests in an ingress' line for a place at the replicas", ["tenant"]
-        )
-        self.ttft_s = histogram(
-            "warmpath_http_time_to_first_token_seconds",
-            "From the request's arrival at the ingress to its first token",
-            ["tenant"],
-            buckets=TTFT_BUCKETS_S,
-        )
-        self.inter_token_s = histogram(
-            "warmpath_http_inter_token_latency_seconds",
-            "Seconds a token, between chunks of one answer",
-            ["tenant"],
-            buckets=ITL_BUCKETS_S,
-        )
-        self.prompt_tokens = counter("warmpath_tenant_prompt_tokens", "Prompt tokens", ["tenant"])
-        self.cached_tokens = counter(
-            "warmpath_tenant_cached_prompt_tokens", "Prompt tokens served from cache", ["tenant"]
-        )
-        self.completion_tokens = counter("warmpath_tenant_completion_tokens", "Generated tokens", ["tenant"])
-        self.retries = counter(
-            "warmpath_request_retries", "Generations sent again after a replica was lost", ["after_first_token"]
-        )
-        self.disconnects = counter("warmpath_client_disconnects", "Clients that left before the answer's end")
-        self.refused_configurations = counter(
-            "warmpath_refused_configurations", "user_configs that could not be used and changed nothing"
-        )
-        self.tokenizer_cache_bytes = gauge("warmpath_tokenizer_cache_bytes", "Bytes of cached ids and hashes")
-        self.tokenizer_cache_max_bytes = gauge("warmpath_tokenizer_cache_max_bytes", "Their bound")
+        self.requests = self._counter("warmpath_requests_total")
+        self.in_flight = self._gauge("warmpath_requests_in_flight")
+        self.waiting = self._gauge("warmpath_requests_waiting")
+        self.ttft_s = self._histogram("warmpath_time_to_first_token_seconds", TTFT_BUCKETS_S)
+        self.inter_token_s = self._histogram("warmpath_inter_token_latency_seconds", ITL_BUCKETS_S)
+        self.prompt_tokens = self._counter("warmpath_tenant_prompt_tokens_total")
+        self.cached_tokens = self._counter("warmpath_tenant_cached_prompt_tokens_total")
+        self.completion_tokens = self._counter("warmpath_tenant_completion_tokens_total")
+        self.retries = self._counter("warmpath_request_retries_total")
+        self.disconnects = self._counter("warmpath_client_disconnects_total")
+        self.refused_configurations = self._counter("warmpath_refused_configurations_total")
+        self.tokenizer_cache_bytes = self._gauge("warmpath_tokenizer_cache_bytes")
+        self.tokenizer_cache_max_bytes = self._gauge("warmpath_tokenizer_cache_max_bytes")
 
     def retried(self, after_first_token: bool) -> None:
         """Count a generation that was sent again."""
@@ -73,46 +53,66 @@ class IngressMetrics:
             if not sample.name.endswith("_created")
         ]
 
+    def _counter(self, name: str) -> Counter:
+        return Counter(name, FAMILIES[name].help, _own_labels(name), registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        return Gauge(name, FAMILIES[name].help, _own_labels(name), registry=self.registry)
+
+    def _histogram(self, name: str, bounds_s: tuple[float, ...]) -> Histogram:
+        return Histogram(name, FAMILIES[name].help, _own_labels(name), registry=self.registry, buckets=bounds_s)
+
+
+def _own_labels(name: str) -> list[str]:
+    """Return a family's labels without those that say who counted."""
+    return [label for label in FAMILIES[name].labels if label not in ("ingress", "replica")]
+
 
 class _Samples:
-    """A prometheus collector over ready samples, grouped into families by name."""
+    """A prometheus collector over ready samples, grouped into their families."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._samples = samples
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, list[Sample]] = defaultdict(list)
-        ready = list(self._samples)
-        histograms = {name.removesuffix("_bucket") for name, _, _ in ready if name.endswith("_bucket")}
-        for sample in ready:
-            families[_family(sample[0], histograms)].append(sample)
-        for family in sorted(families):
-            members = families[family]
-            if family in histograms:
-                kind = "histogram"
-            elif members[0][0].endswith("_total"):
-                kind = "counter"
-            else:
-                kind = "gauge"
-            metric = Metric(family, family.replace("_", " "), kind)
-            for name, labels, value in members:
-                metric.add_sample(name, dict(labels), value)
+        members: dict[str, list[Sample]] = defaultdict(list)
+        for sample in self._samples:
+            family = _family_of(sample)
+            if family is not None:
+                members[family.name].append(sample)
+        for name in sorted(members):
+            family = FAMILIES[name]
+            metric = Metric(name.removesuffix("_total"), family.help, family.kind)
+            for sample_name, labels, value in members[name]:
+                metric.add_sample(sample_name, dict(labels), value)
             yield metric
 
 
-def _family(name: str, histograms: set[str]) -> str:
-    for suffix in ("_bucket", "_sum", "_count"):
-        base = name.removesuffix(suffix)
-        if base != name and base in histograms:
-            return base
-    return name.removesuffix("_total")
+def _family_of(sample: Sample) -> Family | None:
+    """Return the family that a sample belongs to, None for what no page describes."""
+    name, labels, _ = sample
+    family = FAMILIES.get(name)
+    if family is None or family.histogram:
+        family = next((FAMILIES.get(name.removesuffix(end)) for end in _HISTOGRAM_ENDS if name.endswith(end)), None)
+        if family is None or not family.histogram:
+            return None
+    known = (*family.labels, "le") if family.histogram else family.labels
+    return family if all(label in known for label, _ in labels) else None
 
 
 def render(samples: Iterable[Sample]) -> bytes:
-    """Return samples in Prometheus' text format; counters end in ``_total``, histograms in ``_bucket`` and so on."""
+    """Return samples in Prometheus' text format; those of no known family, or with other labels, are left out."""
     registry = CollectorRegistry()
     registry.register(_Samples(samples))  # duck-typed: anything with collect()
     return generate_latest(registry)
+
+
+def without_tenants(samples: Iterable[Sample]) -> list[Sample]:
+    """Return the samples summed over tenants: for those who may not know whom else this deployment serves."""
+    sums: dict[tuple[str, Labels], float] = defaultdict(float)
+    for name, labels, number in samples:
+        sums[name, tuple(label for label in labels if label[0] != "tenant")] += number
+    return [(name, labels, number) for (name, labels), number in sums.items()]
 
 
 def with_label(samples: Iterable[Sample], label: str, value: str) -> list[Sample]:

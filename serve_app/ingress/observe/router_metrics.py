@@ -26,7 +26,6 @@ def router_samples(core: RoutingCore) -> list[Sample]:
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples.append(("warmpath_router_replica_decisions_total", (("replica", replica_id),), float(decisions)))
     samples += counters.decision_s.samples("warmpath_router_decision_seconds")
-    samples += counters.ttft_s.samples("warmpath_router_time_to_first_token_seconds")
     samples += [
         ("warmpath_router_all_full_total", (), float(counters.all_full)),
         ("warmpath_router_faults_total", (), float(counters.faults)),
@@ -44,6 +43,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         ("warmpath_directory_max_blocks", (), float(directory["max_blocks"])),
         ("warmpath_directory_bytes", (), float(directory["bytes"])),
         ("warmpath_directory_refused_blocks_total", (), float(directory["refused_blocks"])),
+        ("warmpath_router_ttft_overhead_seconds", (), float(state["ttft_overhead_s"])),
         ("warmpath_router_open_reservations", (), float(state["open_reservations"])),
         ("warmpath_router_replicas", (), float(len(state["replicas"]))),
     ]

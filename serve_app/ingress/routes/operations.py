@@ -9,7 +9,7 @@ from starlette.responses import Response
 from serve_app.api.openai.response import openai_error
 from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.explain import ExplainBody
-from serve_app.ingress.observe.metrics import render
+from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.routes.handler import Front, guarded, takes
 
 router = APIRouter(tags=["operations"])
@@ -28,7 +28,10 @@ async def metrics(request: Request, services: Front) -> Response:
     """The whole app's metrics as Prometheus text: every ingress, every replica."""
     if not services.config.metrics_public:
         services.guard.require_operator(request)
-    return Response(render(await services.all_samples()), media_type="text/plain; version=0.0.4; charset=utf-8")
+    samples = await services.all_samples()
+    if not services.guard.sees_all(request):
+        samples = without_tenants(samples)
+    return Response(render(samples), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/cache/state")

@@ -191,7 +191,7 @@ def test_concurrent_prompts_find_their_replica(client: OpenAI, url: str) -> None
         answers = list(pool.map(lambda item: ask(client, f"question {item[0]}", item[1]), enumerate(order)))
     hits = sum(cached(answer) > 100 for answer in answers)
     assert hits >= 0.95 * len(answers)
-    shown = ("best", "selected", "delivered", "warmpath_http_time_to_first_token_seconds_bucket{")
+    shown = ("best", "selected", "delivered", "warmpath_time_to_first_token_seconds_bucket{")
 
     def all_are_shown() -> bool:
         metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text

@@ -20,8 +20,8 @@ def load(queued: int, *shares: RouterShare, taken_at_s: float = 0.0) -> LoadRepo
     return LoadReport(queued, 0, int(queued > 0), 0, 0, RATE, 0.01, shares, taken_at_s=taken_at_s)
 
 
-def decision(queued: int | None, estimated_ttft_s: float = 0.0) -> Decision:
-    return Decision("a", "me", 1, 0, 0, "cold", estimated_ttft_s, queued_tokens=queued)
+def decision(queued: int | None, work_s: float = 0.0) -> Decision:
+    return Decision("a", "me", 1, 0, 0, "cold", work_s, queued_tokens=queued)
 
 
 def request(number: int, sent_back: int = 0) -> RoutedRequest:
@@ -38,16 +38,16 @@ def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] =
     return made
 
 
-@given(queued=TOKENS, believed=TOKENS, estimated_ttft_s=st.floats(0, 1e6))
-def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: int, estimated_ttft_s: float) -> None:
+@given(queued=TOKENS, believed=TOKENS, work_s=st.floats(0, 1e6))
+def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: int, work_s: float) -> None:
     """Less work than believed is no reason to ask again, nor is a little more; a longer estimate bears more."""
-    chosen = decision(believed, estimated_ttft_s)
+    chosen = decision(believed, work_s)
     sent_back = is_outdated(chosen, load(queued))
     if queued <= believed + WORTH_ASKING_S * RATE:
         assert not sent_back
     if sent_back:
         assert is_outdated(chosen, load(queued + 1))
-        assert is_outdated(decision(believed, estimated_ttft_s / 2), load(queued))
+        assert is_outdated(decision(believed, work_s / 2), load(queued))
     assert not is_outdated(decision(None), load(queued))
     assert not is_outdated(decision(queued), load(queued))
     assert is_outdated(decision(believed), load(believed + 1000))

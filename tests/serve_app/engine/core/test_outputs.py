@@ -105,7 +105,7 @@ def test_a_small_pool_under_churn_evicts_and_stays_right(make_engine: MakeEngine
         assert got.tokens[name] == reference("qwen3", ids, 5), name
     samples = {name: value for name, _, value in engine.stats().samples}
     assert samples["warmpath_prefix_cache_evicted_blocks_total"] > 0
-    assert samples["warmpath_prompt_tokens_saved_total"] > 0
+    assert samples["warmpath_prefix_cache_hits_total"] > 0
 
 
 def test_stop_token_ends_and_is_not_delivered(make_engine: MakeEngine, reference: Reference) -> None:

@@ -80,7 +80,7 @@ def test_the_saving_request_hits_and_later_ones_do_whatever_came_between(
     assert first.tokens["first"] == reference("qwen3", np.append(SYSTEM, prompt(20, 5)), 3)
     assert later.tokens["later"] == reference("qwen3", np.append(SYSTEM, prompt(20, 6)), 3)
     assert sample(engine, "warmpath_pinned_blocks") == 6
-    assert sample(engine, "warmpath_pinned_bytes") == 6 * engine._runner.block_bytes
+    assert sample(engine, "warmpath_kv_cache_block_bytes") == engine._runner.block_bytes
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     assert sample(engine, "warmpath_kv_cache_blocks") == 64
 
@@ -122,7 +122,7 @@ def test_many_simultaneous_saves_of_one_prompt_compute_it_once() -> None:
     assert set(outcomes.cached.values()) == {96}
     assert sorted(filter(None, outcomes.saves.values())) == ["present"] * 19 + ["saved"]
     assert sample(engine, "warmpath_prompt_tokens_computed_total") == 96 + 20 * 24
-    assert sample(engine, "warmpath_time_to_first_token_seconds_count") == 20, "a save is nobody's first token"
+    assert sample(engine, "warmpath_request_prefill_time_seconds_count") == 20, "a save is nobody's first token"
     assert sample(engine, "warmpath_requests_finished_total") == 20
     engine.stop()
 

@@ -170,7 +170,7 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
     asked = sample(engine, "warmpath_prompt_tokens_total")
     if not any(wish.cancelled_after is not None or wish.timeout_s < inf for wish in workload):
-        assert fresh == asked - sample(engine, "warmpath_prompt_tokens_saved_total")
+        assert fresh == asked - sample(engine, "warmpath_prefix_cache_hits_total")
 
 
 def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:

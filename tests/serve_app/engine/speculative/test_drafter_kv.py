@@ -10,7 +10,7 @@ import pytest
 from serve_app.cache.kv_chain import FormatMismatch
 from serve_app.cache.tiers.tiers import TierSettings
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
+from tests.serve_app.engine.speculative.test_speculative import acceptance
 from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, save_draft
 
 ROOT = SCOPE.root(SECRET)
@@ -39,7 +39,7 @@ def test_the_drafters_kv_comes_back_from_host_memory(draft: str, make_engine: Ma
     got = run_all(engine, [request("hit", ids, 20)])
     assert got.cached["hit"] == 144
     assert got.tokens["hit"] == reference("qwen3", ids, 20)
-    assert sample(engine, "warmpath_spec_decode_acceptance_rate") == 1.0
+    assert acceptance(engine) == 1.0
 
 
 def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEngine, reference: Reference) -> None:
@@ -55,7 +55,7 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     got = run_all(second, [request("b", more, 20)])
     assert got.cached["b"] == 160
     assert got.tokens["b"] == reference("qwen3", more, 20)
-    assert sample(second, "warmpath_spec_decode_acceptance_rate") == 1.0
+    assert acceptance(second) == 1.0
     for other in (make_engine(), make_engine(speculative_model=draft, speculative_fingerprint="another")):
         with pytest.raises(FormatMismatch, match="parts"):
             other.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default")

@@ -36,7 +36,9 @@ def sample(engine: TorchEngine, name: str) -> float:
 
 
 def acceptance(engine: TorchEngine) -> float:
-    return sample(engine, "spec_decode_acceptance_rate")
+    """Return accepted / proposed tokens."""
+    drafted = sample(engine, "spec_decode_num_draft_tokens_total")
+    return sample(engine, "spec_decode_num_accepted_tokens_total") / max(drafted, 1.0)
 
 
 class Steps:
@@ -107,7 +109,7 @@ def test_a_draft_that_agrees_takes_a_third_of_the_steps_at_most(
     assert steps.base / 64 <= 0.35
     # The prompt's step gives one token; 63 more come in steps of five.
     assert steps.base == 1 + 13
-    assert sample(engine, "spec_decode_base_steps_per_token") == steps.base / 64
+    assert sample(engine, "spec_decode_base_steps_total") == steps.base
     steps.base = 0
     run_all(engine, [request(f"r{i}", prompt(20 + i, i), 64) for i in range(8)])
     assert steps.base / 64 <= 0.35, "eight sequences verified together take no more steps than one"
@@ -216,7 +218,7 @@ def test_a_stop_token_inside_a_draft_ends_the_answer_there(
         got = run_all(engine, [request(f"s{i}", prompt(20), 20, stop_token_ids=(stop,))])
         assert got.tokens[f"s{i}"] == expected[: expected.index(stop)]
         assert got.finish[f"s{i}"] == "stop"
-    assert sample(engine, "kv_cache_usage_perc") == 0
+    assert engine._cache.pool.used_blocks == 0
 
 
 def test_drafting_stops_in_time_for_max_tokens(
@@ -241,7 +243,7 @@ def test_a_cancelled_request_frees_its_blocks(make_engine: MakeEngine, drafts: d
     engine.cancel("gone")
     collector.wait(["gone"])
     assert collector.finish["gone"] == "cancelled"
-    assert sample(engine, "kv_cache_usage_perc") == 0
+    assert engine._cache.pool.used_blocks == 0
 
 
 def test_a_guess_that_is_no_number_harms_nobody(

@@ -26,7 +26,7 @@ def test_rendered_samples_parse_back() -> None:
     parsed = {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families.values() for s in f.samples}
     assert parsed == {(name, tuple(sorted(labels))): value for name, labels, value in samples}
     assert families["warmpath_requests"].type == "counter"
-    assert families["warmpath_http_time_to_first_token_seconds"].type == "histogram"
+    assert families["warmpath_time_to_first_token_seconds"].type == "histogram"
     assert families["warmpath_directory_bytes"].type == "gauge"
 
 

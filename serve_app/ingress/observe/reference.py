@@ -1,0 +1,88 @@
+"""The metrics as Markdown tables: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
+
+from __future__ import annotations
+
+import sys
+
+from serve_app.ingress.observe.families.catalog import SECTIONS
+from serve_app.ingress.observe.families.family import Family, Section
+from serve_app.ingress.observe.queries import QUERIES
+
+_INTRODUCTION = """\
+# Metrics
+
+Made from `serve_app/ingress/observe/families/` by `python -m serve_app.ingress.observe.reference > docs/metrics.md`.
+
+`GET /metrics` of any ingress shows the whole app in Prometheus' text format: every ingress (label `ingress`) and every
+replica (label `replica`; its figures come through the feed and are up to a second old). With tenants configured it
+needs an operator key; with `metrics_public` nobody needs one, and who has none sees sums over all tenants. Counters
+start at 0 with their process, so use `rate()`; units are in the names. A series that has nothing to say is absent.
+
+Several families are near each other, and these are the ones to show: **time to first token** is
+`warmpath_time_to_first_token_seconds`, **time between tokens** `warmpath_inter_token_latency_seconds`: what clients
+wait, measured in the ingress. The replica's part of the former is
+`warmpath_request_queue_time_seconds` + `warmpath_request_prefill_time_seconds`. Tokens by tenant as clients were told
+are `warmpath_tenant_*`; what replicas computed, resent requests included, are `warmpath_prompt_tokens_*` and
+`warmpath_prefix_cache_*`.
+
+With `engine: simulated` no model runs and all times are simulated ones. Serve's controller also gives
+`warmpath_autoscaling_*` to Ray's own metrics exporter ([autoscaling](autoscaling.md)), and nothing else of this page.
+"""
+
+LABELS = {
+    "ingress": "an ingress' replica id",
+    "replica": "a replica's id; its series end when it leaves",
+    "engine": "`torch` or `simulated`",
+    "tenant": "a configured name; `default` where none are configured; `none` without a valid key; `(public)`: blocks "
+    "of registered public prompts; of a replica's beyond 100 `other`",
+    "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",
+    "status": "an HTTP status; 499: the client left",
+    "after_first_token": "`true` or `false`",
+    "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
+    "backend": "the name of an attention backend",
+    "pid": "a process id",
+    "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`",
+    "outcome": "one of a few words, named where they are not plain",
+    "tier": "`host` or `disk`",
+    "reason": "one of a few words. Of decisions `cached`: it holds the most; `in_flight`: it is computing the same "
+    "beginning; `cold`: nobody holds any; `load_spill`: a holder is too busy; `hot_prefix`: one more holder is needed; "
+    "`only_replica`: no other can take it; the others say how the policy works",
+    "kind": "`save`, `public`, `prefix`",
+    "policy": "a policy's name",
+    "cause": "`not_selected`, `evicted`, `unused`",
+}
+"""What the values of each label are. All are from bounded sets: no text of a client or of an error is a value."""
+
+
+def metrics_page() -> str:
+    """Return the page: what to ask first, every family by section, every label."""
+    parts = [_INTRODUCTION, _queries(), *(_section(section) for section in SECTIONS), _labels()]
+    return "\n".join(parts)
+
+
+def _queries() -> str:
+    lines = ["## Ten queries for a first dashboard", ""]
+    for number, (question, promql) in enumerate(QUERIES, 1):
+        lines += [f"{number}. {question}", "", "   ```promql", f"   {promql}", "   ```", ""]
+    return "\n".join(lines)
+
+
+def _section(section: Section) -> str:
+    rows = [_row(family) for family in section.families]
+    head = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
+    return "\n".join([f"## {section.title}", "", section.note, "", *head, *rows, ""])
+
+
+def _row(family: Family) -> str:
+    labels = ", ".join(f"`{label}`" for label in family.labels)
+    return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"
+
+
+def _labels() -> str:
+    rows = [f"| `{label}` | {values} |" for label, values in LABELS.items()]
+    head = ["All values are from bounded sets.", "", "| label | values |", "|---|---|"]
+    return "\n".join(["## Labels", "", *head, *rows, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())

@@ -1,0 +1,178 @@
+"""docs/metrics.md, the catalog and the code agree: every family is described, bounded, and what a query needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.protocol.samples import Labels, Sample
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import Save
+from serve_app.engine.speculative.meters import SpeculationMeters
+from serve_app.engine.step import SegmentResult
+from serve_app.ingress.observe.families.catalog import FAMILIES, SECTIONS
+from serve_app.ingress.observe.metrics import render, without_tenants
+from serve_app.ingress.observe.queries import QUERIES
+from serve_app.ingress.observe.reference import LABELS, metrics_page
+from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
+from serve_app.replica.pull_metrics import PullMeters
+from tests.serve_app.conftest import MakeEngine
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "docs" / "metrics.md"
+_NAME = re.compile(r"warmpath_[a-z0-9_]+")
+_WORDS = {"by", "on", "ignoring", "group_left", "sum", "rate", "histogram_quantile"}
+_ENDS = ("_bucket", "_sum", "_count")
+
+
+def test_the_page_of_metrics_is_current() -> None:
+    """To write it anew: ``python -m serve_app.ingress.observe.reference > docs/metrics.md``."""
+    assert PAGE.read_text() == metrics_page()
+
+
+def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_code() -> None:
+    """A family that nobody described would not be shown; one that nobody counts would mislead."""
+    catalog = ROOT / "serve_app" / "ingress" / "observe"
+    described = {catalog / "queries.py", catalog / "reference.py", *(catalog / "families").iterdir()}
+    counted = {
+        node.value
+        for room in ("router", "serve_app")
+        for file in (ROOT / room).rglob("*.py")
+        if file not in described
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAME.fullmatch(node.value)
+    }
+    foreign = {name for name in counted if name.startswith(("warmpath_lanes", "warmpath_few", "warmpath_attend"))}
+    assert counted - foreign == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_help_text_says_more_than_the_name(name: str) -> None:
+    """It is a sentence of its own, says something, and each label it may have is explained."""
+    family = FAMILIES[name]
+    assert family.help.endswith(".")
+    assert len(set(re.findall(r"[a-z]+", family.help.lower())) - set(name.split("_"))) >= 3
+    assert [other for other in FAMILIES.values() if other.help == family.help] == [family]
+    assert set(family.labels) <= set(LABELS)
+    assert not re.search(r"_(ms|us|percent|perc|mib)(_|$)", name), "base units only"
+
+
+def test_each_label_is_some_familys_and_each_family_stands_once() -> None:
+    assert {label for family in FAMILIES.values() for label in family.labels} == set(LABELS)
+    assert sum(len(section.families) for section in SECTIONS) == len(FAMILIES)
+
+
+def test_one_family_of_each_time_that_clients_wait() -> None:
+    """A dashboard has one to choose."""
+    names = [name for name in FAMILIES if "first_token" in name or "inter_token" in name]
+    assert names == ["warmpath_time_to_first_token_seconds", "warmpath_inter_token_latency_seconds"]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.promql[:40])
+def test_a_recommended_query_finds_what_it_asks_for(query: object) -> None:
+    """Its families exist, are read as their kind wants, and have the labels that it names."""
+    promql = query.promql  # type: ignore[attr-defined]
+    assert promql.count("(") == promql.count(")")
+    labels: set[str] = {"le"}
+    for name, window in re.findall(r"(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[\w+\])?", promql):
+        end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
+        family = FAMILIES[name.removesuffix(end)]
+        assert family.histogram == bool(end)
+        assert bool(window) == (family.kind != "gauge"), "counters are read by their rate, gauges as they are"
+        labels |= set(family.labels)
+    assert "_bucket" not in promql or ("le" in promql and "histogram_quantile" in promql)
+    asked = {
+        label.strip() for found in re.findall(r"(?:by|on|ignoring) \(([^)]*)\)", promql) for label in found.split(",")
+    }
+    asked |= {label for found in re.findall(r"\{([^}]*)\}", promql) for label in re.findall(r"(\w+)=", found)}
+    assert asked <= labels
+    rest = re.sub(r'"[^"]*"|\[\w+\]|warmpath_\w+|\{[^}]*\}|[0-9.]+', " ", promql)
+    assert set(re.findall(r"[a-z_]+", rest)) <= _WORDS | asked
+
+
+def test_ten_queries() -> None:
+    assert len(QUERIES) == 10
+
+
+def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Engine, pool, tiers, adapters, speculation, pulls and moves: no sample is left out for its name or labels."""
+    engine = make_engine(tiers=TierSettings(1 << 20, 1 << 20, tmp_path), num_blocks=24, pin_budget_blocks=8)
+    run_all(engine, [request(f"r{i}", prompt(150, i), 3, tenant="acme") for i in range(4)])
+    run_all(engine, [replace(request("saver", prompt(60, 9), 1), save=Save(b"s" * 16, 48, None))])
+    samples: list[Sample] = [*_of(engine), *_beside()]
+    labelled = [(name, (*labels, ("replica", "a")), value) for name, labels, value in samples]
+    families = list(text_string_to_metric_families(render(labelled).decode()))
+    shown = {(s.name, tuple(sorted(s.labels.items()))) for family in families for s in family.samples}
+    assert shown == {(name, tuple(sorted(labels))) for name, labels, _ in labelled}
+    assert all(family.documentation != family.name.replace("_", " ") for family in families)
+    expected = {
+        name for name, family in FAMILIES.items() if "replica" in family.labels and "ingress" not in family.labels
+    }
+    assert {_family(name) for name, _ in shown} == expected - {
+        "warmpath_num_preemptions_total",
+        "warmpath_replica_info",
+    }
+
+
+def test_what_is_not_described_is_not_shown() -> None:
+    """A replica that names families or labels of its own, sentences among them, changes nothing on the page."""
+    good: Sample = ("warmpath_generation_tokens_total", (("engine", "torch"), ("replica", "a")), 3.0)
+    odd: list[Sample] = [
+        ("warmpath_generation_tokens", (("replica", "a"),), 1.0),
+        ("warmpath_generation_tokens_total_sum", (("replica", "a"),), 1.0),
+        ("warmpath_secret_plans_total", (), 1.0),
+        ("warmpath_generation_tokens_total", (("replica", "a"), ("why", "a sentence, and more")), 1.0),
+        ("warmpath_request_queue_time_seconds", (("replica", "a"),), 1.0),
+    ]
+    assert render([good, *odd]) == render([good])
+
+
+def test_without_tenants_only_sums_are_left() -> None:
+    """Counters, gauges and buckets add up; who they were of cannot be seen."""
+
+    def of(tenant: str, *more: tuple[str, str]) -> Labels:
+        return (("ingress", "i"), ("tenant", tenant), *more)
+
+    bucket, count = "warmpath_time_to_first_token_seconds_bucket", "warmpath_tenant_prompt_tokens_total"
+    samples: list[Sample] = [
+        (count, of("acme"), 2.0),
+        (count, of("globex"), 3.0),
+        (bucket, of("acme", ("le", "1.0")), 1.0),
+        (bucket, of("globex", ("le", "1.0")), 4.0),
+        ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+    ]
+    assert without_tenants(samples) == [
+        (count, (("ingress", "i"),), 5.0),
+        (bucket, (("ingress", "i"), ("le", "1.0")), 5.0),
+        ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+    ]
+
+
+def _of(engine: TorchEngine) -> list[Sample]:
+    speculation = SpeculationMeters()
+    speculation.verified(SegmentResult(token=1))
+    return [*engine.stats().samples, *speculation.samples((("engine", "torch"),))]
+
+
+def _beside() -> list[Sample]:
+    pulls, moves = PullMeters(), MoveMeters(Receipt())
+    pulls.refused["slow"] += 1
+    pulls.ended["whole"] += 1
+    pulls.exports["sent"] += 1
+    assert moves.joined is not None
+    moves.joined.moved("prefix", 1, 1)
+    moves.joined.skipped["gone"] += 1
+    moves.taken_blocks["save"] += 1
+    moves.taken_saves["pinned"] += 1
+    return [*pulls.samples((), 1.0), *moves.samples()]
+
+
+def _family(name: str) -> str:
+    return name if name in FAMILIES else name.rsplit("_", 1)[0]
