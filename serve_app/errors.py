@@ -1,6 +1,7 @@
 """Every error a client can be shown: one tree, each class with its HTTP status and OpenAI type and code.
 
-A message says what to change; it never carries a stack trace, a path or another tenant's data.
+A message says what to change; it never carries a stack trace or another tenant's data, nor a path but what an
+operator sent.
 """
 
 from __future__ import annotations

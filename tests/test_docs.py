@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import MODULES
+from serve_app.api.openai.request import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -73,6 +74,13 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
     """``python -m benchmarks NAME`` is the one way to run them."""
     assert set(_BENCHMARK.findall(page.read_text())) - {"NAME"} <= set(MODULES)
+
+
+def test_readme_names_every_field_that_is_refused() -> None:
+    """Whoever brings an app knows before the first 400 what will not work."""
+    _, limits = (ROOT / "README.md").read_text().split("## Limits")
+    fields = {*ChatBody.refused, *CompletionBody.refused}
+    assert {field for field in fields if f"`{field}`" not in limits} == set()
 
 
 def test_what_does_not_exist_is_noticed() -> None:

@@ -1,13 +1,14 @@
 """A JSON body becomes a pydantic model, or a 400 that names the field and says what to send.
 
 Owns decoding and the sentences. A field that is null counts as absent, save for a model's ``nullable`` ones; a field
-that no model names is ignored.
+that no model names has no effect, and is among the body's ``unknown``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -16,11 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import is_typeddict
 
+from serve_app.api.unknown import MAX_TOLD, UnknownField, unknown_fields
 from serve_app.errors import InvalidRequest
 
 INT64 = 2**63
 
 _LARGE_BYTES = 64 << 10
+_NULL = msgspec.Raw(b"null")
 _skim = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 Refused = Mapping[str, tuple[Any, ...]]
@@ -63,17 +66,34 @@ class JsonBody(BaseModel):
     ``refused``: fields of the outermost object that would change the answer, but have no effect here.
     ``bounded``: the most values, nested ones counted, in fields of it that a client could make very many of.
     ``nullable``: fields of it in which null says something; absent ones are not in ``model_fields_set``.
+    ``without_effect``: fields of it that are known, and change nothing wherever they are given.
     """
 
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     refused: ClassVar[Refused] = {}
     bounded: ClassVar[Mapping[str, int]] = {}
     nullable: ClassVar[frozenset[str]] = frozenset()
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    def unknown(self, inner: Iterable[str] = (), known: Iterable[str] = ()) -> tuple[UnknownField, ...]:
+        """Return the first ``MAX_TOLD`` of the given fields that nothing here reads.
+
+        ``inner``: paths of such fields inside others; ``known``: paths there are.
+        """
+        fields = type(self).model_fields
+        harmless = {*self.refused, *self.without_effect}
+        ignored = (name for name in self.model_extra or () if name not in harmless)
+        return unknown_fields(chain(ignored, inner), chain(fields, known))
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """Read a body. Raises InvalidRequest for anything but one valid JSON object with the fields it should have."""
+        return cls.checked(cls.read(raw))
+
+    @classmethod
+    def read(cls, raw: bytes) -> dict[str, Any]:
+        """Return the fields of a body that are not absent. Raises InvalidRequest for what is no object, or refused."""
         try:
             value = cls._decode(raw)
         except (ValueError, RecursionError) as error:  # also: invalid UTF-8, lone surrogates, numbers out of range
@@ -85,6 +105,11 @@ class JsonBody(BaseModel):
         for name, field in fields.items():
             if name in cls.refused and not any(field == harmless for harmless in cls.refused[name]):
                 raise refused(name)
+        return fields
+
+    @classmethod
+    def checked(cls, fields: dict[str, Any]) -> Self:
+        """Return the body that fields are. Raises InvalidRequest for fields that are not as they should be."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -102,8 +127,9 @@ class JsonBody(BaseModel):
         for name, most in cls.bounded.items():
             if name in fields and _count_values(bytes(fields[name])) > most:
                 raise InvalidRequest(f"{name} holds over {most} values; send fewer, in several requests.", param=name)
-        read = (name for name in fields if name in cls.model_fields or name in cls.refused)
-        return {name: msgspec.json.decode(fields[name]) for name in read}
+        found = {n: msgspec.json.decode(raw) for n, raw in fields.items() if n in cls.model_fields or n in cls.refused}
+        ignored = (n for n, raw in fields.items() if n not in found and n not in cls.without_effect and raw != _NULL)
+        return found | dict.fromkeys(islice(ignored, MAX_TOLD), 0)
 
 
 def _count_values(raw: bytes) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from serve_app.api.unknown import UnknownField
+
 Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet compared with a vocabulary)."""
 
@@ -17,7 +19,7 @@ class RequestFields:
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
     the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
-    ``prompt_ref`` names the registered prompt that goes before everything else.
+    ``prompt_ref`` names the registered prompt that goes before everything else. ``unknown``: fields without effect.
     """
 
     prompt_field: ClassVar[str]
@@ -40,6 +42,7 @@ class RequestFields:
     prompt_ref: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
+    unknown: tuple[UnknownField, ...] = ()
 
     @property
     def answering_model(self) -> str:

@@ -46,6 +46,9 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
     max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    strict: bool = Field(
+        False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
+    )
     allowed_hosts: list[str] | None = Field(
         None,
         description="names of this server, in lower case, whose web pages may post to it, beside addresses and "

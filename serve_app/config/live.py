@@ -31,6 +31,7 @@ LIVE = frozenset(
         "max_body_bytes",
         "default_max_tokens",
         "request_timeout_s",
+        "strict",
     }
 )
 """The names of settings that may change without a restart."""

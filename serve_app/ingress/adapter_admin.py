@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from serve_app.api.json_body import Flag, JsonBody, Must, Text128
+from serve_app.api.unknown import require_none
 from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.engine.lora.peft_files import describe_adapter
@@ -81,6 +82,7 @@ class AdapterAdmin:
         """
         self._require_allowed()
         wanted = LoadAdapterBody.parse(body)
+        require_none(wanted.unknown())  # a misspelt `tenants` would offer it to all
         name, path = wanted.lora_name, wanted.lora_path
         if name is None or path is None:
             raise InvalidRequest("Both 'lora_name' and 'lora_path' must be provided.")
@@ -100,7 +102,9 @@ class AdapterAdmin:
             try:
                 spec = await asyncio.to_thread(describe_adapter, name, where, root=self.config.lora_root)
             except AdapterError as error:
-                raise InvalidRequest(f"The adapter cannot be loaded: {error}.", param="lora_path") from error
+                inside = "" if self.config.lora_root is None else ", as lora_path starts in lora_root"
+                what = f"The adapter cannot be loaded from {str(where)[:MAX_PATH_CHARS]}{inside}: {error}."
+                raise InvalidRequest(what, param="lora_path") from error
             tenants = wanted.tenants
             if before is not None and "tenants" not in wanted.model_fields_set:
                 tenants = before.tenants
@@ -122,7 +126,9 @@ class AdapterAdmin:
     async def unload(self, body: bytes) -> str:
         """Unload ``lora_name``; requests that have begun finish with it. Raises InvalidRequest and NotFound."""
         self._require_allowed()
-        name = UnloadAdapterBody.parse(body).lora_name
+        wanted = UnloadAdapterBody.parse(body)
+        require_none(wanted.unknown())
+        name = wanted.lora_name
         if name is None:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
         async with self._one_at_a_time:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.request import GenerateRequest
+from serve_app.api.unknown import UnknownField, ignored_fields
 from serve_app.engine.protocol import SaveOutcome
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
@@ -91,7 +92,7 @@ class Completions:
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
             answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
             if not wanted.stream:
-                return await until_disconnect(request, _collect(answer))
+                return await until_disconnect(request, _collect(answer, wanted.unknown))
             try:
                 # Errors before the first token still have a status of their own.
                 first = await until_disconnect(request, anext(pieces))
@@ -101,7 +102,7 @@ class Completions:
         except BaseException:
             place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
             raise
-        headers = {**sse.HEADERS, **warning_headers(first.save)}
+        headers = {**sse.HEADERS, **warning_headers(first.save, wanted.unknown)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + timeout_s + LAST_EVENT_S
         return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
@@ -208,7 +209,7 @@ def _took_too_long(timeout_s: float) -> GenerationFailed:
     return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
 
-async def _collect(answer: _Answer) -> Response:
+async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response:
     texts = [""] * answer.choices
     reasons: list[FinishReason] = ["length"] * answer.choices
     async with aclosing(answer.pieces) as pieces:
@@ -219,13 +220,15 @@ async def _collect(answer: _Answer) -> Response:
                 reasons[piece.index] = piece.finish_reason
     choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
     body = answer.format.whole(answer.head, choices, answer.usage.total())
-    return json_response(body, headers=warning_headers(answer.usage.save))
+    return json_response(body, headers=warning_headers(answer.usage.save, unknown))
 
 
-def warning_headers(save: SaveOutcome | None) -> dict[str, str]:
-    """Return ``x-warmpath-warning`` where a save was asked for and could not be had; the answer itself is whole."""
+def warning_headers(save: SaveOutcome | None, unknown: Sequence[UnknownField]) -> dict[str, str]:
+    """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole."""
     reason = _SAVE_WARNINGS.get(save or "")
-    return {"x-warmpath-warning": f"save_system_prompt_kv_cache: {reason}"} if reason else {}
+    not_saved = f"save_system_prompt_kv_cache: {reason}" if reason else ""
+    warning = "; ".join(filter(None, (not_saved, ignored_fields(unknown))))
+    return {"x-warmpath-warning": warning} if warning else {}
 
 
 class _Usage:

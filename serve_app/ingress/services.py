@@ -25,6 +25,7 @@ from router.settings import RouterSettings
 from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.response import adapter_body, model_body
 from serve_app.api.request import GenerateRequest
+from serve_app.api.unknown import require_none
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
@@ -118,6 +119,8 @@ class Services:
             else:
                 wanted = await self.workers.run(tenant.name, len(body), parse, body)
             del body
+            if self.config.strict:
+                require_none(wanted.unknown)
             return await self.completions.respond(request, wanted, answer_format, tenant, arrival, arrived_s)
 
     async def body(self, request: Request) -> bytes:

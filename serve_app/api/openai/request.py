@@ -1,15 +1,15 @@
 """OpenAI's request bodies (chat completions, completions) -> ChatRequest, CompletionRequest.
 
 Owns which fields are read, OpenAI's defaults and bounds, and which fields are refused because ignoring them would
-give another answer than the client asked for. Fields that change nothing here are ignored.
+give another answer than the client asked for. Any other field has no effect, and is named as unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
@@ -97,6 +97,8 @@ class Message(TypedDict):
     """One message of a chat; only an assistant's may have no content."""
 
     # A TypedDict, because pydantic makes one in a seventh of a model's time, and a long chat has hundreds.
+    # Nor does it keep unknown fields, which would take a sixth of all parsing: `_ignored_in` sees them.
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic's own way, which mypy rejects
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
     content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
@@ -113,8 +115,20 @@ class StreamOptions(JsonBody):
     include_usage: Flag | None = Field(None, description="end with a chunk that holds usage and no choice")
 
 
+_MESSAGE_FIELDS = frozenset(Message.__annotations__)
+_PART_FIELDS = frozenset(_TEXT_PART["properties"])
+_INNER_FIELDS = (
+    *(f"stream_options.{name}" for name in StreamOptions.model_fields),
+    *(f"messages[].{name}" for name in _MESSAGE_FIELDS),
+    *(f"messages[].content[].{name}" for name in _PART_FIELDS),
+)
+
+
 class GenerationBody(JsonBody):
     """The fields that chat completions and completions share."""
+
+    # OpenAI's names for whom an answer is; they change none.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "metadata"})
 
     model: Annotated[
         str,
@@ -149,14 +163,20 @@ class GenerationBody(JsonBody):
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
 
-    def common(self) -> dict[str, Any]:
-        """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest."""
+    def common(self, ignored: Iterable[str] = ()) -> dict[str, Any]:
+        """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.
+
+        ``ignored``: paths of fields inside others that nothing reads.
+        """
         fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
         fields["top_k"] = max(0, self.top_k)
         fields["include_usage"] = options is not None and options.include_usage is True
+        inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
+        if inner or self.model_extra:
+            fields["unknown"] = self.unknown(inner, _INNER_FIELDS)
         return fields
 
 
@@ -189,19 +209,23 @@ class ChatBody(GenerationBody):
         {}, description="variables of the chat template, but no special tokens"
     )
 
-    def request(self) -> ChatRequest:
-        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+    def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together.
+
+        ``ignored``: paths of fields of messages that nothing reads.
+        """
         for name in ("messages", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
         newer = self.max_completion_tokens
+        in_parts: set[str] = set()
         return ChatRequest(
-            messages=tuple(_for_template(message, index) for index, message in enumerate(self.messages)),
+            messages=tuple(_for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
             max_tokens=self.max_tokens if newer is None else newer,
             apply_chat_template=self.apply_chat_template,
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
-            **self.common(),
+            **self.common([*ignored, *in_parts]),
         )
 
 
@@ -236,7 +260,8 @@ class CompletionBody(GenerationBody):
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Read the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
-    return ChatBody.parse(body).request()
+    fields = ChatBody.read(body)
+    return ChatBody.checked(fields).request(_ignored_in(fields["messages"]))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -244,11 +269,23 @@ def parse_completion(body: bytes) -> CompletionRequest:
     return CompletionBody.parse(body).request()
 
 
-def _for_template(message: Message, index: int) -> dict[str, Any]:
-    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through."""
+def _ignored_in(messages: list[dict[str, Any]]) -> set[str]:
+    """Return the paths of fields of messages that nothing reads; null and [] say nothing."""
+    if max(map(len, messages)) <= 2:
+        return set()
+    given = ((name, value) for message in messages if len(message) > 2 for name, value in message.items())
+    return {f"messages[].{name}" for name, value in given if name not in _MESSAGE_FIELDS and value not in (None, [])}
+
+
+def _for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
+    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through.
+
+    Adds the paths of fields of its parts that nothing reads to ``in_parts``.
+    """
     role, content = message["role"], message.get("content")
     if not isinstance(content, str):
-        content = "" if content is None and role == "assistant" else _joined(content, f"messages[{index}].content")
+        absent = content is None and role == "assistant"
+        content = "" if absent else _joined(content, f"messages[{index}].content", in_parts)
     shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if len(message) > 2 or "content" not in message:
         for name in ("tool_calls", "function_call", "audio"):
@@ -258,7 +295,7 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
     return shown
 
 
-def _joined(parts: list[Any] | None, path: str) -> str:
+def _joined(parts: list[Any] | None, path: str, ignored: set[str]) -> str:
     """Return the text of a message; text parts are joined as they are, with nothing between them."""
     if parts is None:
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
@@ -270,4 +307,7 @@ def _joined(parts: list[Any] | None, path: str) -> str:
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
         texts.append(part["text"])
+        if len(part) > 2:
+            unread = part.keys() - _PART_FIELDS
+            ignored.update(f"messages[].content[].{name}" for name in unread if part[name] not in (None, []))
     return "".join(texts)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 _BENCHMARK = """
 import time
 from benchmarks.common.server import instance
-settings = ("dtype=float32", "policy=round_robin", "served_model_name=second")
+settings = ("dtype=float32", "policy=round_robin", "served_model_name=second", "strict=true")
 with instance("--model", "demo", *(f"--set={setting}" for setting in settings)) as url:
     print(url, flush=True)
     time.sleep(3600)
@@ -41,7 +41,7 @@ class Second:
 
 @pytest.fixture(scope="package")
 def second() -> Iterator[Second]:
-    """Two replicas beside the other instance's, to which requests go in turn, whatever they hold."""
+    """Two strict replicas beside the other instance's, to which requests go in turn, whatever they hold."""
     benchmark = subprocess.Popen([sys.executable, "-c", _BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert benchmark.stdout is not None

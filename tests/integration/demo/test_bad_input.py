@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.integration.conftest import PATIENCE_S
+from tests.integration.demo.conftest import Second
 
 pytestmark = pytest.mark.integration
 
@@ -99,3 +100,27 @@ def test_good_requests_are_unharmed_by_bad_ones(url: str) -> None:
                 assert answer.json()["choices"][0]["message"]["content"] == alone
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_unknown_field_is_named_and_the_answer_is_there(url: str, stream: bool) -> None:
+    """A misspelt cache_salt would else be a shared cache that nobody notices."""
+    body = {**GOOD, "cache_slat": "x", "user": "ann", "stream": stream}
+    answer = httpx.post(url + CHAT, json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200
+    assert answer.headers["x-warmpath-warning"] == "unknown fields ignored: cache_slat (did you mean cache_salt?)"
+    assert "x-warmpath-warning" not in httpx.post(url + CHAT, json=GOOD, timeout=PATIENCE_S).headers
+
+
+def test_a_strict_instance_refuses_an_unknown_field(second: Second) -> None:
+    """In OpenAI's shape, before anything is computed; what is known passes."""
+    body = {**GOOD, "model": "second", "user": "ann"}
+    assert httpx.post(second.url + CHAT, json=body, timeout=PATIENCE_S).status_code == 200
+    answer = httpx.post(second.url + CHAT, json={**body, "cache_slat": "x"}, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "Unknown parameter: 'cache_slat'; did you mean 'cache_salt'?",
+        "type": "invalid_request_error",
+        "param": "cache_slat",
+        "code": "unknown_parameter",
+    }

@@ -157,7 +157,14 @@ def test_an_adapter_that_one_replica_cannot_serve_is_offered_nowhere(tmp_path: P
         ({"lora_name": 3, "lora_path": "a"}, "lora_name must be"),
         ({"lora_name": "demo", "lora_path": "a"}, "base model's name"),
         ({"lora_name": "a@1", "lora_path": "a"}, "no adapter name"),
-        ({"lora_name": "a", "lora_path": "/nowhere"}, "no adapter_model.safetensors"),
+        (
+            {"lora_name": "a", "lora_path": "/nowhere"},
+            "cannot be loaded from /nowhere: there is no adapter_model.safet",
+        ),
+        (
+            {"lora_name": "a", "lora_path": "x", "tenats": ["acme"]},
+            "Unknown parameter: 'tenats'; did you mean 'tenants'",
+        ),
         ({"lora_name": "a", "lora_path": "x\0y"}, "no path|no adapter_model"),
         ({"lora_name": "a", "lora_path": "x", "tenants": ["nobody"]}, "no tenant 'nobody'"),
         ({"lora_name": "a", "lora_path": "x", "tenants": []}, "at least one"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
+from serve_app.api.unknown import UnknownField
 from serve_app.errors import InvalidRequest
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
@@ -59,8 +60,8 @@ def test_max_completion_tokens_wins() -> None:
     assert chat(max_tokens=5, max_completion_tokens=9).max_tokens == 9
 
 
-def test_null_is_absent_and_unknown_fields_are_ignored() -> None:
-    """Clients send nulls for what they leave open, and fields of other servers."""
+def test_null_is_absent() -> None:
+    """Clients send nulls for what they leave open."""
     nulls = dict.fromkeys(
         ["n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "cache_salt",
          "tools", "logprobs", "response_format", "lora_name", "chat_template_kwargs", "user"]
@@ -68,7 +69,33 @@ def test_null_is_absent_and_unknown_fields_are_ignored() -> None:
     assert chat(**nulls) == chat()
     assert chat(stream=True, stream_options={"include_usage": None}) == chat(stream=True)
     assert chat(messages=[{"role": "user", "content": "Hi", "name": None, "tool_calls": None}]) == chat()
-    assert chat(user="u", metadata={"a": 1}, store=True, whatever=[1]) == chat()
+    assert chat(user="u", metadata={"a": 1}, safety_identifier="u", logit_bias={}, store=None) == chat()
+
+
+@pytest.mark.parametrize("pad", ["", " " * 70_000], ids=["small", "large"])
+def test_fields_without_effect_are_named_wherever_they_stand(pad: str) -> None:
+    """In the body, its stream options, messages and their parts; null and empty lists say nothing."""
+    part = {"type": "text", "text": "Hi" + pad, "cache_control": {}}
+    request = chat(
+        cache_slat="x",
+        tools=[],
+        whatever=[1],
+        nothing=None,
+        stream=True,
+        stream_options={"include_usag": True},
+        messages=[
+            {"role": "user", "content": [part], "contnt": 3},
+            {"role": "assistant", "content": "", "refusal": None, "annotations": []},
+        ],
+    )
+    assert request.unknown == (
+        UnknownField("cache_slat", "cache_salt"),
+        UnknownField("whatever"),
+        UnknownField("stream_options.include_usag", "stream_options.include_usage"),
+        UnknownField("messages[].contnt", "messages[].content"),
+        UnknownField("messages[].content[].cache_control"),
+    )
+    assert request.cache_salt is None
 
 
 def test_messages_keep_what_a_template_may_use() -> None:
