@@ -47,6 +47,10 @@ class RequestFailed(Exception):
         self.status = status
 
 
+class StreamCut(RequestFailed):
+    """A stream that began, and broke off or ended with an error."""
+
+
 def chat_body(model: str, max_tokens: int, user: str, system: str | None = None) -> dict[str, Any]:
     """Return a greedy chat request of one question, after a system prompt if there is one."""
     messages = [{"role": "system", "content": system}] if system is not None else []
@@ -63,6 +67,30 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
             yield line.decode().rstrip("\r")
     if rest:
         yield rest.decode()
+
+
+async def stream_events(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Send a streamed request as it is; yield its events.
+
+    Raises RequestFailed when it is refused, and StreamCut at an event of an error and at an end without ``[DONE]``.
+    """
+    async with client.stream("POST", url, json=body, headers=headers) as response:
+        if response.status_code != 200:
+            raise RequestFailed(response.status_code, (await response.aread()).decode())
+        done = False
+        async for line in _lines(response):
+            data = line[5:].strip() if line.startswith("data:") else ""
+            if data == "[DONE]":
+                done = True
+            elif data:
+                event: dict[str, Any] = json.loads(data)
+                if "error" in event:
+                    raise StreamCut(500, data)
+                yield event
+    if not done:
+        raise StreamCut(500, "the stream ended early")
 
 
 async def stream_chat(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
@@ -82,35 +110,20 @@ async def stream_answer(
     first_s: float | None = None
     parts: list[str] = []
     usage: dict[str, Any] = {}
-    done = False
     heard_s, gap_s, gap_at_s = 0.0, 0.0, 0.0
-    async with client.stream("POST", url, json=payload, headers=headers) as response:
-        if response.status_code != 200:
-            raise RequestFailed(response.status_code, (await response.aread()).decode())
-        async for line in _lines(response):
-            if not line.startswith("data:"):
-                continue
-            data = line[5:].strip()
-            if data == "[DONE]":
-                done = True
-                continue
-            event = json.loads(data)
-            now_s = time.perf_counter() - started_s
-            if heard_s and now_s - heard_s > gap_s:
-                gap_s, gap_at_s = now_s - heard_s, heard_s
-            heard_s = now_s
-            if "error" in event:
-                raise RequestFailed(500, line)
-            for choice in event.get("choices") or ():
-                content = choice["delta"].get("content") if "delta" in choice else choice.get("text")
-                # A first token that is half a character comes with no text: the end is then the first sign of it.
-                if first_s is None and (content or choice.get("finish_reason")):
-                    first_s = time.perf_counter()
-                if content:
-                    parts.append(content)
-            usage = event.get("usage") or usage
-    if not done:
-        raise RequestFailed(500, "the stream ended early")
+    async for event in stream_events(client, url, payload, headers):
+        now_s = time.perf_counter() - started_s
+        if heard_s and now_s - heard_s > gap_s:
+            gap_s, gap_at_s = now_s - heard_s, heard_s
+        heard_s = now_s
+        for choice in event.get("choices") or ():
+            content = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+            # A first token that is half a character comes with no text: the end is then the first sign of it.
+            if first_s is None and (content or choice.get("finish_reason")):
+                first_s = time.perf_counter()
+            if content:
+                parts.append(content)
+        usage = event.get("usage") or usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     ended_s = time.perf_counter()
     return Answer(

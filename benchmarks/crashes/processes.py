@@ -6,7 +6,6 @@ Knows an instance by its URL alone. At least one replica is left at any moment.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.common.client import RequestFailed, StreamCut, stream_events
 from benchmarks.crashes.questions import Question, Questions, Reply
 from benchmarks.crashes.tally import Broken, Tally
 
@@ -135,16 +135,18 @@ async def tried(client: httpx.AsyncClient, question: Question) -> Reply | Broken
 
 async def ask(client: httpx.AsyncClient, question: Question) -> Reply:
     """Ask over HTTP. Raises Broken, also for a stream that is not in order: each choice begins and ends once."""
+    body = dict(question.body)
     try:
-        async with client.stream("POST", question.path, json=dict(question.body)) as response:
-            if response.status_code != 200:
-                raise Broken("lost", f"{response.status_code} {(await response.aread())[:300]!r}")
-            if not question.body["stream"]:
-                return _whole(json.loads(await response.aread()))
-            events = [line[6:] async for line in response.aiter_lines() if line.startswith("data: ")]
-    except httpx.HTTPError as error:
+        if body["stream"]:
+            return _streamed(question, [event async for event in stream_events(client, question.path, body)])
+        response = await client.post(question.path, json=body)
+    except (httpx.HTTPError, StreamCut) as error:
         raise Broken("cut", repr(error)) from error
-    return _streamed(question, events)
+    except RequestFailed as error:
+        raise Broken("lost", str(error)) from error
+    if response.status_code != 200:
+        raise Broken("lost", f"{response.status_code} {response.text[:300]}")
+    return _whole(response.json())
 
 
 def _whole(body: dict[str, Any]) -> Reply:
@@ -154,14 +156,12 @@ def _whole(body: dict[str, Any]) -> Reply:
     return Reply(tuple(found), body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
 
 
-def _streamed(question: Question, events: Sequence[str]) -> Reply:
-    if not events or events[-1] != "[DONE]":
-        raise Broken("cut", f"no [DONE]: {events[-1:]}")
+def _streamed(question: Question, events: Sequence[dict[str, Any]]) -> Reply:
     texts = [""] * question.choices
     reasons = [""] * question.choices
     opened: set[int] = set()
     usage = {"prompt_tokens": 0, "completion_tokens": 0}
-    for event in map(json.loads, events[:-1]):
+    for event in events:
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             index = choice["index"]

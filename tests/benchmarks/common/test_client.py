@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.client import Answer, RequestFailed, stream_answer
+from benchmarks.common.client import Answer, StreamCut, stream_answer
 from benchmarks.common.open_loop import UNKNOWN, hit_rate
 
 TEXT = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}]
@@ -53,9 +53,12 @@ def test_usage_may_not_be_told() -> None:
     assert not answer.usage_told and answer.completion_tokens == 2
 
 
-def test_a_stream_that_breaks_off_has_failed() -> None:
-    with pytest.raises(RequestFailed, match="ended early"):
-        answer_of(*TEXT)
+@pytest.mark.parametrize(
+    ("end", "why"), [([], "ended early"), ([{"error": {"code": "replicas_lost"}}, "[DONE]"], "replicas_lost")]
+)
+def test_a_stream_that_breaks_off_has_failed(end: list[dict[str, Any] | str], why: str) -> None:
+    with pytest.raises(StreamCut, match=why):
+        answer_of(*TEXT, *end)
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
