@@ -7,7 +7,6 @@ altered (it ended with another text), or whole.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -16,6 +15,8 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import httpx
+
+from benchmarks.common.client import RequestFailed, stream_events
 
 Outcome = Literal["whole", "lost", "cut short", "altered"]
 PATIENCE_S = 300.0
@@ -38,8 +39,8 @@ class Seen:
         return self.token_times_s[0] - self.began_s
 
     def longest_gap_after(self, moment_s: float) -> float:
-        """The longest wait between two tokens that ended after a moment, from that moment at the earliest."""
-        times = self.token_times_s
+        """The longest wait for a token that ended after a moment, from that moment at the earliest."""
+        times = [self.began_s, *self.token_times_s]
         gaps = [now - max(before, moment_s) for before, now in pairwise(times) if now > moment_s]
         return max(gaps, default=0.0)
 
@@ -51,18 +52,19 @@ class Clients:
         self._url = f"{url}/v1/completions"
         self.expected: dict[tuple[str, int], Seen] = {}
 
-    async def undisturbed(self, bodies: Iterable[dict[str, Any]], salt: str = "undisturbed") -> None:
-        """Ask one after the other. Under a salt each answer is cold, and leaves the caches of the others cold.
+    async def undisturbed(
+        self, bodies: Sequence[dict[str, Any]], salt: str = "undisturbed", *, together: bool = False
+    ) -> None:
+        """Ask one after the other, for times of their own, or ``together``; remember the answers.
 
-        Raises RuntimeError when one fails.
+        Under a salt each answer is cold, and leaves the caches of the others cold. Raises RuntimeError when one fails.
         """
-        async with _connections() as client:
-            for body in bodies:
-                seen = Seen({**body, "cache_salt": salt} if salt else body)
-                await self._ask(client, seen)
+        asked = [{**body, "cache_salt": salt} if salt else body for body in bodies]
+        for group in [asked] if together else [[one] for one in asked]:
+            for seen in await self.at_once(group):
                 if seen.problem:
                     raise RuntimeError(f"an undisturbed request failed: {seen.problem}")
-                self.expected[_key(body)] = seen
+                self.expected[_key(seen.body)] = seen
 
     async def at_once(self, bodies: Iterable[dict[str, Any]]) -> list[Seen]:
         """Ask all at once; return what was seen."""
@@ -131,23 +133,13 @@ class Clients:
     async def _ask(self, client: httpx.AsyncClient, seen: Seen) -> None:
         seen.began_s = time.perf_counter()
         try:
-            async with client.stream("POST", self._url, json={**seen.body, "stream": True}) as response:
-                if response.status_code != 200:
-                    seen.problem = f"{response.status_code}: {(await response.aread()).decode()[:300]}"
-                    return
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        self._take(seen, json.loads(line[6:]))
-        except httpx.HTTPError as error:
+            async for event in stream_events(client, self._url, {**seen.body, "stream": True}):
+                for choice in event["choices"]:
+                    seen.token_times_s.append(time.perf_counter())
+                    seen.text += choice["text"]
+                    seen.finish_reason = choice["finish_reason"] or seen.finish_reason
+        except (httpx.HTTPError, RequestFailed) as error:
             seen.problem = f"{type(error).__name__}: {error}"
-
-    def _take(self, seen: Seen, event: dict[str, Any]) -> None:
-        if "error" in event:
-            seen.problem = str(event["error"])
-        for choice in event.get("choices") or ():
-            seen.token_times_s.append(time.perf_counter())
-            seen.text += choice["text"]
-            seen.finish_reason = choice["finish_reason"] or seen.finish_reason
 
 
 def _key(body: dict[str, Any]) -> tuple[str, int]:

@@ -54,11 +54,11 @@ class Runs:
 
     def controller(self) -> dict[str, Any]:
         """SIGKILL of Serve's controller under streams."""
-        before = self._names()
+        before = strikes.names(self._cluster)
         asked = strikes.bodies(REQUESTS, self._next(), 100, 150)
         found = self._disturbed(asked, strikes.streaming, strikes.kill_controller)
         strikes.wait_until_whole(self._cluster)
-        return {**found, "replicas_as_before": before == self._names()}
+        return {**found, "replicas_as_before": before == strikes.names(self._cluster)}
 
     def node(self) -> dict[str, Any]:
         """SIGKILL of a node with a replica under streams; a new node takes its place."""
@@ -119,9 +119,6 @@ class Runs:
     def _next(self) -> int:
         self._first += _PROMPTS_A_ROUND
         return self._first
-
-    def _names(self) -> set[str]:
-        return {one["name"] for kind in ("Replica", "Ingress") for one in self._cluster.processes(kind)}
 
 
 FAILURES: dict[str, Callable[[Runs], dict[str, Any]]] = {

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.prompts import text_of
+from benchmarks.common.server import answers
 from benchmarks.end_to_end.failures.clients import Clients, Seen
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -70,15 +71,12 @@ def spread_prefix(cluster: LocalCluster, body: dict[str, Any]) -> None:
         await clients.at_once([{**body, "seed": 1000 + number} for number in range(at_once)])
 
     asyncio.run(ask_all())
-    deadline_s = time.monotonic() + UP_TIMEOUT_S
-    while True:
+
+    def held_everywhere() -> bool:
         answer = httpx.post(f"{cluster.url}/v1/cache/explain", json=body, timeout=30).json()
-        held = [one["cached_tokens"] for one in answer["prompts"][0]["replicas"]]
-        if len(held) == REPLICAS and min(held) >= COLD_TOKENS // 2:
-            return
-        if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the prefix is not everywhere: {held}")
-        time.sleep(0.1)
+        return sum(one["cached_tokens"] >= COLD_TOKENS // 2 for one in answer["prompts"][0]["replicas"]) == REPLICAS
+
+    _until(cluster, held_everywhere, "the prefix is not everywhere")
 
 
 def busiest(cluster: LocalCluster) -> tuple[str, int]:
@@ -139,11 +137,15 @@ def computing(cluster: LocalCluster) -> Callable[[Sequence[Seen]], Awaitable[boo
 
 def wait_until_whole(cluster: LocalCluster) -> None:
     """Wait until as many replicas and ingresses run as were asked for, HTTP answers, and routers know all replicas."""
+    _until(cluster, lambda: _whole(cluster), "the cluster did not become whole again")
+
+
+def _until(cluster: LocalCluster, holds: Callable[[], bool], otherwise: str) -> None:
     deadline_s = time.monotonic() + UP_TIMEOUT_S
-    while not _whole(cluster):
+    while not holds():
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"the cluster did not become whole again: {cluster.status()}")
-        time.sleep(0.2)
+            raise RuntimeError(f"{otherwise}: {cluster.status()}")
+        time.sleep(0.1)
 
 
 def _whole(cluster: LocalCluster) -> bool:
@@ -165,24 +167,20 @@ def seconds_until_http_answers(cluster: LocalCluster) -> float:
     """Kill HAProxy with SIGKILL; return the seconds until a new connection is answered with 200 again."""
     cluster.kill("haproxy")
     began_s = time.perf_counter()
-    while time.perf_counter() - began_s < UP_TIMEOUT_S:
-        try:
-            if httpx.get(f"{cluster.url}/health", timeout=5).status_code == 200:
-                return time.perf_counter() - began_s
-        except httpx.HTTPError:
-            time.sleep(0.05)
-    raise RuntimeError("HTTP did not answer again")
+    _until(cluster, lambda: answers(f"{cluster.url}/health"), "HTTP did not answer again")
+    return time.perf_counter() - began_s
 
 
 def rolling_update(cluster: LocalCluster, round_number: int) -> None:
     """Deploy with one setting changed, which restarts every replica and ingress, and wait until all are new."""
-    before = {one["name"] for kind in ("Replica", "Ingress") for one in cluster.processes(kind)}
+    before = names(cluster)
     cluster.deploy(application({**SETTINGS, "save_ttl_s": 1000 + round_number}, OPTIONS))
-    deadline_s = time.monotonic() + UP_TIMEOUT_S
-    while before & {one["name"] for kind in ("Replica", "Ingress") for one in cluster.processes(kind)}:
-        if time.monotonic() > deadline_s:
-            raise RuntimeError("old replicas are still there")
-        time.sleep(0.2)
+    _until(cluster, lambda: not before & names(cluster), "old replicas are still there")
+
+
+def names(cluster: LocalCluster) -> set[str]:
+    """Return the ids of the replicas and ingresses that run."""
+    return {one["name"] for kind in ("Replica", "Ingress") for one in cluster.processes(kind)}
 
 
 async def interrupted_streams(

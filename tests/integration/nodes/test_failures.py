@@ -47,7 +47,7 @@ def disturbed(
 
     async def run() -> dict[str, int]:
         clients = Clients(cluster.url)
-        await clients.undisturbed(asked)
+        await clients.undisturbed(asked, together=True)
         seen, _ = await clients.disturbed(asked, ready, lambda: strike(cluster))
         return clients.outcomes(seen)
 
@@ -97,7 +97,7 @@ def test_rolling_update_under_load(cluster: LocalCluster) -> None:
 
     async def run() -> dict[str, int]:
         clients = Clients(cluster.url)
-        await clients.undisturbed(asked)
+        await clients.undisturbed(asked, together=True)
         seen = await clients.under_load(asked, REQUESTS, lambda: strikes.rolling_update(cluster, 1))
         return clients.outcomes(seen)
 

@@ -70,6 +70,8 @@ def test_the_wait_after_a_strike_begins_with_the_strike() -> None:
     assert seen.longest_gap_after(6.0) == pytest.approx(1.0)
     assert seen.longest_gap_after(4.0) == pytest.approx(1.9)
     assert seen.longest_gap_after(8.0) == 0.0
+    late = Seen(BODY, began_s=1.0, token_times_s=[9.0, 9.1])
+    assert late.longest_gap_after(6.0) == pytest.approx(3.0), "before its first token a client waits, too"
 
 
 def test_runs_are_added_up() -> None:
