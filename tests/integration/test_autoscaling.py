@@ -20,7 +20,7 @@ from tests.integration.conftest import PATIENCE_S, cache_state, eventually, repl
 
 pytestmark = pytest.mark.integration
 
-SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 2, downscale_delay_s: 20}"
+SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 2, downscale_delay_s: 10}"
 
 
 @pytest.fixture(scope="module")
