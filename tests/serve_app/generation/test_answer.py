@@ -14,7 +14,7 @@ from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import STARTED_AT_ONCE, Piece, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, Tokens
-from tests.serve_app.generation.test_dispatch import generation
+from tests.serve_app.generation.fake_replicas import generation
 
 PLACES = 10
 """Of the line; two tenants, so a share is half of them."""
