@@ -13,6 +13,9 @@ from typing import Any
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+MOST_TOKENS = 32
+"""Of a choice."""
+
 _WORDS = "harbour ledger clause storm copper winter anchor letter bridge market captain signal garden river".split()
 
 
@@ -44,34 +47,30 @@ class Question:
 class Questions:
     """Draws questions for one deployment. ``adapters`` and ``prompt_refs``: names that it serves.
 
-    ``needs_seed``: without a seed every answer is another one. ``most_tokens``: of a choice.
+    ``needs_seed``: without a seed every answer is another one.
     """
 
     def __init__(
         self,
         rng: random.Random,
         *,
-        model: str = "demo",
         adapters: Sequence[str] = (),
         prompt_refs: Sequence[str] = (),
         needs_seed: bool = True,
-        most_tokens: int = 32,
     ) -> None:
         self._random = rng
-        self._model = model
         self._adapters = adapters
         self._prompt_refs = prompt_refs
         self._needs_seed = needs_seed
-        self._most_tokens = most_tokens
 
     def draw(self) -> Question:
         """Return a question; its answer needs about as long as its ``max_tokens`` say."""
         rng = self._random
         path = rng.choice([CHAT, COMPLETIONS])
         body: dict[str, Any] = {
-            "model": self._model,
+            "model": "demo",
             "n": rng.choice([1, 1, 1, 2, 3]),
-            "max_tokens": rng.choice([1, 2, 8, 15, 16, 17, self._most_tokens, self._most_tokens]),
+            "max_tokens": rng.choice([1, 2, 8, 15, 16, 17, MOST_TOKENS, MOST_TOKENS]),
             "stream": rng.random() < 0.7,
         }
         options = ["chat" if path == CHAT else "completions", "streamed" if body["stream"] else "whole"]

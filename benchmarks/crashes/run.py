@@ -25,7 +25,7 @@ from benchmarks.common.server import instance
 from benchmarks.crashes.calls import MOST_BREAKS, CallCrashes
 from benchmarks.crashes.engines import ADAPTERS, PROMPT, call_crashes, instance_settings
 from benchmarks.crashes.processes import ProcessCrashes
-from benchmarks.crashes.questions import Questions
+from benchmarks.crashes.questions import MOST_TOKENS, Questions
 from benchmarks.crashes.tally import Broken, Tally
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -134,9 +134,9 @@ async def break_calls(
     }
 
 
-def break_points(rng: random.Random, choices: int, most_tokens: int = 32) -> list[list[int]]:
+def break_points(rng: random.Random, choices: int) -> list[list[int]]:
     """Return, for each choice, after how many tokens its calls break, one after the other."""
-    return [[rng.randrange(most_tokens // 2) for _ in range(rng.randrange(MOST_BREAKS + 1))] for _ in range(choices)]
+    return [[rng.randrange(MOST_TOKENS // 2) for _ in range(rng.randrange(MOST_BREAKS + 1))] for _ in range(choices)]
 
 
 def _wrong(results: dict[str, Any]) -> int:

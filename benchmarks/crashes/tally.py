@@ -32,11 +32,6 @@ class Tally:
         """How many were compared."""
         return self.outcomes.total()
 
-    @property
-    def wrong(self) -> int:
-        """How many were not the undisturbed one."""
-        return self.answers - self.outcomes["same"]
-
     def add(self, question: Question, expected: Reply, got: Reply | Broken) -> None:
         """Compare one answer."""
         outcome = got.kind if isinstance(got, Broken) else "same" if got == expected else "altered"

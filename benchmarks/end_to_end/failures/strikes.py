@@ -113,11 +113,11 @@ def kill_node(cluster: LocalCluster) -> float:
     return before_s
 
 
-def streaming(cluster: LocalCluster, tokens: int = 10) -> Callable[[Sequence[Seen]], Awaitable[bool]]:
-    """Say whether every stream has so many tokens, and a replica has told that it runs one."""
+def streaming(cluster: LocalCluster) -> Callable[[Sequence[Seen]], Awaitable[bool]]:
+    """Say whether every stream has ten tokens, and a replica has told that it runs one."""
 
     async def ready(all_seen: Sequence[Seen]) -> bool:
-        if not all(len(seen.token_times_s) >= tokens for seen in all_seen):
+        if not all(len(seen.token_times_s) >= 10 for seen in all_seen):
             return False
         return (await asyncio.to_thread(busiest, cluster))[1] > 0
 
