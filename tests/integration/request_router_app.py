@@ -1,6 +1,6 @@
 """The application behind test_request_router: an ingress and three replicas that publish their blocks.
 
-Prints one line of JSON about what it saw.
+It runs once in each of Serve's loop modes, beside each other. Prints one line of JSON about what each saw.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private import constants  # a module: its values are those of the process it is in
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
@@ -30,6 +31,8 @@ from serve_app.generation.dispatch import cancel_call
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
 BURSTS, LOOKS = 20, 300
+MODES = {"default": "0", "throughput_optimized": "1"}
+"""What RAY_SERVE_THROUGHPUT_OPTIMIZED is in the processes of an application."""
 
 
 def chain_of(family: int) -> bytes:
@@ -41,7 +44,6 @@ def chain_of(family: int) -> bytes:
     num_replicas=REPLICAS,
     max_ongoing_requests=400,
     health_check_period_s=0.5,
-    ray_actor_options={"num_cpus": 0},
     request_router_config=RequestRouterConfig(
         request_router_class="router.serve.request_router.CacheAwareRouter",
         request_router_kwargs={
@@ -100,7 +102,7 @@ class Holder:
         return self.endless
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0})
+@serve.deployment
 class Ingress:
     """Sends everything and checks where it went."""
 
@@ -123,6 +125,7 @@ class Ingress:
         results = await asyncio.gather(*(self.ask(core, f"r{i}", i % FAMILIES) for i in range(300)))
         nested = await asyncio.gather(*(self.ask(core, f"n{i}", i) for i in range(16)))
         return {
+            "router_in_separate_loop": constants.RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP,
             "sent": len(results),
             "right": sum(served == owner_of[i % FAMILIES] for i, (served, _) in enumerate(results)),
             "same_decision": sum(same for _, same in results),
@@ -197,23 +200,33 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def ask_once(handle: DeploymentHandle) -> Any:
-    """Call the ingress from a loop, which the throughput-optimized mode needs."""
-    return await asyncio.wait_for(handle.run.remote(), 400)
+def application(mode: str, folder: str) -> serve.RunTarget:
+    """One application whose processes are all in that mode."""
+    environment = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": MODES[mode]}
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": environment}}
+    gate = f"{folder}/{mode}"
+    holders = Holder.options(ray_actor_options=options).bind(gate)  # type: ignore[attr-defined]
+    ingress = Ingress.options(ray_actor_options=options).bind(holders, gate)  # type: ignore[attr-defined]
+    return serve.RunTarget(ingress, name=mode, route_prefix=None)
+
+
+async def ask(handles: list[DeploymentHandle]) -> dict[str, Any]:
+    """Call the ingresses from a loop, which the throughput-optimized mode needs."""
+    outcomes = await asyncio.gather(*(asyncio.wait_for(handle.run.remote(), 400) for handle in handles))
+    return dict(zip(MODES, outcomes, strict=True))
 
 
 def main() -> None:
-    """Run the application once."""
+    """Run an application in each mode."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     try:
         serve.start(http_options={"location": "NoServer"})  # handles only: no port to share with other clusters
         with tempfile.TemporaryDirectory() as folder:
-            gate = f"{folder}/gate"
-            handle = serve.run(Ingress.bind(Holder.bind(gate), gate), name="routing", route_prefix=None)
-            outcome = asyncio.run(ask_once(handle))
+            handles = serve.run_many([application(mode, folder) for mode in MODES])
+            outcomes = asyncio.run(ask(handles))
     finally:
         ray.shutdown()
-    print(json.dumps(outcome))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CacheAwareRouter in real Ray Serve, in both of its loop modes, each in a process of its own."""
+"""CacheAwareRouter in real Ray Serve, in both of its loop modes: an application in each, with processes of its own."""
 
 from __future__ import annotations
 
@@ -15,18 +15,25 @@ pytestmark = pytest.mark.integration
 PROGRAM = Path(__file__).with_name("request_router_app.py")
 
 
-@pytest.fixture(scope="module", params=["", "1"], ids=["default", "throughput_optimized"])
-def outcome(request: pytest.FixtureRequest) -> dict[str, object]:
-    """What one run of the little application saw."""
-    environment = {**os.environ, "RAY_SERVE_THROUGHPUT_OPTIMIZED": request.param or "0"}
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, dict[str, object]]:
+    """What the little applications saw, by mode."""
     root = PROGRAM.parents[2]
-    environment["PYTHONPATH"] = str(root)
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    parsed: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    parsed: dict[str, dict[str, object]] = json.loads(done.stdout.strip().splitlines()[-1])
     return parsed
+
+
+@pytest.fixture(params=["default", "throughput_optimized"])
+def outcome(request: pytest.FixtureRequest, outcomes: dict[str, dict[str, object]]) -> dict[str, object]:
+    """What the application of one mode saw."""
+    found = outcomes[request.param]
+    assert found["router_in_separate_loop"] is (request.param == "default")
+    return found
 
 
 def test_every_concurrent_request_reaches_the_predicted_replica(outcome: dict[str, object]) -> None:
