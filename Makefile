@@ -25,7 +25,7 @@ serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135
 	@$(BIN)/warmpath serve $(ARGS)
 
 test: $(STAMP)  ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)  ## ruff, mypy strict, import layering
 	$(BIN)/ruff check .

@@ -13,8 +13,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
-SHARED = "tests/integration/demo/"
-"""Its files share two instances."""
+SHARED = ("tests/integration/demo/", "tests/integration/faults/")
+"""The files of each share instances."""
 
 # No test measures time: on a busy machine an example may take long.
 hypothesis.settings.register_profile("warmpath", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -28,11 +28,12 @@ class _Workers(LoadFileScheduling):
     """A file goes to one worker whole, for its fixtures; the files of a folder that shares instances go together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return SHARED if nodeid.startswith(SHARED) else super()._split_scope(nodeid)
+        shared = next((folder for folder in SHARED if nodeid.startswith(folder)), None)
+        return shared or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Workers:
-    """Share the suite out among workers (`make test` has two)."""
+    """Share the suite out among workers (`make test` has three)."""
     return _Workers(config, log)
 
 

@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import random
-import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from benchmarks.common.server import instance
+from benchmarks.common.client import stream_events
 from benchmarks.crashes.processes import ProcessCrashes
 from benchmarks.crashes.questions import Questions
-from serve_app.checkpoints.demo_model import ensure_demo_model
 from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model in a directory of its own: while that is away, no replica can start."""
-    return shutil.copytree(ensure_demo_model("demo"), tmp_path_factory.mktemp("models") / "demo")
-
-
-@pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
-    """Two slow replicas (a cost model of 2,000 tokens/s), so that there is time to kill them in."""
-    with instance(
-        "--model",
-        str(model),
-        "--engine",
-        "simulated",
-        "--set",
-        "simulated_prefill_tokens_per_s=2000",
-        "--set",
-        "simulated_decode_step_s=0.02",
-        "--set",
-        "max_num_seqs=8",
-        "--set",
-        "max_waiting_requests=8",
-        "--set",
-        "max_queued_requests=8",
-        "--set",
-        "no_replica_wait_s=0.2",
-    ) as base:
-        yield base
 
 
 def body(content: str, **extra: object) -> dict[str, object]:
@@ -110,20 +76,15 @@ def test_killed_in_the_middle_of_a_stream(url: str) -> None:
         """Return the text, in how many chunks it came, and how many of them came after the kill, if there was one."""
         text, chunks, killed_at = "", 0, 0
         request = body("tell me", stream=True, max_tokens=100, cache_salt=salt)
-        async with client.stream("POST", CHAT, json=request) as response:
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                assert "error" not in event, event
-                text += event["choices"][0]["delta"].get("content") or ""
-                chunks += 1
-                if kill and chunks >= 10 and not killed_at:
-                    busy = await asyncio.to_thread(working, url)
-                    if busy:  # else the replica has not said yet that it runs something, or does no more
-                        victims.append(busy[0])
-                        kill_replica(url, busy[0])
-                        killed_at = chunks
+        async for event in stream_events(client, CHAT, request):
+            text += event["choices"][0]["delta"].get("content") or ""
+            chunks += 1
+            if kill and chunks >= 10 and not killed_at:
+                busy = await asyncio.to_thread(working, url)
+                if busy:  # else the replica has not said yet that it runs something, or does no more
+                    victims.append(busy[0])
+                    kill_replica(url, busy[0])
+                    killed_at = chunks
         return text, chunks, chunks - killed_at if killed_at else 0
 
     async def run() -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -28,26 +28,13 @@ CLIENTS, BURST = 400, 100
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-@pytest.fixture(scope="module", params=["1", "0"], ids=["throughput_optimized", "default"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Two replicas with little room, so that a storm finds running sequences, a waiting line, and refusals."""
-    with instance(
-        "--model",
-        "demo",
-        "--engine",
-        "simulated",
-        "--set",
-        "simulated_decode_step_s=0.02",
-        "--set",
-        "max_model_len=32768",
-        "--set",
-        "max_num_seqs=16",
-        "--set",
-        "max_waiting_requests=16",
-        "--set",
-        "max_queued_requests=32",
-        env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": request.param},
-    ) as base:
+@pytest.fixture(scope="module", params=["throughput_optimized", "default"])
+def url(request: pytest.FixtureRequest, url: str, flags: Sequence[str]) -> Iterator[str]:
+    """The folder's instance, which has the mode that `warmpath serve` sets, and one in the other mode."""
+    if request.param == "throughput_optimized":
+        yield url
+        return
+    with instance(*flags, env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}) as base:
         yield base
 
 
