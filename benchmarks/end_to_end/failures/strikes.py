@@ -74,7 +74,8 @@ def spread_prefix(cluster: LocalCluster, body: dict[str, Any]) -> None:
 
     def held_everywhere() -> bool:
         answer = httpx.post(f"{cluster.url}/v1/cache/explain", json=body, timeout=30).json()
-        return sum(one["cached_tokens"] >= COLD_TOKENS // 2 for one in answer["prompts"][0]["replicas"]) == REPLICAS
+        held = [int(one["cached_tokens"]) for one in answer["prompts"][0]["replicas"]]
+        return sum(tokens >= COLD_TOKENS // 2 for tokens in held) == REPLICAS
 
     _until(cluster, held_everywhere, "the prefix is not everywhere")
 
