@@ -47,8 +47,10 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
     """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
-    words = int(await stage.prefill_tokens_per_s() * LOAD * EVERY_S / len(POLITE) / TOKENS_A_WORD)
+    words = await _question_words(stage)
     await _all(stage, words, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
+    # At rest the rate is that of a warm-up, without decodes beside it: half of that is more than half of what they can.
+    words = await _question_words(stage)
     without = all_served(await _all(stage, words, minutes * 60 / 3, 10_000))
     beside: list[Seen] = []
     attacks: dict[str, Any] = {}
@@ -80,6 +82,11 @@ async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
         at_most(f"the nine: p99 TTFT <= {TTFT}x of without", slower, TTFT),
     ]
     return verdict(figures, bars)
+
+
+async def _question_words(stage: Stage) -> int:
+    """Return how long the nine's questions have to be, by the rates that the replicas measure just now."""
+    return int(await stage.prefill_tokens_per_s() * LOAD * EVERY_S / len(POLITE) / TOKENS_A_WORD)
 
 
 async def _all(stage: Stage, words: int, seconds: float, first: int) -> list[Seen]:

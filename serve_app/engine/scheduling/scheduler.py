@@ -8,7 +8,7 @@ is preempted (``running_set``). Mutates sequences and the prefix cache.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -194,7 +194,7 @@ class Scheduler:
             self._refresh_hint(sequence)
         for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
-        self._fair_queue.begin(lines)
+        self._fair_queue.begin(lines, Counter(item.sequence.request.tenant for item in chosen))
         self._stopped.clear()
         if self._claim not in candidates:
             self._claim = None

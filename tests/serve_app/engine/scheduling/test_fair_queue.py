@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
-from serve_app.engine.scheduling.fair_queue import QUANTUM_TOKENS, FairQueue
+from serve_app.engine.scheduling.fair_queue import DECODE_TOKENS, QUANTUM_TOKENS, FairQueue
 
 
-def serve(queue: FairQueue, work: dict[str, int], budget: int) -> list[tuple[str, int]]:
+def serve(
+    queue: FairQueue, work: dict[str, int], budget: int, decodes: Mapping[str, int] | None = None
+) -> list[tuple[str, int]]:
     """One step: spend ``budget`` on the tenants' remaining work; return who got what, in order."""
-    queue.begin(tenant for tenant, left in work.items() if left)
+    queue.begin((tenant for tenant, left in work.items() if left), decodes or {})
     served = []
     while budget and (turn := queue.head()):
         tenant, credit = turn
@@ -65,6 +68,21 @@ def test_who_has_no_work_saves_nothing_up() -> None:
 
 def test_a_lone_tenant_gets_the_whole_step() -> None:
     assert sum(tokens for _, tokens in serve(FairQueue(2048), {"a": 10**6}, 2048)) == 2048
+
+
+def test_decodes_shorten_a_tenants_turns_and_never_stop_it() -> None:
+    """The part of a step that a tenant's decodes take is not given to its prompts once more."""
+    for decodes, turn in ((0, 128), (5, 128 - 5 * DECODE_TOKENS), (14, 16), (4096, 16)):
+        queue = FairQueue(2048)
+        got: Counter[str] = Counter()
+        for _ in range(100):
+            for tenant, tokens in serve(queue, {"few": 10**6, "many": 10**6}, 512, {"many": decodes}):
+                got[tenant] += tokens
+        assert abs(got["many"] * queue.quantum_tokens - got["few"] * turn) <= queue.quantum_tokens**2
+
+
+def test_a_lone_tenants_decodes_cost_it_nothing() -> None:
+    assert sum(tokens for _, tokens in serve(FairQueue(2048), {"a": 10**6}, 2048, {"a": 64})) == 2048
 
 
 def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
