@@ -54,8 +54,10 @@ class ProcessCrashes:
             asking = [asyncio.create_task(self._keep_asking(client, known, ending)) for _ in range(self._clients)]
             try:
                 while len(self.killed) < kills and time.monotonic() < until_s:
-                    await self._kill_one(client)
-                    told(len(self.killed))
+                    if await self._kill_one(client):
+                        told(len(self.killed))
+                    else:
+                        await asyncio.sleep(0.05)
             finally:
                 ending.set()
                 await asyncio.gather(*asking)
@@ -100,20 +102,19 @@ class ProcessCrashes:
             question, expected = self._random.choice(known)
             self.disturbed.add(question, expected, await tried(client, question))
 
-    async def _kill_one(self, client: httpx.AsyncClient) -> None:
-        """Kill a replica that has streams under way, once at least one other is there."""
-        while True:
-            state = (await client.get("/v1/cache/state")).json()
-            alive = [r for r in state["replicas"] if "pid" in r and r["replica_id"] not in self.killed]
-            busy = [replica for replica in alive if replica["running_sequences"]]
-            if len(alive) > 1 and busy:
-                break
-            await asyncio.sleep(0.05)
+    async def _kill_one(self, client: httpx.AsyncClient) -> bool:
+        """Kill a replica that has streams under way, where at least one other is there; say whether that was so."""
+        state = (await client.get("/v1/cache/state")).json()
+        alive = [r for r in state["replicas"] if "pid" in r and r["replica_id"] not in self.killed]
+        busy = [replica for replica in alive if replica["running_sequences"]]
+        if len(alive) < 2 or not busy:
+            return False
         victim = self._random.choice(busy)
         await asyncio.sleep(self._random.random() * _LONGEST_PAUSE_S)
         os.kill(victim["pid"], signal.SIGKILL)
         self.killed.add(victim["replica_id"])
         self.streams_hit += victim["running_sequences"]
+        return True
 
     async def _sent_again(self, client: httpx.AsyncClient) -> Counter[str]:
         """Return how many generations were sent again so far, before and after their first token."""
