@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.common.client import stream_events
 from serve_app.cli.local_ray import held_port
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, eventually
@@ -54,12 +55,12 @@ def cluster() -> Iterator[dict[str, str]]:
                 "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
             }
         finally:
-            end(process, signal.SIGTERM, 30)
+            end(process, 30)
 
 
-def end(process: subprocess.Popen[bytes], number: signal.Signals, seconds: float) -> None:
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Ask a process to end, and end its group where it does not."""
-    process.send_signal(number)
+    process.terminate()  # not SIGINT: a shell has its background jobs ignore that
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -152,7 +153,7 @@ def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], tiny_model
         wait_for_replicas("http://127.0.0.1:8000", 1, cluster)
         assert answer("http://127.0.0.1:8000", tiny_model_path.name)
     finally:
-        end(process, signal.SIGINT, 60)
+        end(process, 60)  # the fixture shuts Serve down
 
 
 KEYS = {name: make_api_key() for name in ("acme", "zeta", "operator")}
@@ -195,17 +196,15 @@ class Instance:
         headers = {"Authorization": f"Bearer {KEYS[name][0]}"}
         return httpx.post(f"{self.url}/v1/chat/completions", json={**CHAT, **body}, headers=headers, timeout=PATIENCE_S)
 
-    def stream(self, begun: Event) -> str:
+    async def stream(self, begun: Event) -> str:
         """Return a streamed answer's text; ``begun`` is set with its first piece."""
-        headers = {"Authorization": f"Bearer {KEYS['acme'][0]}"}
-        body, text = {**CHAT, "stream": True}, ""
-        with httpx.stream(
-            "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S
-        ) as events:
-            for line in events.iter_lines():
-                if line.startswith("data: {"):
-                    text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
-                    begun.set()
+        headers, text = {"Authorization": f"Bearer {KEYS['acme'][0]}"}, ""
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+            async for event in stream_events(
+                client, f"{self.url}/v1/chat/completions", {**CHAT, "stream": True}, headers
+            ):
+                text += event["choices"][0]["delta"].get("content") or ""
+                begun.set()
         return text
 
     def processes(self) -> tuple[str, dict[str, int]]:
@@ -243,14 +242,14 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, s
     wait_for_replicas(instance.url, 2, cluster)
     assert instance.state()["policy"] == "sglang"
     assert instance.chat("zeta").status_code == 401
-    undisturbed = instance.stream(Event())
+    undisturbed = asyncio.run(instance.stream(Event()))
     eventually(lambda: instance.cached_tokens() >= 100)
     eventually(lambda: len(instance.processes()[1]) == 2)
     before, snapshots = instance.processes(), instance.count("warmpath_feed_snapshots_total")
 
     begun = Event()
     with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(instance.stream, begun)
+        stream = pool.submit(asyncio.run, instance.stream(begun))
         assert begun.wait(PATIENCE_S)
         good = {
             "tenants": [tenant("zeta"), {**tenant("acme"), "cache_share": 3.0}],
