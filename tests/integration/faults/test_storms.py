@@ -29,9 +29,15 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module", params=["throughput_optimized", "default"])
-def url(request: pytest.FixtureRequest, url: str, flags: Sequence[str]) -> Iterator[str]:
+def mode(request: pytest.FixtureRequest) -> str:
+    """A parameter of ``url`` itself would be the folder's fixture's too, and start that instance again."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def url(mode: str, url: str, flags: Sequence[str]) -> Iterator[str]:
     """The folder's instance, which has the mode that `warmpath serve` sets, and one in the other mode."""
-    if request.param == "throughput_optimized":
+    if mode == "throughput_optimized":
         yield url
         return
     with instance(*flags, env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}) as base:
