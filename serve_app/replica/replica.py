@@ -234,9 +234,10 @@ class Replica:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
 
     def _end_streams(self) -> None:
-        """Break off every stream, so that its ingress goes on with it elsewhere."""
+        """Break off every stream, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
         streams, self._streams = self._streams, {}
         for request_id, stream in streams.items():
+            self._engine.cancel(request_id)
             stream.push(EngineOutput(request_id, finish_reason="error", error=_STOPPING))
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
