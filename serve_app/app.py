@@ -49,7 +49,7 @@ def build_app(args: AppConfig) -> Application:
         **_ingress_scale(args),
         max_ongoing_requests=4096,
         ray_actor_options={"num_cpus": args.replica_num_cpus},
-        graceful_shutdown_timeout_s=20,
+        graceful_shutdown_timeout_s=args.shutdown_timeout_s,
         user_config={},
     ).bind(config, replica)
 

@@ -35,6 +35,7 @@ from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.http import error_headers, json_response, read_body
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.stopping import Stopping
 from serve_app.replica.engine_factory import make_engine
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
@@ -117,6 +118,7 @@ def application(config: AppConfig) -> FastAPI:
         IngressMetrics(),
         UsageTable(),
         front_door,
+        Stopping(),
         request_timeout_s=config.request_timeout_s,
     )
     model = model_body(config.model_name, int(time.time()), max_model_len(config, info))

@@ -125,12 +125,15 @@ def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:
     return entry.stamp, spec is None, spec.digest if spec else "", spec.path if spec else "", entry.tenants
 
 
-def configured_adapters(paths: Mapping[str, Path]) -> list[AdapterEntry]:
-    """Return the entries of the adapters in the settings. Raises AdapterError, which says for which one."""
+def configured_adapters(paths: Mapping[str, Path], max_rank: int | None = None) -> list[AdapterEntry]:
+    """Return the entries of the adapters in the settings. Raises AdapterError, which says for which one.
+
+    ``max_rank``: adapters of a higher rank are refused.
+    """
     entries = []
     for name, path in paths.items():
         try:
-            entries.append(AdapterEntry(name, describe_adapter(name, path)))
+            entries.append(AdapterEntry(name, describe_adapter(name, path, max_rank=max_rank)))
         except AdapterError as error:
             raise AdapterError(f"the adapter {name!r} of the settings: {error}") from error
     return entries

@@ -1,6 +1,7 @@
 """`warmpath check`: what is wrong with a Serve config file, a RayService or a settings file before it is deployed.
 
-Every mistake has its line, its place and a remedy. Nothing is started, and no cluster is asked.
+Every mistake has its line, its place and a remedy. Nothing is started, and no cluster is asked;
+checkpoints, adapters and secrets are looked into where they are on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from serve_app.cli.preflight import problems
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
@@ -160,7 +162,10 @@ def _user_config(document: _Document, config: AppConfig, place: Location, user_c
 
 def _settings(document: _Document, place: Location) -> Iterator[Mistake]:
     try:
-        app_config(document.at(place) or {})
+        config = app_config(document.at(place) or {})
     except BadSettings as error:
         for where, what in error.found:
             yield document.mistake((*place, *where), what)
+        return
+    for what in problems(config, elsewhere=True).sentences:
+        yield document.mistake(place, what)

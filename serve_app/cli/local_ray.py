@@ -69,21 +69,16 @@ def _bindable(port: int) -> bool:
         return True
 
 
-def port_in_use(host: str, port: int) -> bool:
-    """Say whether something already listens on ``host:port``."""
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex((host if host != "0.0.0.0" else "127.0.0.1", port)) == 0
-
-
 @contextmanager
-def local_environment(use_haproxy: bool = True, bounds: PortBounds | None = None) -> Iterator[Path]:
+def local_environment(
+    use_haproxy: bool = True, bounds: PortBounds | None = None, run_dir: Path | None = None
+) -> Iterator[Path]:
     """Set the environment of a local instance; yields its private run directory and removes it afterwards.
 
-    ``bounds``: what one client may hold of HAProxy's port.
+    ``bounds``: what one client may hold of HAProxy's port. ``run_dir``: the directory, where there is one.
     Must be entered before anything imports ``ray``: Serve reads its switches when it is imported.
     """
-    run_dir = Path(tempfile.mkdtemp(prefix="warmpath-"))
+    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="warmpath-"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
     # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
@@ -43,3 +44,11 @@ class CacheSection(BaseModel):
     save_ttl_s: float | None = Field(
         None, gt=0, description="seconds after its last use that a saved prompt stays; default: until a reset"
     )
+
+    @model_validator(mode="after")
+    def _budgets_fit(self) -> Self:
+        if self.disk_cache_bytes and self.disk_cache_dir is None:
+            raise ValueError("disk_cache_bytes needs disk_cache_dir")
+        if self.num_blocks is not None and self.pin_budget >= self.num_blocks:
+            raise ValueError(f"pin_budget={self.pin_budget:g} leaves nothing of {self.num_blocks} blocks to requests")
+        return self

@@ -49,6 +49,8 @@ class EngineSection(BaseModel):
     def _engine_fits(self) -> Self:
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
             raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
         return self
 
 

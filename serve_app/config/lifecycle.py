@@ -21,3 +21,9 @@ class LifecycleSection(BaseModel):
         description="seconds from the decision to stop a replica to its end, for its streams and its hand-over; "
         "streams that outlast it go on elsewhere",
     )
+    shutdown_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="seconds that answers under way have when `warmpath serve` is stopped; then they end with an error",
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -25,14 +24,12 @@ from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.ingress.http import TimedStream, json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
-
-LAST_EVENT_S = 2.0
-"""How long a client has to take the last event of a stream whose time is over."""
 
 _SAVE_WARNINGS = {
     "over_budget": "not saved, because the pin budget of the replica is full",
@@ -56,6 +53,7 @@ class Completions:
         metrics: IngressMetrics,
         traffic: UsageTable,
         front_door: FrontDoor,
+        stopping: Stopping,
         *,
         request_timeout_s: float,
     ) -> None:
@@ -65,6 +63,7 @@ class Completions:
         self._metrics = metrics
         self._traffic = traffic
         self._front_door = front_door
+        self._stopping = stopping
         self.request_timeout_s = request_timeout_s
 
     async def respond(
@@ -116,14 +115,14 @@ class Completions:
         arrived_s: float,
         timeout_s: float,
     ) -> list[Generation]:
-        """Wait for the request's turn, then make its generations. Raises GenerationFailed when that takes too long."""
+        """Wait for the request's turn, then make its generations. Raises a WarmpathError when there is no time left."""
         deadline_s = arrived_s + timeout_s
         try:
-            async with asyncio.timeout(deadline_s - time.perf_counter()):
+            async with self._stopping.limit(deadline_s - time.perf_counter()):
                 await arrival.turn(wanted.choices)
                 return await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
         except TimeoutError as error:
-            raise _took_too_long(timeout_s) from error
+            raise self._out_of_time(timeout_s) from error
 
     async def _timed(
         self,
@@ -134,7 +133,7 @@ class Completions:
         timeout_s: float,
         body_bytes: int,
     ) -> AsyncGenerator[Piece, None]:
-        """Pass pieces on, counting; raises GenerationFailed when they take longer than a request may."""
+        """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
         uncached_tokens = 0
         deadline_s = arrived_s + timeout_s
@@ -144,12 +143,12 @@ class Completions:
             async with aclosing(pieces):
                 while True:
                     try:
-                        async with asyncio.timeout(deadline_s - time.perf_counter()):
+                        async with self._stopping.limit(deadline_s - time.perf_counter()):
                             piece = await anext(pieces)
                     except StopAsyncIteration:
                         return
                     except TimeoutError as error:
-                        raise _took_too_long(timeout_s) from error
+                        raise self._out_of_time(timeout_s) from error
                     now_s = time.perf_counter()
                     if piece.cached_tokens is not None:
                         generation = generations[piece.index]
@@ -168,6 +167,11 @@ class Completions:
             metrics.in_flight.dec()
             if last_s:  # where nothing was answered, what it cost is not known, and it was not free
                 self._front_door.learn(name, body_bytes, uncached_tokens)
+
+    def _out_of_time(self, timeout_s: float) -> WarmpathError:
+        if self._stopping.over:
+            return self._stopping.broken_off()
+        return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
     async def _events(self, answer: _Answer, first: Piece) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; what is ready together for one piece leaves in one write."""
@@ -203,10 +207,6 @@ class Completions:
             raise
         else:
             yield stream.usage(usage.total())
-
-
-def _took_too_long(timeout_s: float) -> GenerationFailed:
-    return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
 
 async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response:

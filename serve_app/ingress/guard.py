@@ -15,6 +15,7 @@ from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded,
 from serve_app.ingress.browsers import refuse_foreign_page
 from serve_app.ingress.http import error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,14 @@ class RouteGuard:
         self,
         tenants: Tenants,
         metrics: IngressMetrics,
+        stopping: Stopping,
         *,
         allowed_hosts: Collection[str] | None = None,
     ) -> None:
         self.allowed_hosts = allowed_hosts
         self._tenants = tenants
         self._metrics = metrics
+        self._stopping = stopping
 
     def tenant(self, request: Request) -> Tenant:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
@@ -65,6 +68,8 @@ class RouteGuard:
         error: WarmpathError
         try:
             refuse_foreign_page(request, self.allowed_hosts)
+            if request.method == "POST":
+                self._stopping.refuse()
             response = await work()
             self._count(request, endpoint, response.status_code)
             return response

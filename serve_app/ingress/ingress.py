@@ -41,6 +41,10 @@ class Ingress:
         """Return what the autoscaling policy needs of this ingress; Serve asks every second where that is on."""
         return self._services.autoscaling_stats()
 
+    async def stop(self, timeout_s: float) -> int:
+        """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
+        return await self._services.stopping.run(timeout_s)
+
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Take in what another ingress knows of adapters."""
         self._services.adapters.merge(entries)

@@ -47,6 +47,7 @@ from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
+from serve_app.ingress.stopping import Stopping
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
@@ -90,6 +91,7 @@ class Services:
     explainer: Explainer
     completions: Completions
     health: Health
+    stopping: Stopping
 
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""
@@ -191,8 +193,8 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     workers = FairWorkers(shares)
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
-    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters))
-    metrics, traffic = IngressMetrics(), UsageTable()
+    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
+    metrics, traffic, stopping = IngressMetrics(), UsageTable(), Stopping()
     limits = _limits(config, max_model_len(config, info))
     preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
@@ -223,6 +225,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         guard=RouteGuard(
             tenants,
             metrics,
+            stopping,
             allowed_hosts=config.allowed_hosts,
         ),
         shares=shares,
@@ -232,9 +235,17 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
         explainer=Explainer(core, preparer, tenants),
         completions=Completions(
-            preparer, dispatcher, tokenizer, metrics, traffic, front_door, request_timeout_s=config.request_timeout_s
+            preparer,
+            dispatcher,
+            tokenizer,
+            metrics,
+            traffic,
+            front_door,
+            stopping,
+            request_timeout_s=config.request_timeout_s,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
+        stopping=stopping,
     )
     return services
 

@@ -45,9 +45,10 @@ class ReplicaAdapters:
 
     async def preload(self) -> None:
         """Load the adapters of the settings, as many as memory takes. Raises AdapterError for one that is unfit."""
-        entries = await asyncio.to_thread(configured_adapters, self._config.lora_adapters)
+        config = self._config
+        entries = await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank)
         self.registry.merge(entries)
-        for entry in entries[: self._config.max_cpu_loras]:
+        for entry in entries[: config.max_cpu_loras]:
             if entry.spec is not None:
                 try:
                     await self._load(entry.spec)

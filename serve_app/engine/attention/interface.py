@@ -12,32 +12,9 @@ import torch
 from transformers import AttentionInterface
 
 from serve_app.engine.attention.paging import PagedStep
+from serve_app.engine.attention.supported import UnsupportedModel
 
 IMPLEMENTATION = "paged_kv"
-
-
-class UnsupportedModel(Exception):
-    """The model needs attention that this engine does not compute."""
-
-
-def refuse_unsupported(config: Any, model: torch.nn.Module | None = None) -> None:
-    """Raise UnsupportedModel, with the reason, unless every layer is plain causal softmax attention."""
-    name = getattr(config, "model_type", "this model")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(kinds - {'full_attention'}))}")
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-        raise UnsupportedModel(f"{name}: sliding_window={config.sliding_window}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        # One scale for the whole packed row, taken from its longest sequence: neighbours would change each other.
-        raise UnsupportedModel(f"{name}: rope_type={rope['rope_type']}")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise UnsupportedModel(f"{name}: soft-capped attention logits")
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name}: not a decoder with plain keys and values")
-    if model is not None and any(part.endswith("sinks") for part, _ in model.named_parameters()):
-        raise UnsupportedModel(f"{name}: attention sinks")
 
 
 def paged_attention(

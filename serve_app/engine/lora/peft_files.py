@@ -77,12 +77,32 @@ def read_adapter(path: str | Path, *, root: Path | None = None) -> AdapterFile:
     return _parsed(*_read_files(Path(path), root))
 
 
-def describe_adapter(name: str, path: str | Path, *, root: Path | None = None) -> AdapterSpec:
-    """Return the spec of the adapter at ``path``. Raises AdapterError, also for a name that cannot be used."""
+def describe_adapter(
+    name: str, path: str | Path, *, root: Path | None = None, max_rank: int | None = None
+) -> AdapterSpec:
+    """Return the spec of the adapter at ``path``.
+
+    Raises AdapterError, also for a name that cannot be used, and for a tensor of more than ``max_rank`` ranks.
+    """
     if not NAME.fullmatch(name):
         raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
     where = Path(path).expanduser().resolve()
-    return AdapterSpec(name, read_adapter(where, root=root).digest, str(where))
+    file = read_adapter(where, root=root)
+    if max_rank is not None:
+        _check_ranks(file.weights, max_rank)
+    return AdapterSpec(name, file.digest, str(where))
+
+
+def _check_ranks(weights: bytes, max_rank: int) -> None:
+    try:
+        header = msgspec.json.decode(weights[8 : 8 + int.from_bytes(weights[:8], "little")], type=dict[str, Any])
+        ranks = {name: entry["shape"][0] for name, entry in header.items() if ".lora_A." in name}
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+    for name, rank in ranks.items():
+        if rank > max_rank:
+            module = name.partition(".lora_A.")[0].removeprefix("base_model.model.")
+            raise AdapterError(f"{module} has rank {rank}, over max_lora_rank {max_rank}")
 
 
 def read_described(spec: AdapterSpec) -> AdapterFile:

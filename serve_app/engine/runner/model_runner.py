@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
-from serve_app.engine.attention.interface import IMPLEMENTATION, refuse_unsupported
+from serve_app.engine.attention.interface import IMPLEMENTATION
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
+from serve_app.engine.attention.supported import refuse_unsupported, served_config
 from serve_app.engine.cpu.packed_linears import pack_linears
 from serve_app.engine.cpu.packed_products import amx_packing
 from serve_app.engine.lora.layers import LoraLayers
@@ -78,8 +79,7 @@ class ModelRunner:
             torch.set_num_threads(settings.num_threads)
         self.device = choose_device(settings.device)
         self.dtype = choose_dtype(settings.dtype, self.device)
-        self.config: Any = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
-        refuse_unsupported(self.config)
+        self.config: Any = served_config(Path(model_path))
         model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
         refuse_unsupported(self.config, model)
         self.model = model.eval()

@@ -19,6 +19,7 @@ from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.routes import adapters, models, openai, operations
 from serve_app.ingress.services import Services
+from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
 BODIES = (ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
@@ -34,6 +35,7 @@ def make_application(services: Services) -> FastAPI:
         redirect_slashes=False,  # Starlette would redirect to whatever host the client names
         exception_handlers={HTTPException: _no_such_route},
     )
+    application.add_middleware(CountAnswers, stopping=services.stopping)
     application.state.services = services
     for routes in (openai, models, adapters, operations):
         application.include_router(routes.router)

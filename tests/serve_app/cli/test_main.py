@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli import main
 from serve_app.cli.main import app, load_settings
+from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
 
 
@@ -48,9 +48,10 @@ def test_settings_survive_json() -> None:
 def test_serve_refuses_what_it_cannot_start() -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
     runner = CliRunner()
-    for arguments in (["--model", "/no/such/model"], ["--set", "nonsense"], ["--config", "no-such-file.yaml"]):
-        result = runner.invoke(app, ["serve", "--port", "1", *arguments])
+    for arguments in (["--port", "99999"], ["--set", "nonsense"], ["--config", "no-such-file.yaml"]):
+        result = runner.invoke(app, ["serve", *arguments])
         assert result.exit_code == 2, result.output
+        assert result.output.startswith("error: "), result.output
 
 
 def test_keys_prints_a_pair_that_fits() -> None:
@@ -75,9 +76,9 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], allowed: list[str] | None
 ) -> None:
     """On loopback without tenants no name leads here but by DNS rebinding, unless it is configured."""
-    served: list[AppConfig] = []
-    monkeypatch.setattr(main, "local_environment", lambda **_: nullcontext())
-    monkeypatch.setattr(main, "_serve", lambda settings, *_: served.append(settings))
-    result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", "1", *arguments])
+    launched: list[Launch] = []
+    monkeypatch.setattr(main, "check_address", lambda *_: None)
+    monkeypatch.setattr(Supervisor, "run", lambda _, launch: launched.append(launch) or 0)
+    result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
-    assert served[0].allowed_hosts == allowed
+    assert launched[0].settings.get("allowed_hosts") == allowed

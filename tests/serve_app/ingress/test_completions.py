@@ -22,6 +22,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 
@@ -55,7 +56,9 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
     preparer.prepare.return_value = [GENERATION]
     tokenizer.decoder().push.return_value = "x"
     tokenizer.decoder().flush.return_value = ""
-    completions = Completions(preparer, source, tokenizer, IngressMetrics(), UsageTable(), door, request_timeout_s=60)
+    completions = Completions(
+        preparer, source, tokenizer, IngressMetrics(), UsageTable(), door, Stopping(), request_timeout_s=60
+    )
     wanted = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
 
     async def stays() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from serve_app.api.openai.response import openai_error
 from serve_app.config.tenants import TenantConfig
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
 
 KEY, DIGEST = make_api_key()
@@ -42,7 +43,7 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
     configs = [TenantConfig(name="acme", key_sha256=[DIGEST])] if has_tenants else []
     tenants = CountingTenants(configs, b"s" * 32)
     metrics = IngressMetrics()
-    guard = RouteGuard(tenants, metrics)
+    guard = RouteGuard(tenants, metrics, Stopping())
     headers = [(b"authorization", header.encode())] if header else []
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
 

@@ -10,9 +10,10 @@ import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from serve_app.engine.attention import partial_attention, runs_backend, runs_decode, runs_plan
-from serve_app.engine.attention.interface import UnsupportedModel, paged_attention, refuse_unsupported
+from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.attention.runs_backend import RUNS
+from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported
 from serve_app.engine.step import Segment, block_runs
 
 KV_HEADS, GROUP, DIM, SIZE = 2, 3, 8, 4

@@ -17,6 +17,7 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import BODIES, make_application
 from serve_app.ingress.services import Services
+from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenants, make_api_key
 
 ACME = TenantConfig(name="acme", key_sha256=["a" * 64])
@@ -27,9 +28,10 @@ def get(
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
-    guard = RouteGuard(tenants, IngressMetrics(), allowed_hosts=config.allowed_hosts)
+    guard = RouteGuard(tenants, IngressMetrics(), Stopping(), allowed_hosts=config.allowed_hosts)
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
+    parts["stopping"] = Stopping()
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
 
     async def ask() -> httpx.Response:
@@ -158,7 +160,8 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
 
 def test_docs_go_when_tenants_come() -> None:
     """The application is made once; what is published follows the settings."""
-    services = Services(**dict.fromkeys(field.name for field in fields(Services)) | {"config": AppConfig()})
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
+    services = Services(**parts | {"config": AppConfig(), "stopping": Stopping()})
     application = make_application(services)
 
     async def statuses() -> list[int]:

@@ -1,0 +1,43 @@
+"""What a newcomer reads when an instance is ready: how to call it, and what it is not."""
+
+from __future__ import annotations
+
+import json
+
+from serve_app.checkpoints.demo_model import RECIPES
+from serve_app.checkpoints.sources.smollm2 import SMOLLM2
+from serve_app.config.app import AppConfig
+
+
+def greeting(settings: AppConfig, host: str, port: int) -> str:
+    """Return the lines, with commands to paste."""
+    url, model_name = f"http://{host}:{port}", settings.model_name
+    key = "YOUR_KEY" if settings.tenants else "none"
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
+    body = json.dumps(
+        {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+    )
+    lines = [
+        f"warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})"
+    ]
+    if settings.model in RECIPES:
+        lines.append("This model has random weights: it answers nonsense. Bring another with --model.")
+    if settings.model == SMOLLM2:
+        lines.append("SmolLM2-135M-Instruct writes full English sentences, which are not always true.")
+    if settings.engine == "simulated":
+        lines.append("simulated: no model runs; tokens are made up and times come from a cost model.")
+    if not settings.tenants:
+        lines.append("No API keys are configured: everyone who can reach this port is the tenant `default`.")
+    lines += [
+        "",
+        f"curl -N {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'",
+        "",
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{url}/v1", api_key="{key}")',
+        f'stream = client.chat.completions.create(model="{model_name}", stream=True, max_tokens=32,',
+        '                                        messages=[{"role": "user", "content": "Hello"}])',
+        'for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)',
+        "",
+        f"What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics   Stop: Ctrl-C",
+    ]
+    return "\n".join(lines)

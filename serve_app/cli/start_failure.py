@@ -1,0 +1,58 @@
+"""Why an application does not start: the innermost sentence of what Serve tells, and where its logs are."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_EXCEPTION = re.compile(r"^(?P<kind>(?:\w+\.)*[A-Z]\w*): (?P<text>.+)$")
+_OURS = ("serve_app.", "router.")
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+class StartFailed(Exception):
+    """The instance cannot start; the message says why."""
+
+
+def innermost(message: str) -> str:
+    """Return the sentence of the exception at the end of a traceback's text; the text itself where there is none.
+
+    The kind of exception is left out where the sentence is one of warmpath's own.
+    """
+    for line in reversed(message.strip().splitlines()):
+        found = _EXCEPTION.match(line)
+        if found is not None:
+            known = found["kind"] == "ValueError" or found["kind"].startswith(_OURS)
+            return found["text"] if known else line
+    return message.strip()
+
+
+def wait_until_running(app_name: str, logs: Path) -> None:
+    """Return when an application runs. Raises StartFailed as soon as a constructor has failed.
+
+    Serve would try again, up to twenty times; on one machine the same settings fail the same way.
+    """
+    from ray import serve
+
+    while True:
+        status = serve.status().applications[app_name]
+        if status.status == "RUNNING":
+            return
+        why = failure(status.status, {name: one.message for name, one in status.deployments.items()}, status.message)
+        if why is not None:
+            raise StartFailed(f"{why}\nlogs of Serve: {logs}")
+        time.sleep(0.2)
+
+
+def failure(status: str, deployments: Mapping[str, Any], message: str) -> str | None:
+    """Return why a start has failed, or is about to; None while it may succeed."""
+    for name, said in deployments.items():
+        if _TRACEBACK in said:
+            return f"{name} does not start: {innermost(said)}"
+    if status == "DEPLOY_FAILED":
+        said = next((said for said in deployments.values() if said), message)
+        return innermost(said)
+    return None

@@ -1,0 +1,77 @@
+"""Processes of an instance are found by descent, ended whole, and named where they hold a port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from serve_app.cli import processes
+from serve_app.cli.processes import OWNER, descendants, end_descendants, port_holder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+
+_FAMILY = """
+import os, subprocess, sys, time
+from serve_app.cli.processes import adopt_orphans, descendants, end_descendants
+adopt_orphans()
+# A child, its child in a session of its own, and one whose parent is gone.
+subprocess.Popen(["sh", "-c", "setsid sleep 600 & sleep 600"])
+subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
+while len(descendants(os.getpid())) < 4:
+    time.sleep(0.01)
+end_descendants(os.getpid())
+print(len(descendants(os.getpid())))
+"""
+
+
+def test_everything_that_descends_ends() -> None:
+    """Also what has a session of its own, and what its parent left behind."""
+    done = subprocess.run([sys.executable, "-c", _FAMILY], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_a_stranger_is_no_descendant() -> None:
+    """The parent of this process is none, nor is this process itself."""
+    assert not {os.getpid(), os.getppid()} & descendants(os.getpid())
+
+
+def test_who_holds_a_port_is_named() -> None:
+    """Ours where an instance's mark is in its environment or a parent's; a free port has no holder."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        holder = port_holder(port)
+        assert holder is not None
+        assert (holder.pid, holder.ours, holder.supervisor) == (os.getpid(), False, None)
+    assert port_holder(port) is None
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
+    """A process that an instance left behind has its mark, and no supervisor above it."""
+    listening = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
+    supervisor = os.getpid() if alive else 2**22 + 1
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{listening}; time.sleep(600)"],
+        env={**os.environ, OWNER: str(supervisor)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        holder = port_holder(int(child.stdout.readline()))
+        assert holder is not None
+        assert (holder.pid, holder.ours) == (child.pid, True)
+        assert holder.supervisor == (os.getpid() if alive else None)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be killed is not waited for without end."""
+    monkeypatch.setattr(processes, "descendants", lambda _: {2**22 + 1})
+    end_descendants(os.getpid(), within_s=0.1)

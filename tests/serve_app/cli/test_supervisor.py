@@ -1,0 +1,179 @@
+"""Signals end a start at once and a service in order, whatever the instance does; nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_SUPERVISOR = """
+import sys
+from rich.console import Console
+from serve_app.cli.supervisor import Launch, Supervisor
+launch = Launch({}, "127.0.0.1", 1, False, 1, False)
+command = [sys.executable, "-c", sys.argv[1]]
+sys.exit(Supervisor(Console(stderr=True, highlight=False), float(sys.argv[2]), float(sys.argv[3])).run(launch, command))
+"""
+
+_INSTANCE = """
+import json, os, signal, subprocess, sys, time
+launch = json.loads(sys.stdin.readline())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+log = os.open(launch["log"], os.O_WRONLY)
+os.dup2(log, 2)
+print("noise of a library", file=sys.stderr)
+def say(kind, text):
+    print(json.dumps([kind, text]), flush=True)
+def detached():
+    subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
+open(launch["run_dir"] + "/file", "w").close()
+"""
+
+
+class Started:
+    """A supervisor with an instance that is a few lines of Python, and its output."""
+
+    def __init__(self, instance: str, tmp_path: Path, shutdown_timeout_s: float = 600, margin_s: float = 600) -> None:
+        self.tmp_path = tmp_path
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _SUPERVISOR, _INSTANCE + instance, str(shutdown_timeout_s), str(margin_s)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+
+    def wait_for(self, word: str) -> None:
+        """Read lines until one has a word in it."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if word in line:
+                return
+        raise AssertionError(f"it never said {word!r}")
+
+    def rest(self) -> str:
+        """Return what it says until it ends."""
+        output, _ = self.process.communicate(timeout=60)
+        return output
+
+    @property
+    def left_over(self) -> list[str]:
+        """Files in its temporary directory."""
+        return [path.name for path in self.tmp_path.iterdir()]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[..., Started]:
+    return lambda instance, *args: Started(instance, tmp_path, *args)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: signal.Signals) -> None:
+    """Also by an instance that heeds nothing, with all that it started."""
+    made = started('detached(); say("done", "[1/4] model"); time.sleep(600)')
+    made.wait_for("[1/4]")
+    made.process.send_signal(number)
+    output = made.rest()
+    assert "stopping: the start is given up" in output
+    assert output.endswith("stopped\n")
+    assert made.process.returncode == 128 + number
+    assert made.left_over == []
+
+
+def test_an_instance_that_serves_is_told_to_stop(started: Callable[..., Started]) -> None:
+    """And has its time; its own noise is not shown."""
+    made = started('say("serving", "hello"); print(sys.stdin.readline(), file=sys.stderr); say("done", "drained")')
+    made.wait_for("hello")
+    made.process.send_signal(signal.SIGINT)
+    output = made.rest()
+    assert "answers under way have 600 s" in output
+    assert output.endswith("drained\nstopped\n")
+    assert "noise" not in output
+    assert made.process.returncode == 0
+    assert made.left_over == []
+
+
+def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
+    """Whatever the instance still does."""
+    made = started('say("serving", "hello"); sys.stdin.readline(); say("done", "told"); time.sleep(600)')
+    made.wait_for("hello")
+    made.process.send_signal(signal.SIGTERM)
+    made.wait_for("told")
+    made.process.send_signal(signal.SIGINT)
+    assert made.rest().endswith("stopping at once\nstopped\n")
+    assert made.process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("instance", "status", "sentence"),
+    [
+        (
+            'say("refused", "no [such] thing"); say("refused", "and more")',
+            2,
+            "error: no [such] thing\nerror: and more\n",
+        ),
+        ('say("failed", "it broke")', 1, "error: it broke\n"),
+        ("sys.exit(3)", 1, "error: the instance ended without a word\n"),
+        ('say("serving", "hello"); os.kill(os.getpid(), 9)', 1, "error: the instance ended without a word\n"),
+    ],
+    ids=["refused", "failed", "silent", "killed"],
+)
+def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str, status: int, sentence: str) -> None:
+    """Of a mistake in the settings nothing is left; of everything else a log, which has the noise."""
+    made = started(instance)
+    output = made.rest()
+    assert sentence in output
+    assert made.process.returncode == status
+    if status == 2:
+        assert made.left_over == []
+    else:
+        (name,) = made.left_over
+        assert f"{made.tmp_path / name} (--verbose shows it here)" in output
+        assert "noise" in (made.tmp_path / name).read_text()
+
+
+def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> None:
+    """After the answers' time and a margin."""
+    made = started('say("serving", "hello"); sys.stdin.readline(); time.sleep(600)', 0, 0.5)
+    made.wait_for("hello")
+    made.process.send_signal(signal.SIGINT)
+    assert "it does not stop in time" in made.rest()
+    assert made.process.returncode == 1
+
+
+_LOYAL = """
+import io, threading
+from serve_app.cli.instance import _take_orders
+child = subprocess.Popen(["sleep", "600"])
+orders = io.FileIO(0, closefd=False), launch["run_dir"], threading.Event()
+threading.Thread(target=_take_orders, args=orders, daemon=True).start()
+say("serving", f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def test_an_instance_ends_with_its_supervisor(started: Callable[..., Started]) -> None:
+    """However that dies: its own process sees the end of its orders, and takes everything with it."""
+    made = started(_LOYAL)
+    assert made.process.stdout is not None
+    pids = [int(pid) for pid in made.process.stdout.readline().split()]
+    made.process.kill()
+    made.process.wait()
+    deadline_s = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "it did not end"
+        time.sleep(0.05)
+    assert not [name for name in made.left_over if not name.endswith(".log")]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
