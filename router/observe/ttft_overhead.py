@@ -30,5 +30,6 @@ class TtftOverhead:
         """Learn from one first token. ``work_s``: what was estimated of it without this overhead."""
         self._latest.append((work_s, ttft_s - work_s))
         if len(self._latest) >= LEAST:
-            least = sorted(self._latest)[: len(self._latest) // 4]
-            self.seconds = max(0.0, median(beyond_s for _, beyond_s in least))
+            least_s = sorted(work_s for work_s, _ in self._latest)[len(self._latest) // 4 - 1]
+            # All with as little work, not the quickest of them.
+            self.seconds = max(0.0, median(beyond_s for work_s, beyond_s in self._latest if work_s <= least_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ seconds = st.floats(0.0, 10.0)
 def test_it_is_found_beside_long_work_of_a_wrong_rate_and_a_few_slow_requests(
     overhead_s: float, error: float, long: list[float], slow: int, rng: Random
 ) -> None:
-    """16 of up to 64 have little work: less than half of them may come late, and the rate may be wrong by twice."""
+    """24 of up to 64 have little work: less than half of them may come late, and the rate may be wrong by twice."""
     seen = [(work_s, error * work_s + overhead_s) for work_s in long]
     seen += [(0.0, overhead_s)] * (24 - slow) + [(0.0, overhead_s + 100.0)] * slow
     rng.shuffle(seen)
@@ -37,6 +38,15 @@ def test_it_is_found_beside_long_work_of_a_wrong_rate_and_a_few_slow_requests(
     for work_s, ttft_s in seen:
         learned.add(work_s, ttft_s)
     assert learned.seconds == pytest.approx(overhead_s)
+
+
+@given(st.lists(seconds, min_size=LEAST, max_size=WINDOW))
+def test_of_requests_with_equal_work_it_is_the_median(beyond_s: list[float]) -> None:
+    """Not that of the quickest of them."""
+    learned = TtftOverhead()
+    for seen_s in beyond_s:
+        learned.add(1.0, 1.0 + seen_s)
+    assert learned.seconds == pytest.approx(median(beyond_s))
 
 
 @given(st.lists(st.tuples(seconds, seconds), max_size=3 * WINDOW))

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from router.protocol.samples import Sample
 from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
@@ -172,3 +173,29 @@ def test_docs_go_when_tenants_come() -> None:
     assert asyncio.run(statuses()) == [200, 200]
     services.config = AppConfig(tenants=[ACME])
     assert asyncio.run(statuses()) == [404, 404]
+
+
+def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all."""
+    (operator, operator_hash), (key, key_hash) = make_api_key(), make_api_key()
+    acme = TenantConfig(name="acme", key_sha256=[key_hash])
+    closed = AppConfig(tenants=[acme], operator_key_sha256=[operator_hash])
+    public = closed.model_copy(update={"metrics_public": True})
+
+    async def all_samples(services: Services) -> list[Sample]:
+        return [("warmpath_tenant_prompt_tokens_total", (("ingress", "i"), ("tenant", "acme")), 3.0)]
+
+    monkeypatch.setattr(Services, "all_samples", all_samples)
+    summed, named = b'total{ingress="i"} 3.0\n', b'total{ingress="i",tenant="acme"} 3.0\n'
+    for config, headers, status, shown in (
+        (public, {}, 200, summed),
+        (public, {"authorization": f"Bearer {key}"}, 200, summed),
+        (public, {"authorization": f"Bearer {operator}"}, 200, named),
+        (closed, {"authorization": f"Bearer {operator}"}, 200, named),
+        (closed, {"authorization": f"Bearer {key}"}, 403, b"operator key"),
+        (closed, {}, 401, b""),
+    ):
+        answer = get("/metrics", config, headers=headers)
+        assert answer.status_code == status
+        assert shown in answer.content
+        assert (b"acme" in answer.content) == (shown is named)
