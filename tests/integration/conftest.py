@@ -70,6 +70,24 @@ def replicas_of(url: str) -> dict[str, dict[str, Any]]:
     return {replica["replica_id"]: replica for replica in cache_state(url)["replicas"]}
 
 
+def workers_of(url: str, name: bytes) -> list[int]:
+    """The processes of an instance's Ray workers that are called so: they have the replicas' parent."""
+    parent = _parent_of(next(int(replica["pid"]) for replica in replicas_of(url).values()))
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            ours = entry.name.isdecimal() and _parent_of(int(entry.name)) == parent
+            if ours and name in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+def _parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def wait_for_replicas(url: str, count: int, without: Collection[str] = ()) -> None:
     """Wait until the router knows so many replicas, has heard of each, and of none ``without``.
 

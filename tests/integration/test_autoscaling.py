@@ -9,14 +9,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, cache_state, eventually, replicas_of, wait_for_replicas
+from tests.integration.conftest import (
+    PATIENCE_S,
+    cache_state,
+    eventually,
+    replicas_of,
+    wait_for_replicas,
+    workers_of,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -60,21 +66,8 @@ def decisions(url: str) -> list[dict[str, Any]]:
     return found
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def controller(url: str) -> int | None:
-    """The controller's process: of Ray's workers beside the replicas, the one of that name."""
-    raylet = parent(next(int(replica["pid"]) for replica in replicas_of(url).values()))
-    for entry in Path("/proc").iterdir():
-        try:
-            ours = entry.name.isdecimal() and parent(int(entry.name)) == raylet
-            if ours and b"ServeController" in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-        except OSError:
-            continue  # it has just ended
-    return None
+def controllers(url: str) -> list[int]:
+    return workers_of(url, b"ServeController")
 
 
 def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
@@ -88,11 +81,10 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
         assert "replicas" in grown[0]["why"]
 
         before = set(replicas_of(url))
-        killed = controller(url)
-        assert killed is not None
+        (killed,) = controllers(url)
         killed_s = time.time()
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: controller(url) not in (None, killed))
+        eventually(lambda: controllers(url) not in ([], [killed]))
         # It looks again, first without anything to look at, and holds.
         eventually(lambda: any(each["reason"] == "hold" and each["at_s"] > killed_s for each in decisions(url)))
         held = next(each for each in decisions(url) if each["reason"] == "hold" and each["at_s"] > killed_s)

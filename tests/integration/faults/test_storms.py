@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from random import Random
 
 import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, eventually, replicas_of
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, workers_of
 
 pytestmark = pytest.mark.integration
 
@@ -118,27 +117,6 @@ def test_after_a_storm_nothing_runs_on(url: str) -> None:
     wait_until_nothing_is_in_use(url)
 
 
-def ingress_pids(url: str) -> list[int]:
-    """The processes of this instance's ingresses: they have the replicas' parent, and say what they are."""
-    parent = parent_of(next(iter(replicas_of(url).values()))["pid"])
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and b"Ingress" in name_of(entry) and parent_of(int(entry.name)) == parent
-    ]
-
-
-def name_of(entry: Path) -> bytes:
-    try:
-        return (entry / "cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def test_what_a_dead_ingress_asked_for_ends_with_it(url: str) -> None:
     """SIGKILL of the ingress in the middle of streams: the sequences end, and a new ingress finds idle replicas."""
 
@@ -155,7 +133,7 @@ def test_what_a_dead_ingress_asked_for_ends_with_it(url: str) -> None:
 
             listeners = [asyncio.create_task(listen(number)) for number in range(8)]
             await asyncio.to_thread(eventually, lambda: in_use(url) > 16)
-            (pid,) = ingress_pids(url)
+            (pid,) = workers_of(url, b"Ingress")
             os.kill(pid, signal.SIGKILL)
             await asyncio.gather(*listeners)
 
