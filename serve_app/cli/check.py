@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 
 from serve_app.cli.preflight import problems
 from serve_app.config.app import AppConfig
+from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
 
 IMPORT_PATH = "serve_app.app:build_app"
@@ -30,8 +32,11 @@ class Mistake:
     what: str
 
 
-def mistakes_in(text: str) -> list[Mistake]:
-    """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all."""
+def mistakes_in(text: str, directory: Path | None = None) -> list[Mistake]:
+    """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all.
+
+    ``directory``: where the file lies, and the relative paths of a settings file start.
+    """
     document = _Document(text)
     values = document.values
     if not isinstance(values, Mapping):
@@ -40,7 +45,7 @@ def mistakes_in(text: str) -> list[Mistake]:
         return list(_ray_service(document))
     if "applications" in values:
         return list(_serve_config(document))
-    return list(_settings(document, ()))
+    return list(_settings(document, (), directory))
 
 
 class _Document:
@@ -160,9 +165,12 @@ def _user_config(document: _Document, config: AppConfig, place: Location, user_c
             yield document.mistake((*place, *where), what)
 
 
-def _settings(document: _Document, place: Location) -> Iterator[Mistake]:
+def _settings(document: _Document, place: Location, directory: Path | None = None) -> Iterator[Mistake]:
+    values = document.at(place) or {}
     try:
-        config = app_config(document.at(place) or {})
+        config = app_config(
+            rooted(values, directory) if directory is not None and isinstance(values, Mapping) else values
+        )
     except BadSettings as error:
         for where, what in error.found:
             yield document.mistake((*place, *where), what)

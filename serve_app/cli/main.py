@@ -6,18 +6,18 @@ Owns flags, progress and the words a newcomer reads. Everything it starts it sto
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-import yaml
 from rich.console import Console
 
 from serve_app.cli.address import BadAddress, check_address
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
-from serve_app.config.app import AppConfig
-from serve_app.config.live import BadSettings, app_config
+from serve_app.config.files import load_settings
+from serve_app.config.reference import settings_text, settings_yaml
 from serve_app.tenants.tenants import make_api_key
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -29,8 +29,18 @@ def main() -> None:
     app()
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"warmpath {version('warmpath')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and leave")
+    ] = False,
+) -> None:
     """Cache-aware LLM serving: a request goes to the replica that holds its prefix's KV."""
 
 
@@ -45,7 +55,9 @@ def serve(
     port: Annotated[int, typer.Option(help="HTTP port")] = 8000,
     host: Annotated[str, typer.Option(help="HTTP address; 0.0.0.0 opens it to the network")] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE, any setting; repeatable")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, any of `warmpath settings`; repeatable")
+    ] = None,
     haproxy: Annotated[bool, typer.Option(help="HAProxy in front (Ray Serve's fast path)")] = True,
     max_connections_per_address: Annotated[
         int, typer.Option(help="connections that one address may have open to HAProxy; more are refused", min=1)
@@ -72,34 +84,22 @@ def serve(
     raise typer.Exit(Supervisor(console, settings.shutdown_timeout_s).run(launch))
 
 
-def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> AppConfig:
-    """Merge a settings file, ``NAME=VALUE`` assignments and flags, later ones winning. Raises ValueError."""
-    merged: dict[str, Any] = {}
-    if config is not None:
-        try:
-            loaded = yaml.safe_load(config.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"cannot read the settings file {config}: {error}") from error
-        if not isinstance(loaded, dict):
-            raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
-        merged.update(loaded)
-    for assignment in assignments:
-        name, separator, value = assignment.partition("=")
-        if not separator:
-            raise ValueError(f"--set takes NAME=VALUE, not {assignment!r}")
-        merged[name] = yaml.safe_load(value)
-    merged.update({name: value for name, value in flags.items() if value is not None})
-    try:
-        return app_config(merged)
-    except BadSettings as error:
-        raise ValueError(f"settings: {error}") from None
-
-
 @app.command()
 def keys() -> None:
     """Make an API key: give the key to the tenant, put the SHA-256 into the settings file."""
     key, digest = make_api_key()
     print(f"key     {key}\nsha256  {digest}")
+
+
+@app.command("settings")
+def list_settings(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="only settings that have these words in name or meaning")
+    ] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="as a settings file of all defaults, with comments")] = False,
+) -> None:
+    """List all settings: type, bounds, default, meaning. `--set` and settings files take them."""
+    print(settings_yaml() if yaml else settings_text(words or []), end="")
 
 
 @app.command()
@@ -108,7 +108,7 @@ def check(file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RaySe
     from serve_app.cli.check import mistakes_in  # a second of imports, which a start need not wait for
 
     try:
-        found = mistakes_in(file.read_text())
+        found = mistakes_in(file.read_text(), file.parent)
     except (OSError, ValueError) as error:
         fail(f"cannot read {file}: {error}")
     for mistake in found:

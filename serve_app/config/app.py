@@ -15,6 +15,7 @@ from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
 from serve_app.config.lifecycle import LifecycleSection
+from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
 
@@ -44,8 +45,8 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     )
     ingress_replicas: int = Field(1, ge=1, le=64, description="HTTP ingress replicas; each is a router of its own")
     default_max_tokens: int = Field(1024, ge=1, description="max_tokens of a chat that names none")
-    max_body_bytes: int = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
-    request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
+    max_body_bytes: Bytes = Field(8 * MIB, ge=1024, description="larger bodies are refused with 413")
+    request_timeout_s: Seconds = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
     strict: bool = Field(
         False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
     )
@@ -59,7 +60,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
         description="serve /openapi.json, and /docs, a page whose script comes from a CDN; default: where nobody needs "
         "a key, as no tenants are configured",
     )
-    tokenizer_cache_bytes: int = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
+    tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

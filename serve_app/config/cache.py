@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
+
+from serve_app.config.quantities import Bytes, InBytes, InSeconds
 
 MIB = 1024 * 1024
 CPU_POOL_BYTES = 512 * MIB
@@ -17,23 +19,23 @@ class CacheSection(BaseModel):
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
-    kv_cache_bytes: int | None = Field(
-        None, ge=MIB, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"
+    kv_cache_bytes: Annotated[int, Field(ge=MIB), InBytes] | None = Field(
+        None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="part of a GPU that a replica may take: weights, a step's work, the rest KV"
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of a prefix that was computed before")
-    host_cache_bytes: int = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
-    disk_cache_bytes: int = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
+    host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
+    disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
     disk_cache_dir: Path | None = Field(None, description="directory of the disk tier; replicas take a slot in it each")
-    disk_queue_bytes: int = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
+    disk_queue_bytes: Bytes = Field(256 * MIB, ge=MIB, description="memory for blocks that wait to be written to disk")
     tier_load_ratio: float = Field(
         1.0, ge=0, description="load from a tier when that takes at most this part of computing the tokens"
     )
     kv_pull: bool = Field(True, description="copy a prefix from another replica where that is faster than computing it")
     max_pulls: int = Field(4, ge=1, le=64, description="prefixes that a replica copies from others at once")
-    max_pull_bytes: int = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
+    max_pull_bytes: Bytes = Field(256 * MIB, ge=MIB, description="KV copied for one request at most")
     min_pull_tokens: int = Field(512, ge=1, description="a shorter missing prefix is computed")
     max_holders: int = Field(
         16, ge=1, description="replicas that hold one prefix at most; more hold it as its demand grows"
@@ -41,8 +43,8 @@ class CacheSection(BaseModel):
     pin_budget: float = Field(
         0.25, ge=0, description="KV that explicit saves may keep: a part of the pool below 1, else blocks"
     )
-    save_ttl_s: float | None = Field(
-        None, gt=0, description="seconds after its last use that a saved prompt stays; default: until a reset"
+    save_ttl_s: Annotated[float, Field(gt=0), InSeconds] | None = Field(
+        None, description="seconds after its last use that a saved prompt stays; default: until a reset"
     )
 
     @model_validator(mode="after")

@@ -7,6 +7,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from serve_app.config.quantities import Seconds
+
 
 class EngineSection(BaseModel):
     """How a replica computes: device, kernels, step sizes, admission, drafts."""
@@ -43,7 +45,7 @@ class EngineSection(BaseModel):
     simulated_prefill_tokens_per_s: float = Field(
         5000.0, gt=0, description="tokens that a simulated engine prefills a second"
     )
-    simulated_decode_step_s: float = Field(0.02, gt=0, description="seconds of a simulated engine's decode step")
+    simulated_decode_step_s: Seconds = Field(0.02, gt=0, description="seconds of a simulated engine's decode step")
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:

@@ -7,13 +7,12 @@ of the replicas alike, is laid over it, and restarts nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from serve_app.config.app import AppConfig
+from serve_app.config.sentences import sentence, unknown_setting
 
 LIVE = frozenset(
     {
@@ -56,7 +55,7 @@ def app_config(values: Any) -> AppConfig:
     try:
         return AppConfig.model_validate(values)
     except ValidationError as error:
-        raise BadSettings([(each["loc"], _sentence(each)) for each in error.errors()]) from None
+        raise BadSettings([(each["loc"], sentence(each, AppConfig)) for each in error.errors()]) from None
 
 
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
@@ -97,22 +96,7 @@ def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:
 def _not_live(name: str) -> str:
     if name in AppConfig.model_fields:
         return "changes with a restart only; put it under args:"
-    return _unknown(name, LIVE)
-
-
-def _unknown(name: str, known: frozenset[str]) -> str:
-    near = get_close_matches(name, known, n=1)
-    return f"there is no such setting; did you mean {near[0]}?" if near else "there is no such setting; leave it out"
-
-
-def _sentence(error: ErrorDetails) -> str:
-    where = error["loc"]
-    if error["type"] == "extra_forbidden":
-        known = frozenset(AppConfig.model_fields) if len(where) == 1 else frozenset[str]()
-        return _unknown(str(where[-1]), known)
-    if error["type"] == "string_pattern_mismatch" and "key_sha256" in " ".join(map(str, where)):
-        return "a key is named by its SHA-256, 64 hex digits; make both with `warmpath keys`"
-    return error["msg"].removeprefix("Value error, ")
+    return unknown_setting(name, LIVE)
 
 
 def _list_of(values: Mapping[Any, Any], name: str) -> list[Any]:

@@ -58,7 +58,7 @@ def test_a_good_file_has_no_mistakes() -> None:
     ("old", "new", "line", "place", "what"),
     [
         ("replicas: 2", "replcas: 2", 6, "applications.0.args.replcas", "did you mean replicas?"),
-        ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "greater than or equal to 1"),
+        ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "must be at least 1"),
         ("policy: lmetric", "polcy: lmetric", 10, "applications.0.deployments.0.user_config.polcy", "mean policy?"),
         ("policy: lmetric", "model: x", 10, "applications.0.deployments.0.user_config.model", "put it under args:"),
         ("a" * 64, "wp-key", 13, "applications.0.deployments.0.user_config.tenants.0.key_sha256.0", "64 hex digits"),
@@ -143,6 +143,15 @@ def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None
     file.write_text("a: [")
     assert run(file)[0] == 2
     assert run(tmp_path / "nothing.yaml")[0] == 2
+
+
+def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "clerk.txt").write_text("Be brief.")
+    file = tmp_path / "settings.yaml"
+    file.write_text("public_prompts: [{name: clerk, version: '1', file: clerk.txt}]\n")
+    assert run(file)[0] == 0
+    file.write_text("public_prompts: [{name: clerk, version: '1', file: nothing.txt}]\n")
+    assert run(file)[0] == 1
 
 
 SIZES = ("replica_num_cpus", "num_threads")

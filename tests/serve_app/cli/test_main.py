@@ -1,42 +1,17 @@
-"""Settings from files, flags and NAME=VALUE; errors that say what to change."""
+"""The words of `warmpath`; errors that say what to change."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import main
-from serve_app.cli.main import app, load_settings
+from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
-
-
-def test_later_sources_win(tmp_path: Path) -> None:
-    """File, then assignments, then flags."""
-    file = tmp_path / "settings.yaml"
-    file.write_text("model: small\nreplicas: 3\npolicy: round_robin\n")
-    settings = load_settings(file, ["replicas=4", "kv_cache_bytes=2097152"], model=None, replicas=5)
-    assert (settings.model, settings.replicas, settings.policy) == ("small", 5, "round_robin")
-    assert settings.kv_cache_bytes == 2097152
-
-
-@pytest.mark.parametrize(
-    ("assignment", "word"),
-    [
-        ("replicas", "NAME=VALUE"),
-        ("replicas=0", "replicas"),
-        ("repplicas=2", "repplicas"),
-        ("policy=best", "policy"),
-        ("tenants=[{name: a}]", "key_sha256"),
-    ],
-)
-def test_bad_settings_name_the_setting(assignment: str, word: str) -> None:
-    """A typo is an error with the setting's name, never a default."""
-    with pytest.raises(ValueError, match=word):
-        load_settings(None, [assignment])
 
 
 def test_settings_survive_json() -> None:
@@ -52,6 +27,14 @@ def test_serve_refuses_what_it_cannot_start() -> None:
         result = runner.invoke(app, ["serve", *arguments])
         assert result.exit_code == 2, result.output
         assert result.output.startswith("error: "), result.output
+
+
+def test_the_version_and_the_settings_are_told() -> None:
+    """And nothing is started."""
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath')}\n"
+    assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
+    assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
 
 
 def test_keys_prints_a_pair_that_fits() -> None:

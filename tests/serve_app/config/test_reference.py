@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve_app.config.reference import settings_page
+import yaml
 
+from serve_app.config.app import AppConfig
+from serve_app.config.files import load_settings
+from serve_app.config.reference import EXAMPLES, settings_page, settings_text, settings_yaml
+
+FILE = Path(__file__).parents[3] / "docs" / "settings.yaml"
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
@@ -18,8 +23,34 @@ def test_the_page_shows_type_bounds_default_and_meaning() -> None:
     """One row of each kind."""
     page = settings_page()
     assert "| `block_size` | integer, 1 to 1024 | 16 | tokens in a KV block |" in page
-    assert "| `max_body_bytes` | integer, at least 1024 | 8388608 (8 MiB) | larger bodies" in page
-    assert "| `save_ttl_s` | number, above 0 | none | " in page
+    assert "| `max_body_bytes` | bytes, at least 1KiB | 8MiB | larger bodies" in page
+    assert "| `save_ttl_s` | seconds, above 0 | none | " in page
     assert "| `enable_prefix_caching` | boolean | true | " in page
     assert "| `engine` | `torch` or `simulated` | `torch` | " in page
     assert "## An entry of `tenants`" in page
+
+
+def test_the_settings_file_is_current() -> None:
+    """To write it anew: ``warmpath settings --yaml > docs/settings.yaml``."""
+    assert FILE.read_text() == settings_yaml()
+
+
+def test_the_settings_file_holds_every_setting_with_its_default() -> None:
+    """Whoever starts from it has changed nothing."""
+    assert set(yaml.safe_load(FILE.read_text())) == set(AppConfig.model_fields)
+    assert load_settings(FILE, []) == AppConfig()
+
+
+def test_the_examples_in_the_settings_file_can_be_used() -> None:
+    """Each differs from the default, and all of them go together."""
+    text = FILE.read_text()
+    examples = "\n".join(f"{name}: {example}" for name, example in EXAMPLES.items())
+    assert all(f"#   {line}".rstrip() in text for line in examples.splitlines())
+    found = AppConfig.model_validate(yaml.safe_load(examples)).to_json()
+    assert {name for name in EXAMPLES if found[name] == AppConfig().to_json()[name]} == set()
+
+
+def test_the_list_for_a_terminal_is_searched_by_words() -> None:
+    assert "  max_pulls: integer, 1 to 64; default 4\n      prefixes" in settings_text(["PULL", "once"])
+    assert settings_text().count("\n  ") // 2 >= len(AppConfig.model_fields)
+    assert settings_text(["no-such-word"]).startswith("no setting has")

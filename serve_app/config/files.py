@@ -1,0 +1,71 @@
+"""Settings from a file, ``NAME=VALUE`` and flags. Paths in a file start where it lies, others where we run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, app_config
+
+PATHS = frozenset({"disk_cache_dir", "lora_root", "secret_file"})
+MODELS = frozenset({"model", "speculative_model"})
+"""A path, or the name of a model: a path where something lies there, or where it is written as one."""
+
+
+def load_settings(config: Path | None, assignments: list[str], **flags: Any) -> AppConfig:
+    """Merge a settings file, ``NAME=VALUE`` assignments and flags, later ones winning. Raises ValueError."""
+    merged: dict[str, Any] = {}
+    if config is not None:
+        try:
+            loaded = yaml.safe_load(config.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"cannot read the settings file {config}: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ValueError(f"the settings file {config} must hold NAME: VALUE pairs")
+        merged.update(rooted(loaded, config.parent))
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not separator:
+            raise ValueError(f"--set takes NAME=VALUE, not {assignment!r}")
+        try:
+            merged[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--set {name}: the value is not YAML; put it in quotes") from error
+    merged.update({name: value for name, value in flags.items() if value is not None})
+    try:
+        return app_config(merged)
+    except BadSettings as error:
+        raise ValueError(f"settings: {error}") from None
+
+
+def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
+    """Return settings whose relative paths start in ``directory``; whatever is not as it should be stays as it is."""
+    base = directory.absolute()
+
+    def path(value: Any) -> Any:
+        return str(base / Path(value).expanduser()) if isinstance(value, str) and value else value
+
+    def model(value: Any) -> Any:
+        if not isinstance(value, str) or not value:
+            return value
+        written_as_path = value.startswith(("./", "../", "~")) or value in (".", "..")
+        return path(value) if written_as_path or ("/" in value and (base / value).exists()) else value
+
+    def prompt(value: Any) -> Any:
+        return {**value, "file": path(value["file"])} if isinstance(value, Mapping) and "file" in value else value
+
+    found: dict[Any, Any] = dict(settings)
+    each: Callable[[Any], Any]
+    for name, value in settings.items():
+        if name in PATHS or name in MODELS:
+            each = path if name in PATHS else model
+            found[name] = each(value)
+        elif name == "lora_adapters" and isinstance(value, Mapping):
+            found[name] = {adapter: path(where) for adapter, where in value.items()}
+        elif name == "public_prompts" and isinstance(value, list):
+            found[name] = [prompt(entry) for entry in value]
+    return found

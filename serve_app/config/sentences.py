@@ -1,0 +1,104 @@
+"""What is wrong with a value of the settings, in plain words: pydantic's errors -> sentences that say what to change.
+
+A sentence never repeats a value: what was given may be a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from serve_app.config.quantities import shown_bytes, shown_seconds
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list: [A, B]",
+    "dict": "pairs of NAME: VALUE",
+    "model": "pairs of NAME: VALUE",
+    "path": "a path",
+    "finite": "a number",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+_CHOICE = re.compile(r"'([^']*)'")
+_HASHES = ("key_sha256", "operator_key_sha256")
+_KEYS = frozenset({"key", "keys", "api_key", "api_keys", "operator_key", "operator_keys"})
+
+
+def unknown_setting(name: str, known: Collection[str]) -> str:
+    """Return what to say of a name that is none of the ``known``."""
+    if name in _KEYS:
+        return "keys are not written here, only their SHA-256, as `key_sha256`; make both with `warmpath keys`"
+    near = get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    return f"there is no such setting; did you mean {near[0]}?" if near else "there is no such setting; leave it out"
+
+
+def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
+    """Return what to change about one of pydantic's errors in ``settings``."""
+    where, kind = error["loc"], error["type"]
+    if kind == "extra_forbidden":
+        return unknown_setting(str(where[-1]), _model_of(where, settings).model_fields)
+    if any(name in where for name in _HASHES) and kind.startswith("string"):
+        return "a key is named by its SHA-256, 64 hex digits; make both with `warmpath keys`"
+    name = next((str(step) for step in reversed(where) if isinstance(step, str)), "")
+    if kind in _BOUNDS:
+        limit, word = _BOUNDS[kind]
+        return f"must be {word} {_shown(error['ctx'][limit], name)}"
+    match kind:
+        case "missing":
+            return "is missing"
+        case "literal_error":
+            return _one_of(_CHOICE.findall(error["ctx"]["expected"]), error["input"])
+        case "string_pattern_mismatch":
+            return "must be 1 to 64 letters, digits and _ . - and begin with a letter or digit"
+        case "too_short" | "string_too_short":
+            return "must not be empty"
+    found = _TYPES.get(kind.partition("_")[0])
+    if found is not None:
+        near = get_close_matches(str(error["input"]).lower(), ("true", "false"), n=1) if kind.startswith("bool") else []
+        field = settings.model_fields.get(str(where[0])) if len(where) == 1 else None
+        about = f" ({field.description})" if field is not None and field.description else ""
+        return f"must be {found}{about}" + (f"; did you mean {near[0]}?" if near else "")
+    return error["msg"].removeprefix("Value error, ")
+
+
+def _one_of(choices: list[str], given: Any) -> str:
+    near = get_close_matches(given.lower(), choices, n=1) if isinstance(given, str) else []
+    return f"must be one of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _shown(value: Any, name: str) -> str:
+    show: Callable[[Any], str] = str
+    if name.endswith("_bytes"):
+        show = shown_bytes
+    elif name.endswith("_s"):
+        show = shown_seconds
+    return show(value)
+
+
+def _model_of(where: tuple[int | str, ...], settings: type[BaseModel]) -> type[BaseModel]:
+    """Return the settings that the last name of a place is one of."""
+    model = settings
+    for step in where[:-1]:
+        if isinstance(step, str) and step in model.model_fields:
+            model = next(_models(model.model_fields[step].annotation), model)
+    return model
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
