@@ -14,6 +14,7 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
     url, model_name = f"http://{host}:{port}", settings.model_name
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
+    operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
     body = json.dumps(
         {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     )
@@ -38,6 +39,6 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
         '                                        messages=[{"role": "user", "content": "Hello"}])',
         'for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
-        f"What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics   Stop: Ctrl-C",
+        f"What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C",
     ]
     return "\n".join(lines)

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures are greedy. Source: vLLM's ``_SAMPLING_EPS``."""
 
-SaveOutcome = Literal["saved", "present", "over_budget", "too_short", "failed", "off"]
+SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
 """What became of a save: "present" when it was there or on its way; the last four are warnings ("off": no cache)."""
 
 

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _SAVE_WARNINGS = {
     "over_budget": "not saved, because the pin budget of the replica is full",
+    "too_large": "not saved, because the system prompt is larger than a replica's whole pin budget (pin_budget)",
     "too_short": "not saved, because the system prompt does not fill a KV block",
     "failed": "not saved, because its prefill failed",
     "off": "not saved, because prefix caching is switched off",

@@ -67,6 +67,8 @@ class Tenants:
             if hmac.compare_digest(known, digest):
                 found = tenant
         if found is None:
+            if self.is_operator(authorization):
+                raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
             raise AuthenticationFailed(
                 "No tenant has this API key; send a valid one as `Authorization: Bearer KEY`."
                 if authorization

@@ -65,6 +65,8 @@ class PromptSaves:
             self._record_outcome(sequence, "too_short")
         elif cache.renew_pin(save.key, save.ttl_s):
             self._record_outcome(sequence, "present")
+        elif blocks > cache.pins.budget_blocks:
+            self._record_outcome(sequence, "too_large")
         elif not cache.may_pin(sequence.chain, blocks, sequence.request.tenant):
             self._record_outcome(sequence, "over_budget")
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,6 +13,8 @@ from serve_app.ingress.http import json_response
 from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.routes.handler import Front, guarded, takes
+
+VERSION = metadata.version("warmpath")
 
 router = APIRouter(tags=["operations"])
 
@@ -22,6 +26,12 @@ async def health(services: Front) -> Response:
     stopping = services.stopping.begun
     status = "stopping" if stopping else "ok" if ready else "starting"
     return json_response({"status": status, "replicas": replicas}, 200 if ready and not stopping else 503)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The version of warmpath that answers (vLLM's path)."""
+    return json_response({"version": VERSION})
 
 
 @router.get("/metrics")

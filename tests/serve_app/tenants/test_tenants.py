@@ -82,6 +82,12 @@ def test_every_key_is_compared_even_after_a_match(tenants: Tenants, monkeypatch:
     assert len(compared) == 3
 
 
+def test_an_operators_key_that_is_used_as_a_tenants_is_told_so(tenants: Tenants) -> None:
+    """Whoever holds one need not look for a typo in it."""
+    with pytest.raises(AuthenticationFailed, match="operator key cannot"):
+        tenants.authenticate(f"Bearer {KEYS['operator'][0]}")
+
+
 def test_operators_are_known_by_their_own_keys(tenants: Tenants) -> None:
     """A tenant is no operator, and without operator keys nobody is."""
     assert tenants.is_operator(f"Bearer {KEYS['operator'][0]}")

@@ -130,8 +130,8 @@ def test_many_simultaneous_saves_of_one_prompt_compute_it_once() -> None:
 @pytest.mark.parametrize(
     ("budget", "tokens", "caching", "outcome"),
     [
-        (5, 100, True, "over_budget"),
-        (0, 100, True, "over_budget"),
+        (5, 100, True, "too_large"),
+        (0, 100, True, "too_large"),
         (16, 15, True, "too_short"),
         (16, 100, False, "off"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import fields
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -117,6 +118,10 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
     response = get(path, AppConfig(tenants=[ACME]), method)
     assert response.status_code == status
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_version_is_told_to_everybody() -> None:
+    assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath")}
 
 
 def test_an_operator_sees_one_model_as_it_sees_all() -> None:
