@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,8 +24,8 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.response import adapter_body, model_body
-from serve_app.api.request import GenerateRequest
-from serve_app.api.unknown import require_none
+from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.api.unknown import require_none, unknown_fields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
@@ -121,6 +121,10 @@ class Services:
             else:
                 wanted = await self.workers.run(tenant.name, len(body), parse, body)
             del body
+            if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
+                unread = self.tokenizer.unread_variables(wanted.chat_template_kwargs)
+                more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
+                wanted = replace(wanted, unknown=(*wanted.unknown, *more))
             if self.config.strict:
                 require_none(wanted.unknown)
             return await self.completions.respond(request, wanted, answer_format, tenant, arrival, arrived_s)

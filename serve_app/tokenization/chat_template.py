@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from serve_app.errors import InvalidRequest
+
+_WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,11 @@ class ChatTemplate:
             return RenderedPrompt(text, system_text)
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(text, system_text, strict=False))
         return RenderedPrompt(text, text[: sum(1 for _ in equal)])
+
+    def unread(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield those of the names of variables that stand nowhere in the template: they change nothing."""
+        words = frozenset(_WORD.findall(str(self._tokenizer.chat_template)))
+        return (name for name in names if name not in words)
 
     def _apply(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -131,6 +131,10 @@ class PromptTokenizer:
     ) -> RenderedPrompt:
         """Apply the checkpoint's own chat template; see ``ChatTemplate.render``."""
         return self._template.render(messages, add_generation_prompt, template_kwargs)
+
+    def unread_variables(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield what the chat template does not read; see ``ChatTemplate.unread``."""
+        return self._template.unread(names)
 
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False

@@ -105,10 +105,11 @@ def test_good_requests_are_unharmed_by_bad_ones(url: str) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_unknown_field_is_named_and_the_answer_is_there(url: str, stream: bool) -> None:
     """A misspelt cache_salt would else be a shared cache that nobody notices."""
-    body = {**GOOD, "cache_slat": "x", "user": "ann", "stream": stream}
+    body = {**GOOD, "cache_slat": "x", "user": "ann", "chat_template_kwargs": {"x": 1}, "stream": stream}
     answer = httpx.post(url + CHAT, json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200
-    assert answer.headers["x-warmpath-warning"] == "unknown fields ignored: cache_slat (did you mean cache_salt?)"
+    told = "unknown fields ignored: cache_slat (did you mean cache_salt?), chat_template_kwargs.x"
+    assert answer.headers["x-warmpath-warning"] == told
     assert "x-warmpath-warning" not in httpx.post(url + CHAT, json=GOOD, timeout=PATIENCE_S).headers
 
 

@@ -46,6 +46,14 @@ def test_system_text_is_always_a_prefix(demo_model_path: Path, tmp_path: Path, t
     assert rendered.text.startswith(system_text)
 
 
+def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Path, tmp_path: Path) -> None:
+    """As whole words: ``enable`` is not ``enable_thinking``."""
+    path = variant_of(demo_model_path, tmp_path / "model", None)
+    (path / "chat_template.jinja").write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
+    asked = ["enable_thinking", "enable", "enable_thinkin", ""]
+    assert list(PromptTokenizer(path).unread_variables(asked)) == ["enable", "enable_thinkin", ""]
+
+
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
     """What the template says is passed on; other failures in it become one sentence; none gets out raw."""
     path = variant_of(demo_model_path, tmp_path / "model", None)
