@@ -7,6 +7,9 @@ import runpy
 import sys
 from pathlib import Path
 
+from benchmarks.common.report import BenchmarkError
+from serve_app.checkpoints.checkpoint import CheckpointError
+
 MODULES = {
     "ttft": "end_to_end.ttft",
     "estimates": "end_to_end.estimates",
@@ -34,7 +37,10 @@ MODULES = {
 
 
 def main() -> None:
-    """Run the benchmark that the first argument names; the rest are its own flags."""
+    """Run the benchmark that the first argument names; the rest are its own flags.
+
+    What keeps it from running, such as a file, trace or model that is not there, is a sentence and exit status 1.
+    """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in MODULES:
         wrong = name and name not in ("-h", "--help")
@@ -43,7 +49,12 @@ def main() -> None:
             print(f"  {known:14} {_purpose(module)}", file=sys.stderr)
         sys.exit(2 if wrong else 0)
     sys.argv[:2] = [f"benchmarks {name}"]
-    runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
+    try:
+        runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
+    except (BenchmarkError, CheckpointError) as error:
+        sys.exit(f"error: {error}")
+    except FileNotFoundError as error:
+        sys.exit(f"error: {error.filename}: no such file" if error.filename else f"error: {error}")
 
 
 def _purpose(module: str) -> str:

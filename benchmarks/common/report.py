@@ -1,4 +1,4 @@
-"""Percentiles, versions, and the one JSON shape every benchmark writes.
+"""Percentiles, versions, progress, and the one way every benchmark ends: JSON, then a sentence in plain English.
 
 Knows nothing of what is measured. A figure that is a ratio is quoted; an absolute time belongs to its machine.
 """
@@ -9,12 +9,22 @@ import argparse
 import json
 import math
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 PACKAGES = ("warmpath", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
+
+T = TypeVar("T")
+
+
+class BenchmarkError(ValueError):
+    """What keeps a benchmark from being run; str() is all that whoever runs it needs to know."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -58,14 +68,23 @@ def _processor() -> str:
     return platform.processor()
 
 
-def write(path: Path | None, settings: Mapping[str, Any], results: Any) -> None:
-    """Write ``{"settings", "versions", "results"}`` to ``path`` (made with its folders) and to standard output."""
-    document = {"settings": dict(settings), "versions": versions(), "results": results}
+def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary: str) -> None:
+    """Write ``{"settings", "versions", "results", "summary"}`` to ``path`` (made with its folders) and standard output.
+
+    ``summary``: what was found, in a sentence or two of plain English; it comes last on standard error too.
+    """
+    document = {"settings": dict(settings), "versions": versions(), "results": results, "summary": summary}
     text = json.dumps(document, indent=2, default=str)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    print(text)
+    print(text, flush=True)
+    print(f"\n{summary}", file=sys.stderr)
+
+
+def progress(items: Iterable[T], description: str, total: float | None = None) -> Iterable[T]:
+    """Yield ``items`` with a progress bar on standard error: standard output is for the JSON."""
+    return track(items, description, total, console=Console(stderr=True))
 
 
 def parser_of(description: str | None, model: str = "") -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.common.report import BenchmarkError
 from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
@@ -41,7 +42,7 @@ class Checkout:
 def instance(*arguments: str, env: dict[str, str] | None = None, checkout: Checkout | None = None) -> Iterator[str]:
     """Run ``warmpath serve`` with ``arguments`` on a free loopback port; yields its base URL.
 
-    ``checkout``: another one than this. Raises RuntimeError with the end of its output when it does not come up.
+    ``checkout``: another one than this. Raises BenchmarkError with the end of its output when it does not come up.
     """
     with held_port() as port, tempfile.NamedTemporaryFile("w+", prefix="warmpath-serve-", suffix=".log") as log:
         command = [sys.executable, "-c", "from serve_app.cli.main import main; main()"]
@@ -55,6 +56,7 @@ def instance(*arguments: str, env: dict[str, str] | None = None, checkout: Check
             cwd=None if checkout is None else checkout.root,
         )  # fmt: skip
         with _leaving_on_sigterm():
+            print("starting warmpath serve", file=sys.stderr, flush=True)
             try:
                 _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
                 yield f"http://127.0.0.1:{port}"
@@ -91,11 +93,11 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
-            raise RuntimeError(f"warmpath serve ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
+            raise BenchmarkError(f"warmpath serve ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
         if answers(url):
             return
         time.sleep(0.3)
-    raise RuntimeError(f"warmpath serve did not come up in {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
+    raise BenchmarkError(f"warmpath serve did not come up in {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

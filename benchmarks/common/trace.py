@@ -18,6 +18,7 @@ from random import Random
 
 import numpy as np
 
+from benchmarks.common.report import BenchmarkError
 from router.protocol.block_hash import TokenArray
 
 DEFAULT_TRACE = Path(__file__).parents[1] / "traces" / "mooncake_conversation.jsonl.gz"
@@ -48,7 +49,10 @@ def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = 
 
 
 def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
-    """Read the first ``requests`` of a trace, gzipped or plain. Raises ValueError naming the line that is malformed."""
+    """Read the first ``requests`` of a trace, gzipped or plain. Raises BenchmarkError naming a malformed line.
+
+    FileNotFoundError where there is no such file.
+    """
     found: list[TraceRequest] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -61,12 +65,12 @@ def read_trace(path: Path, requests: int | None = None) -> list[TraceRequest]:
                     row["timestamp"] / 1000.0, int(row["input_length"]), int(row["output_length"]), ids
                 )
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}") from error
+                raise BenchmarkError(f"{path}, line {number}: {error!r}") from error
             if request.prompt_tokens < 1 or len(ids) != -(-request.prompt_tokens // TRACE_BLOCK_TOKENS):
-                raise ValueError(f"{path}, line {number}: {len(ids)} ids for {request.prompt_tokens} tokens")
+                raise BenchmarkError(f"{path}, line {number}: {len(ids)} ids for {request.prompt_tokens} tokens")
             found.append(request)
     if not found:
-        raise ValueError(f"{path} holds no requests")
+        raise BenchmarkError(f"{path} holds no requests")
     return sorted(found, key=lambda request: request.arrival_s)
 
 
@@ -80,13 +84,13 @@ def add_trace_flags(parser: argparse.ArgumentParser, requests: int) -> None:
 
 
 def chosen_trace(options: argparse.Namespace) -> list[TraceRequest]:
-    """Return the requests that the flags choose. Raises ValueError when the trace has fewer."""
+    """Return the requests that the flags choose. Raises BenchmarkError when the trace has fewer."""
     wanted = options.skip + options.requests
     if options.trace == SYNTHETIC:
         return synthetic_trace(wanted, options.seed)[options.skip :]
     found = read_trace(Path(options.trace), wanted)
     if len(found) < wanted:
-        raise ValueError(f"{options.trace} holds {len(found)} requests, {wanted} are asked for")
+        raise BenchmarkError(f"{options.trace} holds {len(found)} requests, {wanted} are asked for")
     return found[options.skip :]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.common.report import parser_of, write
@@ -57,7 +58,10 @@ def main() -> None:
     for kind in ["simulated", "torch"] if arguments.engine == "both" else [arguments.engine]:
         drafts = arguments.drafts and kind == "torch"
         found = results[kind] = {}
-        with tempfile.TemporaryDirectory(prefix="warmpath-crashes-") as name, Progress() as progress:
+        with (
+            tempfile.TemporaryDirectory(prefix="warmpath-crashes-") as name,
+            Progress(console=Console(stderr=True)) as progress,
+        ):
             directory, rng = Path(name), random.Random(arguments.seed)
             served = {"adapters": ADAPTERS, "prompt_refs": [PROMPT.ref], "needs_seed": kind == "simulated"}
             questions = Questions(rng, **served)  # type: ignore[arg-type]
@@ -84,7 +88,7 @@ def main() -> None:
                     run = fuzz.run(questions, arguments.questions, arguments.kills, until_s, told)
                     found["processes"] = asyncio.run(run)
                 wrong += _wrong(found["processes"]["with_kills"])
-    write(arguments.json, vars(arguments), results)
+    write(arguments.json, vars(arguments), results, said(results))
     if wrong:
         raise SystemExit(1)
 
@@ -137,6 +141,21 @@ async def break_calls(
 def break_points(rng: random.Random, choices: int) -> list[list[int]]:
     """Return, for each choice, after how many tokens its calls break, one after the other."""
     return [[rng.randrange(MOST_TOKENS // 2) for _ in range(rng.randrange(MOST_BREAKS + 1))] for _ in range(choices)]
+
+
+def said(results: dict[str, dict[str, Any]]) -> str:
+    """Return what was found, in a sentence for each engine and level."""
+    tallies = {
+        f"{kind}, {level}": found[level][key]
+        for kind, found in results.items()
+        for level, key in (("calls", "with_breaks"), ("processes", "with_kills"))
+        if level in found
+    }
+    each = [
+        f"{name}: of {row['answers']} answers {row['lost']} were lost, {row['cut']} cut, {row['altered']} altered."
+        for name, row in tallies.items()
+    ]
+    return " ".join(each) or "Nothing was asked for."
 
 
 def _wrong(results: dict[str, Any]) -> int:

@@ -12,11 +12,10 @@ import random
 from typing import Any
 
 import httpx
-from rich.progress import track
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import names_of, parser_of, spread, write
+from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -39,7 +38,8 @@ def main() -> None:
         flags = ["--model", arguments.model, "--replicas", str(arguments.replicas), "--engine", arguments.engine]
         with instance(*flags, "--set", f"policy={policy}", "--set", "kv_cache_bytes=134217728") as url:
             results[policy] = asyncio.run(measure(url, policy, arguments))
-    write(arguments.json, vars(arguments), results)
+    each = ", ".join(f"{row['served_from_cache']:.1%} with {policy}" for policy, row in results.items())
+    write(arguments.json, vars(arguments), results, f"Repeated prompts served from cache: {each}.")
 
 
 async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -50,7 +50,7 @@ async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[
     seen: set[int] = set()
     first: list[Answer] = []
     repeats: list[Answer] = []
-    turns = iter(track(list(enumerate(order)), description=policy))
+    turns = iter(progress(list(enumerate(order)), policy))
     async with httpx.AsyncClient(timeout=300) as client:
 
         async def work() -> None:

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from rich.progress import track
 
 from benchmarks.common.client import chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, spread, write
+from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -45,10 +44,11 @@ def main() -> None:
         flags += ["--set", setting]
     with instance(*flags) as url:
         results = asyncio.run(measure(url, arguments))
-    write(arguments.json, vars(arguments), results)
-    for kind in KINDS:
-        alone, mixed = (results[phase][kind]["ratio"]["p50"] for phase in (kind, "mixed"))
-        print(f"{kind} prompts: actual / estimated {alone:.2f} alone, {mixed:.2f} among the others (medians)")
+    ratios = {kind: [results[phase][kind]["ratio"]["p50"] for phase in (kind, "mixed")] for kind in KINDS}
+    each = "; ".join(
+        f"{kind} prompts {alone:.2f}, {mixed:.2f} among the others" for kind, (alone, mixed) in ratios.items()
+    )
+    write(arguments.json, vars(arguments), results, f"Actual TTFT / estimated, medians: {each}.")
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -61,7 +61,7 @@ async def measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 await asked.once(kind)
             before = await regret(client, url)
             seen: dict[str, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
-            for kind in track(kinds * arguments.requests, description=name):
+            for kind in progress(kinds * arguments.requests, name):
                 seen[kind].append(await asked.once(kind))
             found = {kind: figures(times) for kind, times in seen.items()}
             results[name] = found | {"router": compared(before, await regret(client, url))}

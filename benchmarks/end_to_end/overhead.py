@@ -22,13 +22,12 @@ from typing import Any
 import httpx
 import numpy as np
 import yaml
-from rich.progress import track
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import alternate, ratios
 from benchmarks.common.prompts import text_of, tokenizer_of
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import parser_of, progress, write
 from benchmarks.common.running import running
 from benchmarks.common.server import instance
 from router.feed import FeedPublisher, FeedPublisherThread
@@ -79,7 +78,7 @@ def main() -> None:
         sizes = ("--set", f"dtype={arguments.dtype}", "--set", f"num_threads={arguments.threads}")
         with instance(*flags, *sizes) as url:
             over_http = asyncio.run(http_ratios(url, model, arguments))
-    results = {
+    results: dict[str, Any] = {
         "no_sharing_throughput_ratio": sharing["ratio"],
         "private_salt_ttft_ratio": over_http["private_salt"]["ratio"],
         "public_prompt_ttft_ratio": over_http["public_prompt"]["ratio"],
@@ -87,7 +86,13 @@ def main() -> None:
         "front_door_cold_ttft_ratio": over_http["front_door_cold"]["ratio"],
         "details": {"no_sharing": sharing, "no_sharing_host_s": host, **over_http},
     }
-    write(arguments.json, vars(arguments), results)
+    said = (
+        f"Tokens a second with nothing shared, cache on / off: {results['no_sharing_throughput_ratio']:.3f}. "
+        f"TTFT: private salt / none {results['private_salt_ttft_ratio']:.3f}, public prompt / private "
+        f"{results['public_prompt_ttft_ratio']:.3f}, HTTP / engine alone {results['front_door_ttft_ratio']:.2f} warm, "
+        f"{results['front_door_cold_ttft_ratio']:.2f} cold."
+    )
+    write(arguments.json, vars(arguments), results, said)
 
 
 async def no_sharing(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -101,14 +106,14 @@ async def no_sharing(model: Path, arguments: argparse.Namespace) -> dict[str, An
     with ThreadPoolExecutor(max_workers=1) as loader:
         runner = loader.submit(ModelRunner, model, settings).result()
     throughput(runner, settings, arguments, 10_000)
-    progress = iter(track(range(2 * arguments.runs), description="no sharing"))
+    turns = iter(progress(range(2 * arguments.runs), "no sharing"))
 
     async def tokens_per_s(pair: int, caching: bool) -> float:
-        next(progress)
+        next(turns)
         return throughput(runner, replace(settings, enable_prefix_caching=caching), arguments, pair)
 
     on, off = await alternate(arguments.runs, lambda p: tokens_per_s(p, True), lambda p: tokens_per_s(p, False))
-    next(progress, None)
+    next(turns, None)
     return {"unit": "tokens/s", **ratios(on, off)}
 
 
@@ -253,14 +258,14 @@ class Asked:
             raise RuntimeError(f"{found} tokens came from the cache; about {wanted} were to")
 
     async def _pairs(self, name: str, pairs: int, measured: Any, against: Any) -> dict[str, Any]:
-        progress = iter(track(range(pairs), description=name))
+        turns = iter(progress(range(pairs), name))
 
         async def counted(pair: int) -> float:
-            next(progress)
+            next(turns)
             return float(await measured(pair))
 
         found = ratios(*await alternate(pairs, counted, against))
-        next(progress, None)
+        next(turns, None)
         return {"unit": "s", **found}
 
     def _body(self, prompt: int, question: int) -> dict[str, Any]:

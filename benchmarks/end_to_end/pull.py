@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, spread, write
+from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -41,7 +41,13 @@ def main() -> None:
         with instance("--model", arguments.model, "--replicas", "2", *flags) as url:
             results[name], texts[name] = asyncio.run(measure(url, model_path, arguments))
     equal = texts["pull"] == texts["compute"]
-    write(arguments.json, vars(arguments), {**results, "outputs_equal": equal})
+    longest = str(max(arguments.prefix_tokens))
+    pulled_ms, computed_ms = (results[name][longest]["elsewhere_ms"]["p50"] for name in ("pull", "compute"))
+    said = (
+        f"Where a replica lacks a prefix of {longest} tokens that its neighbour holds, the first token came after "
+        f"{pulled_ms:.0f} ms pulled and {computed_ms:.0f} ms computed. Answers {'are' if equal else 'are not'} equal."
+    )
+    write(arguments.json, vars(arguments), {**results, "outputs_equal": equal}, said)
 
 
 async def measure(
@@ -62,7 +68,7 @@ async def measure(
             await ask(2000, 10_000)
         for tokens in arguments.prefix_tokens:
             answers = []
-            for prompt in range(arguments.prompts):
+            for prompt in progress(range(arguments.prompts), f"{tokens} tokens"):
                 answers.append([await ask(tokens, prompt) for _ in range(4)])
                 texts[tokens, prompt] = [answer.text for answer in answers[-1]]
             found[str(tokens)] = {

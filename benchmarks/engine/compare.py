@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import random_models
-from benchmarks.common.report import names_of, parser_of, spread, write
+from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -57,8 +57,20 @@ def main() -> None:
             "question_tokens": arguments.question_tokens,
             "batch_new_tokens": arguments.batch_new_tokens,
         }
-        results = {name: run(name, workload, arguments) for name in arguments.systems}
-    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)})
+        results = {name: run(name, workload, arguments) for name in progress(arguments.systems, "engine")}
+    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)}, said(results))
+
+
+def said(results: dict[str, dict[str, Any]]) -> str:
+    """Return what was found, in a sentence for each system."""
+    each = [
+        f"{name}: first token after {row['warm_ttft_ms']:.0f} ms cached and {row['cold_ttft_ms']:.0f} ms cold, "
+        f"{row['decode_tok_s']:.0f} tokens a second in a batch of {DECODE_ROWS}."
+        if "cold_ttft_ms" in row
+        else f"{name}: not measured, {row['not_measured']}."
+        for name, row in results.items()
+    ]
+    return " ".join(each)
 
 
 def described(model: str, directory: Path) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.paired import ratios
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import parser_of, progress, write
 from benchmarks.common.running import running
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -75,7 +74,12 @@ def main() -> None:
         with running(engine):
             vocab_size = load_checkpoint_info(model).vocab_size
             results = measure(engine, vocab_size, specs, arguments.adapters, batch, arguments.runs)
-    write(arguments.json, vars(arguments), results)
+    each = "; ".join(
+        f"{count}: prefill {row['prefill_throughput_ratio']:.2f}, decode {row['decode_throughput_ratio']:.2f}"
+        for count, row in results.items()
+    )
+    said = f"Throughput against the base model with no adapter loaded, by adapters in the batch: {each}."
+    write(arguments.json, vars(arguments), results, said)
 
 
 def measure(
@@ -88,7 +92,7 @@ def measure(
     sides: list[int | None] = [None, *counts]
     prefill: dict[int | None, list[float]] = {side: [] for side in sides}
     decode: dict[int | None, list[float]] = {side: [] for side in sides}
-    for run in track(range(-1, runs), description="lora"):
+    for run in progress(range(-1, runs), "lora"):
         for turn in range(len(sides)):
             side = sides[(run + turn) % len(sides)]
             for spec in specs:

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from benchmarks.common.output_collector import OutputCollector
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import parser_of, progress, write
 from benchmarks.common.running import running
 from benchmarks.engine.draft_pairs import build_pairs
 from benchmarks.engine.eagle_training import eagle_pairs
@@ -74,11 +73,21 @@ def main() -> None:
         else:
             pairs = build_pairs(model, Path(directory))
         cases = [(pair, n, t) for pair in pairs for n in arguments.sequences for t in arguments.temperature]
-        for pair, sequences, temperature in track(cases, description="speculation"):
+        for pair, sequences, temperature in progress(cases, "speculation"):
             workload = Workload(sequences, arguments.prompt_tokens, arguments.max_tokens, temperature)
             measured = compare(*pairs[pair], workload, arguments.num_speculative_tokens, threads=arguments.threads)
             rows.append({"pair": pair, "sequences": sequences, "temperature": temperature, **measured})
-    write(arguments.json, vars(arguments), rows)
+    each = "; ".join(
+        f"{pair} {min(steps):.2f} to {max(steps):.2f}"
+        for pair in pairs
+        if (steps := [row["base_steps_per_token"] for row in rows if row["pair"] == pair])
+    )
+    equal, speed_ups = sum(row["outputs_equal"] for row in rows), [row["speed_up"] for row in rows]
+    said = (
+        f"Base steps per token: {each}. Tokens a second: {min(speed_ups):.2f} to {max(speed_ups):.2f} times those "
+        f"without a drafter. In float32 {equal} of {len(rows)} outputs were equal."
+    )
+    write(arguments.json, vars(arguments), rows, said)
 
 
 def compare(model: Path, drafter: Path, workload: Workload, ahead: int, *, threads: int = 0) -> dict[str, Any]:

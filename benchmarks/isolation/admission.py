@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.report import parser_of, spread, write
+from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.isolation.virtual_replica import VOCAB, TimedRequest, VirtualReplica
 from router.protocol.block_hash import PrefixScope
@@ -120,11 +120,10 @@ def drive(workload: ChatWorkload, rule: AdmissionRule, max_tokens: int | None) -
 def measure_admission(workload: ChatWorkload) -> dict[str, Any]:
     """Return the figures of each rule by the ``max_tokens`` that clients leave open."""
     rules: tuple[AdmissionRule, ...] = ("worst_case", "optimistic")
-    return {
-        "engine": "simulated",
-        "known lengths": drive(workload, "worst_case", None),
-        **{f"{rule}, max_tokens {most}": drive(workload, rule, most) for rule in rules for most in (1024, 8192)},
-    }
+    cases: dict[str, tuple[AdmissionRule, int | None]] = {"known lengths": ("worst_case", None)}
+    cases |= {f"{rule}, max_tokens {most}": (rule, most) for rule in rules for most in (1024, 8192)}
+    found = {name: drive(workload, *cases[name]) for name in progress(cases, "admission")}
+    return {"engine": "simulated", **found}
 
 
 def main() -> None:
@@ -134,7 +133,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     workload = ChatWorkload(requests_per_s=arguments.rate, seed=arguments.seed)
-    write(arguments.json, asdict(workload), measure_admission(workload))
+    found = measure_admission(workload)
+    rates = {name: row["output_tokens_per_s"] for name, row in found.items() if isinstance(row, dict)}
+    each = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    said = f"Output tokens a second (simulated, in virtual time): {each}."
+    write(arguments.json, asdict(workload), found, said)
 
 
 if __name__ == "__main__":

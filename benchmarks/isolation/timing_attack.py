@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from benchmarks.common.output_collector import OutputCollector
 from benchmarks.common.prompts import WORDS, text_of
-from benchmarks.common.report import parser_of, spread, write
+from benchmarks.common.report import parser_of, progress, spread, write
 from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -141,7 +140,7 @@ def attack(stage: Stage, trials: int, seed: int, *, quiet: bool = True) -> Outco
     right = [trial % 2 == 0 for trial in range(trials)]
     random.Random(seed).shuffle(right)  # a workload, not a secret
     outcome = Outcome([], [])
-    turns = track(enumerate(right), total=trials, disable=quiet)
+    turns = enumerate(right) if quiet else progress(enumerate(right), "attack", trials)
     for trial, is_right in turns:
         guess, other = stage.text(2 * trial + 1), stage.text(2 * trial + 2)
         stage.ask(VICTIM, guess if is_right else other)
@@ -170,7 +169,9 @@ def main() -> None:
             "sent_ttft_ms": spread([1000 * probe.ttft_s for probe in outcome.sent]),
             "unsent_ttft_ms": spread([1000 * probe.ttft_s for probe in outcome.unsent]),
         }
-    write(arguments.json, vars(arguments), results)
+    each = ", ".join(f"{mode} {row['auc']:.3f}" for mode, row in results.items())
+    said = f"How well timing tells what another tenant sent (AUC: 0.5 is chance; trust groups share by design): {each}."
+    write(arguments.json, vars(arguments), results, said)
 
 
 if __name__ == "__main__":

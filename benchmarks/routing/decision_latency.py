@@ -13,15 +13,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
-from benchmarks.common.report import parser_of, write
+from benchmarks.common.report import parser_of, progress, write
 from benchmarks.routing.text_to_decision import TEXT_TOKENS, measure_text
 from benchmarks.routing.workload import (
     BLOCK_SIZE,
@@ -114,6 +115,19 @@ def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) ->
     return {**row, **json.loads(done.stdout.strip().splitlines()[-1])}
 
 
+def said(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what was found at the middle size, in a sentence."""
+    replicas, blocks = SIZES[1]
+    each = [
+        f"{row['system']} {row['decision_us_p50']:.0f} us"
+        if "decision_us_p50" in row
+        else f"{row['system']} not measured ({row['not_measured']})"
+        for row in rows
+        if row["replicas"] == replicas
+    ]
+    return f"A decision at {replicas} replicas and {blocks:,} blocks took (median): {', '.join(each)}."
+
+
 def main() -> None:
     """Measure every system at every size, then text to decision."""
     parser = parser_of(__doc__)
@@ -127,8 +141,7 @@ def main() -> None:
         measure_apart(
             system, RoutingWorkload(replicas, blocks, arguments.decisions, arguments.seed), arguments.dynamo_python
         )
-        for replicas, blocks in SIZES
-        for system in arguments.systems
+        for (replicas, blocks), system in progress(list(product(SIZES, arguments.systems)), "routing")
     ]
     settings = {
         "decisions": arguments.decisions,
@@ -139,7 +152,7 @@ def main() -> None:
         "holders_per_block": HOLDERS,
         "blocks_a_message": BLOCKS_A_MESSAGE,
     }
-    write(arguments.json, settings, {"rows": rows, **measure_text(arguments.model, arguments.seed)})
+    write(arguments.json, settings, {"rows": rows, **measure_text(arguments.model, arguments.seed)}, said(rows))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,23 @@ def _line(name: str, row: dict[str, float]) -> str:
     return f"{name:36} {rates}  TTFT {times} s"
 
 
+def said(results: dict[str, dict[str, float]]) -> str:
+    """Return what was found: our mean TTFT over the baselines', and each part's share where parts were run."""
+    means = {name: row["ttft_mean_s"] for name, row in results.items()}
+    ours = means.get(DEFAULT_POLICY)
+    if ours is None:
+        return "Simulated mean TTFT: " + ", ".join(f"{name} {mean:.2f} s" for name, mean in means.items()) + "."
+    each = [f"{ours / means[name]:.2f} of {name}'s" for name in CONTENDING if name in means and name != DEFAULT_POLICY]
+    sentence = f"Simulated: mean TTFT {ours:.2f} s with {DEFAULT_POLICY}" + "".join(f", {one}" for one in each) + "."
+    parts = [f"{DEFAULT_POLICY}/{part}" for part in ("first_come", "shortest_first", "first_come+pull")]
+    if all(part in means for part in parts):
+        alone, order, pull = (means[part] for part in parts)
+        sentence += (
+            f" Routing alone {alone:.2f} s; and our replica order {order:.2f}, and pulls {pull:.2f}, all {ours:.2f}."
+        )
+    return sentence
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = parser_of(__doc__)
@@ -98,8 +115,8 @@ def main() -> None:
     )
     runs = contenders(options.policies, pull=options.pull, parts=options.parts)
     results, outcomes = simulate(chosen_trace(options), settings, runs)
-    said: dict[str, Any] = {**asdict(settings), "pull": options.pull, "trace": options.trace, "skip": options.skip}
-    write(options.json, {**said, "requests": options.requests}, results)
+    told: dict[str, Any] = {**asdict(settings), "pull": options.pull, "trace": options.trace, "skip": options.skip}
+    write(options.json, {**told, "requests": options.requests}, results, said(results))
     if options.json is not None:
         curves = {name: list(outcomes[name].ttft_s.values()) for name in (*options.policies, UNLIMITED)}
         plot_ttft(options.json.with_suffix(".png"), curves, f"Simulated: {settings.replicas} replicas")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.common.random_adapters import make_adapters
@@ -65,7 +66,7 @@ def main() -> None:
     logging.getLogger("serve_app.engine.kv.prompt_saves").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="warmpath-soak-") as directory:
         soak = Soak(resolve_model(arguments.model), Path(directory), settings)
-        with closing(soak), Progress() as progress:
+        with closing(soak), Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("soak", total=arguments.minutes * 60)
             started_s = time.monotonic()
             while (now_s := time.monotonic()) - started_s < arguments.minutes * 60:
@@ -73,7 +74,11 @@ def main() -> None:
                 soak.check()
                 progress.update(task, completed=now_s - started_s)
             results = soak.results()
-    write(arguments.json, {**vars(arguments), **asdict(settings)}, results)
+    said = (
+        f"{results['operations']} operations, all blocks and tables checked every {settings.operations_a_check}: "
+        f"{results['checks']} checks in balance."
+    )
+    write(arguments.json, {**vars(arguments), **asdict(settings)}, results, said)
 
 
 class Soak:

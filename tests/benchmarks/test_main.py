@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,37 @@ def test_flags_are_told(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert status == 0
     assert out.startswith(f"usage: benchmarks {name} ")
     assert "--json" in out or "--output" in out
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_a_benchmark_ends_with_what_was_found_in_plain_english(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the JSON, and where a terminal shows it when the JSON goes elsewhere."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "flooding", "--duration-s", "20"])
+    benchmarks.main()
+    out, err = capsys.readouterr()
+    summary = json.loads(out)["summary"]
+    assert summary.startswith("Beside a tenant that floods, the quiet ones keep ")
+    assert err.endswith(f"\n{summary}\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["simulate", "--trace", "nonesuch.jsonl"], "nonesuch.jsonl: no such file"),
+        (["simulate", "--requests", "7000"], "holds 6000 requests, 7000 are asked for"),
+        (["ttft", "--model", "no/such/model.gguf"], "'no/such/model.gguf' is neither a built-in model"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(
+    arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is what the process exits with, which Python writes to standard error."""
+    status, _, _ = said(arguments, monkeypatch, capsys)
+    assert status.startswith("error: ")
+    assert why in status
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["nonesuch"], 2), ([], 0), (["--help"], 0)])

@@ -133,6 +133,19 @@ def contract(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return said
 
 
+def said(results: dict[str, Any]) -> str:
+    """Return what was found, in a sentence for each run."""
+    sentences = []
+    for name, run in (("One phase", results), ("Two phases", results.get(TWO_PHASE_NAME, {}))):
+        each = [
+            f"{arm} {figures['requests_lost']} lost or altered, {figures['replica_seconds']:.0f} replica-seconds"
+            for arm, figures in run.get("arms", {}).items()
+        ]
+        if each:
+            sentences.append(f"{name}: {'; '.join(each)}.")
+    return " ".join(sentences) or "Nothing was asked for."
+
+
 def main() -> None:
     """Run what was asked for; two phases are a run of their own."""
     options = parse()
@@ -155,7 +168,7 @@ def main() -> None:
                 pictured = {figures["label"]: figures["curves"] for figures in found.values()}
                 suffix = f".{TWO_PHASE_NAME}.png" if two_phase else ".png"
                 plot_curves(options.json.with_suffix(suffix), pictured, spans, title)
-    write(options.json, vars(options), results)
+    write(options.json, vars(options), results, said(results))
 
 
 if __name__ == "__main__":

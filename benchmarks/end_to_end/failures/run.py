@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.common.report import names_of, parser_of, spread, write
@@ -144,18 +145,21 @@ def main() -> None:
     with LocalCluster(3) as cluster:
         cluster.deploy(strikes.deployed())
         runs = run(cluster, arguments)
-    write(
-        arguments.json,
-        vars(arguments),
-        {"engine": "simulated", **{name: summary(found) for name, found in runs.items()}},
-    )
+    rows = {name: summary(found) for name, found in runs.items()}
+    outcomes = sum((Counter(row["outcomes"]) for row in rows.values()), Counter())
+    told = ", ".join(f"{count} {kind}" for kind, count in outcomes.items()) or "none"
+    said = f"Answers through {sum(row['runs'] for row in rows.values())} failures (simulated engines): {told}."
+    write(arguments.json, vars(arguments), {"engine": "simulated", **rows}, said)
 
 
 def run(cluster: LocalCluster, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Return the figures of every run by failure."""
     found: dict[str, list[dict[str, Any]]] = {}
     runs = Runs(cluster)
-    with Progress() as progress, suppress(KeyboardInterrupt):  # what was measured before is written
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        suppress(KeyboardInterrupt),
+    ):  # what was measured before is written
         task = progress.add_task("failures", total=arguments.times * len(arguments.failures))
         for name in arguments.failures:
             for _ in range(arguments.times):

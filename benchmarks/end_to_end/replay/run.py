@@ -125,6 +125,17 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
     return outcomes, {}
 
 
+def said(rows: dict[str, dict[str, Any]], engine: str) -> str:
+    """Return what was found, in a sentence."""
+    each = [
+        f"{name} {row['ttft_mean_s']:.3g} s ({row['hit_rate']:.1%} of the prompts' tokens from cache)"
+        if "ttft_mean_s" in row
+        else f"{name} not measured"
+        for name, row in rows.items()
+    ]
+    return f"Mean TTFT{' (simulated engines)' * (engine == 'simulated')}: {', '.join(each)}."
+
+
 def main() -> None:
     """Replay what was asked for through every system that was asked for."""
     options = parse()
@@ -137,7 +148,9 @@ def main() -> None:
         outcomes, rows = run_here(shots, options)
     rows |= {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
     engine_kind = "unknown" if options.url else "simulated"
-    write(options.json, {**vars(options), "api_key": sorted(keys), "engine": engine_kind}, rows)
+    write(
+        options.json, {**vars(options), "api_key": sorted(keys), "engine": engine_kind}, rows, said(rows, engine_kind)
+    )
     if options.json is not None:
         curves = {name: [r.ttft_s for r in results if r.answer is not None] for name, results in outcomes.items()}
         title = f"Replay of {len(shots)} requests" + ("" if options.url else ", simulated engines")

@@ -80,6 +80,14 @@ def table_of(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
+def said(results: dict[str, dict[str, Any]]) -> str:
+    """Return what was found, in a sentence."""
+    held = {f"{engine} {name}": row.get("held") for engine, rows in results.items() for name, row in rows.items()}
+    judged = {name: kept for name, kept in held.items() if kept is not None}
+    broken = ", ".join(name for name, kept in judged.items() if not kept)
+    return f"{sum(judged.values())} of {len(judged)} scenarios held{': all but ' * bool(broken)}{broken}."
+
+
 def main() -> None:
     """Attack, print a table, write the JSON."""
     options = parse()
@@ -92,7 +100,7 @@ def main() -> None:
     finally:
         # Of minutes that were cut short, what was measured is told too.
         Console(stderr=True, width=140).print(table_of(results))
-        write(options.json, vars(options), results)
+        write(options.json, vars(options), results, said(results))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,9 @@ def main() -> None:
         sizes[run.name] = [(at_s / 3600.0, float(size)) for at_s, size in outcome.sizes]
         said = "  ".join(f"{name} {value:.2f}" for name, value in row.items())
         print(f"{run.name:16} {said}  ({time.perf_counter() - started_s:.0f} s)", file=sys.stderr, flush=True)
-    write(options.json, {**asdict(day.settings), **vars(options), **told}, results)
+    each = ", ".join(f"{name} {row['replica_hours']:.0f} ({row['ttft_p90_s']:.0f} s)" for name, row in results.items())
+    said = f"Simulated replica-hours of a day, and p90 of TTFT: {each}."
+    write(options.json, {**asdict(day.settings), **vars(options), **told}, results, said)
     if options.json is not None:
         title = f"Simulated ({options.model}): replicas wanted through the day"
         plot_lines(options.json.with_suffix(".png"), sizes, title, "hours", "replicas")
