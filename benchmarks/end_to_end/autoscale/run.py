@@ -133,7 +133,7 @@ def contract(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return said
 
 
-def said(results: dict[str, Any]) -> str:
+def sentences_of(results: dict[str, Any]) -> str:
     """Return what was found, in a sentence for each run."""
     sentences = []
     for name, run in (("One phase", results), ("Two phases", results.get(TWO_PHASE_NAME, {}))):
@@ -168,7 +168,7 @@ def main() -> None:
                 pictured = {figures["label"]: figures["curves"] for figures in found.values()}
                 suffix = f".{TWO_PHASE_NAME}.png" if two_phase else ".png"
                 plot_curves(options.json.with_suffix(suffix), pictured, spans, title)
-    write(options.json, vars(options), results, said(results))
+    write(options.json, vars(options), results, sentences_of(results))
 
 
 if __name__ == "__main__":
