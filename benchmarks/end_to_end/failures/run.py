@@ -37,6 +37,10 @@ class Runs:
         """SIGKILL of a replica under streams whose prefixes nobody else holds."""
         return self._replica(strikes.bodies(REQUESTS, self._next(), strikes.COLD_TOKENS, 120), warm=False)
 
+    def replica_alone(self) -> dict[str, Any]:
+        """The same under one stream: no other that was interrupted waits for the same survivor."""
+        return self._replica(strikes.bodies(1, self._next(), strikes.COLD_TOKENS, 120), warm=False)
+
     def replica_held(self) -> dict[str, Any]:
         """SIGKILL of a replica under streams whose prefix every replica holds."""
         asked = strikes.bodies(REQUESTS, self._next(), 20, 120, shared_tokens=strikes.COLD_TOKENS)
@@ -126,6 +130,7 @@ FAILURES: dict[str, Callable[[Runs], dict[str, Any]]] = {
     "controller": Runs.controller,
     "replica_first_byte": Runs.replica_first_byte,
     "replica": Runs.replica,
+    "replica_alone": Runs.replica_alone,
     "replica_held": Runs.replica_held,
     "ingress_first_byte": Runs.ingress_first_byte,
     "node": Runs.node,

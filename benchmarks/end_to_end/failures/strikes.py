@@ -83,7 +83,9 @@ def spread_prefix(cluster: LocalCluster, body: dict[str, Any]) -> None:
 def busiest(cluster: LocalCluster) -> tuple[str, int]:
     """Return the id of the replica that runs most, and how many sequences it runs or has waiting."""
     replicas = httpx.get(f"{cluster.url}/v1/cache/state", timeout=30).json()["replicas"]
-    busy = {one["replica_id"]: one["running_sequences"] + one["waiting_sequences"] for one in replicas}
+    # Of one that was killed a moment ago its last load is still told.
+    here = [one for one in replicas if not one["away"]]
+    busy = {one["replica_id"]: one["running_sequences"] + one["waiting_sequences"] for one in here}
     most = max(busy, key=lambda name: busy[name])
     return most, busy[most]
 

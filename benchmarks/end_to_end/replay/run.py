@@ -127,12 +127,15 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
 
 def said(rows: dict[str, dict[str, Any]], engine: str) -> str:
     """Return what was found, in a sentence."""
-    each = [
-        f"{name} {row['ttft_mean_s']:.3g} s ({row['hit_rate']:.1%} of the prompts' tokens from cache)"
-        if "ttft_mean_s" in row
-        else f"{name} not measured"
-        for name, row in rows.items()
-    ]
+
+    def one(name: str, row: dict[str, Any]) -> str:
+        if "ttft_mean_s" not in row:
+            return f"{name} not measured"
+        hits = row["hit_rate"]
+        cached = hits if isinstance(hits, str) else f"{hits:.1%}"  # not every server tells what it had cached
+        return f"{name} {row['ttft_mean_s']:.3g} s (from cache: {cached} of the prompts' tokens)"
+
+    each = [one(name, row) for name, row in rows.items()]
     return f"Mean TTFT{' (simulated engines)' * (engine == 'simulated')}: {', '.join(each)}."
 
 

@@ -206,7 +206,7 @@ def test_the_command_writes_the_contract(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", arguments)
     simulate.main()
     document = json.loads(path.read_text())
-    assert set(document) == {"settings", "versions", "results"}
+    assert set(document) == {"settings", "versions", "summary", "results"}
     rows = document["results"]
     assert set(simulate.CONTENDING) < set(rows)
     assert {"lmetric/shortest_first+pull", "estimated_ttft/first_come", "unlimited_cache"} < set(rows)
