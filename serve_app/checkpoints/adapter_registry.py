@@ -6,7 +6,7 @@ Copies of the registry agree by merging: per name the latest stamp wins, so the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,35 +72,44 @@ class AdapterRegistry:
         entry = self._entries.get(name)
         return entry if entry is not None and entry.spec is not None else None
 
-    def visible(self, tenant: str | None) -> tuple[AdapterSpec, ...]:
-        """Return the adapters a tenant may use; all of them for None, an operator."""
+    def visible(self, tenant: str | None, models: Collection[str] | None = None) -> tuple[AdapterSpec, ...]:
+        """Return the adapters a tenant may use; all of them for None, an operator.
+
+        ``models``: the only names that exist for the tenant, here and in ``choose``; None: all.
+        """
         return tuple(
             entry.spec
             for entry in self._entries.values()
-            if entry.spec is not None and (tenant is None or not entry.tenants or tenant in entry.tenants)
+            if entry.spec is not None and (tenant is None or _is_for(entry, tenant, models))
         )
 
-    def choose(self, model: str, lora_name: str | None, tenant: str) -> AdapterSpec | None:
+    def base_visible(self, models: Collection[str] | None) -> bool:
+        """Return whether the base model itself is among ``models``."""
+        return models is None or self._model_name in models
+
+    def choose(
+        self, model: str, lora_name: str | None, tenant: str, models: Collection[str] | None = None
+    ) -> AdapterSpec | None:
         """Return the adapter that a request means; None for the base model.
 
         Raises ModelNotFound when ``model`` is neither the base model nor an adapter of this tenant's, and
         InvalidRequest when ``lora_name`` is none, or contradicts ``model``. Both name what there is. Raises Overloaded
         for anything but the base model while this copy is not ``current``.
         """
-        if model != self._model_name or lora_name is not None:
+        base = self.base_visible(models)
+        is_base = base and model == self._model_name
+        if not is_base or lora_name is not None:
             self.require_current()
-        chosen = self._of(model, tenant)
-        if chosen is None and model != self._model_name:
-            known = [self._model_name, *(spec.name for spec in self.visible(tenant))]
-            raise ModelNotFound(
-                f"The model {model[:200]!r} is not served here; use {_listed(known)} (GET /v1/models lists what is).",
-                param="model",
-            )
+        chosen = self._of(model, tenant, models)
+        if chosen is None and not is_base:
+            known = [*([self._model_name] if base else []), *(spec.name for spec in self.visible(tenant, models))]
+            use = f"use {_listed(known)} (GET /v1/models lists what is)" if known else "nor is any other for this key"
+            raise ModelNotFound(f"The model {model[:200]!r} is not served here; {use}.", param="model")
         if lora_name is None:
             return chosen
-        named = self._of(lora_name, tenant)
+        named = self._of(lora_name, tenant, models)
         if named is None:
-            mine = [spec.name for spec in self.visible(tenant)]
+            mine = [spec.name for spec in self.visible(tenant, models)]
             known_too = f"use {_listed(mine)}" if mine else "none is loaded"
             raise InvalidRequest(f"There is no LoRA adapter {lora_name[:200]!r}; {known_too}.", param="lora_name")
         if chosen is not None and chosen != named:
@@ -109,9 +118,13 @@ class AdapterRegistry:
             )
         return named
 
-    def _of(self, name: str, tenant: str) -> AdapterSpec | None:
+    def _of(self, name: str, tenant: str, models: Collection[str] | None) -> AdapterSpec | None:
         entry = self._entries.get(name)
-        return entry.spec if entry is not None and (not entry.tenants or tenant in entry.tenants) else None
+        return entry.spec if entry is not None and _is_for(entry, tenant, models) else None
+
+
+def _is_for(entry: AdapterEntry, tenant: str, models: Collection[str] | None) -> bool:
+    return (not entry.tenants or tenant in entry.tenants) and (models is None or entry.name in models)
 
 
 def _order(entry: AdapterEntry) -> tuple[int, bool, str, str, tuple[str, ...]]:

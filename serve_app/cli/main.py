@@ -13,14 +13,15 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from serve_app.cli import keys
 from serve_app.cli.address import BadAddress, check_address
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
-from serve_app.tenants.tenants import make_api_key
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(keys.app, name="keys")
 console = Console(stderr=True, highlight=False)
 
 
@@ -82,13 +83,6 @@ def serve(
     given = settings.model_dump(mode="json", exclude_unset=True)
     launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
     raise typer.Exit(Supervisor(console, settings.shutdown_timeout_s).run(launch))
-
-
-@app.command()
-def keys() -> None:
-    """Make an API key: give the key to the tenant, put the SHA-256 into the settings file."""
-    key, digest = make_api_key()
-    print(f"key     {key}\nsha256  {digest}")
 
 
 @app.command("settings")

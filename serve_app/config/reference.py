@@ -22,7 +22,7 @@ from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import shown_bytes, shown_seconds
 from serve_app.config.routing import RoutingSection
-from serve_app.config.tenants import TenantConfig, TenantsSection
+from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 
 _INTRODUCTION = f"""\
 # Settings
@@ -54,6 +54,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
 ENTRIES: dict[str, type[BaseModel]] = {
     "The fields of `autoscaling`": AutoscalingConfig,
     "An entry of `tenants`": TenantConfig,
+    "An entry of `key_sha256`": ApiKeyConfig,
     "An entry of `public_prompts`": PublicPromptConfig,
 }
 

@@ -25,6 +25,8 @@ _TYPES = {
     "model": "pairs of NAME: VALUE",
     "path": "a path",
     "finite": "a number",
+    "datetime": "a moment with its time zone, such as 2027-01-31T00:00:00Z",
+    "timezone": "a moment with its time zone, such as 2027-01-31T00:00:00Z",
 }
 _BOUNDS = {
     "greater_than_equal": ("ge", "at least"),

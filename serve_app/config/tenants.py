@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from serve_app.config.prompts import PublicPromptConfig, check_prompts
 
 Sha256Hex = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
+class ApiKeyConfig(BaseModel):
+    """One API key, known by its digest. An expired or revoked one is refused, with a sentence to whoever holds it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: Sha256Hex = Field(description="SHA-256 of the key, as `warmpath keys new` prints it")
+    expires: AwareDatetime | None = Field(None, description="the moment from which it is refused: 2027-01-31T00:00:00Z")
+    revoked: bool = Field(False, description="refuse it from now on")
+
+
+def _with_names(value: Any) -> Any:
+    return {"sha256": value} if isinstance(value, str) else value
+
+
+TenantKey = Annotated[ApiKeyConfig, BeforeValidator(_with_names, json_schema_input_type=Sha256Hex | ApiKeyConfig)]
+"""A key in the settings: its digest alone, or with what limits it."""
+
+
 class TenantConfig(BaseModel):
-    """One customer as the settings file names it. ``key_sha256``: hex digests, as ``warmpath keys`` prints them."""
+    """One customer as the settings file names it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="shown in metrics")
-    key_sha256: list[Sha256Hex] = Field(min_length=1, description="SHA-256 of each of the tenant's API keys")
+    key_sha256: list[TenantKey] = Field(
+        min_length=1,
+        description="SHA-256 of each of the tenant's API keys, or `{sha256: ..., expires: ..., revoked: ...}`",
+    )
+    models: list[str] | None = Field(
+        None, description="the models and LoRA adapters that it may use, and sees, by name; default: all"
+    )
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
     trust_group: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="tenants of one group share all their KV"
@@ -52,7 +76,7 @@ class TenantsSection(BaseModel):
         names = [tenant.name for tenant in self.tenants]
         if len(set(names)) < len(names):
             raise ValueError("two tenants have the same name; give each its own")
-        keys = [*self.operator_key_sha256, *(key for tenant in self.tenants for key in tenant.key_sha256)]
+        keys = [*self.operator_key_sha256, *(key.sha256 for tenant in self.tenants for key in tenant.key_sha256)]
         if len(set(keys)) < len(keys):
             raise ValueError("the same API key is given twice; every tenant and operator needs keys of their own")
         return self

@@ -91,7 +91,7 @@ class Preparer:
         adapter.
         """
         await self._prompts.keep_current(self._tokenizer)
-        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name)
+        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         keys = self._keys(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         generations: list[Generation] = []

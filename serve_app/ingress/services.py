@@ -136,11 +136,16 @@ class Services:
     def models(self, request: Request) -> list[dict[str, Any]]:
         """Return the models of whoever asks; where files lie is shown to operators, and where nobody else is."""
         operator = self.tenants.is_operator(request.headers.get("authorization"))
-        specs = self.adapters.visible(None if operator else self.guard.tenant(request).name)
+        tenant = None if operator else self.guard.tenant(request)
+        names = None if tenant is None else tenant.models
+        specs = self.adapters.visible(None if tenant is None else tenant.name, names)
         shows_paths = self.guard.sees_all(request)
         roots = (spec.path if shows_paths else PurePath(spec.path).name for spec in specs)
         base = self.base_model
-        return [base, *(adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True))]
+        adapters = [adapter_body(spec.name, root, base) for spec, root in zip(specs, roots, strict=True)]
+        if self.adapters.base_visible(names):
+            return [base, *adapters]
+        return [{**adapter, "parent": None} for adapter in adapters]
 
     def samples(self) -> list[Sample]:
         """Return what this ingress and its router have counted."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from hashlib import sha256
 
 from serve_app.config.tenants import TenantConfig
@@ -19,26 +21,46 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody."""
+    """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody.
+
+    ``models``: names of models and adapters that it may use, None: all.
+    """
 
     name: str
     trust_group: str | None = None
+    models: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """``expires_s``: in seconds since 1970, None: never."""
+
+    digest: bytes
+    tenant: Tenant
+    expires_s: float | None
+    revoked: bool
 
 
 class Tenants:
     """All tenants of a deployment. Their names and keys differ (``TenantsSection`` checks it)."""
 
     def __init__(
-        self, configs: Sequence[TenantConfig], secret: bytes, *, operator_key_sha256: Sequence[str] = ()
+        self,
+        configs: Sequence[TenantConfig],
+        secret: bytes,
+        *,
+        operator_key_sha256: Sequence[str] = (),
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         self._secret = secret
+        self._now_s = now_s
         self.configure(configs, operator_key_sha256)
 
     def configure(self, configs: Sequence[TenantConfig], operator_key_sha256: Sequence[str]) -> None:
         """Know these tenants and operators from now on; who has been authenticated stays so."""
         self._keys = [
-            (bytes.fromhex(key), Tenant(config.name, config.trust_group))
-            for config in configs
+            _Key(bytes.fromhex(key.sha256), tenant, key.expires.timestamp() if key.expires else None, key.revoked)
+            for config, tenant in zip(configs, map(_tenant, configs), strict=True)
             for key in config.key_sha256
         ]
         self._operator_keys = [bytes.fromhex(key) for key in operator_key_sha256]
@@ -57,15 +79,16 @@ class Tenants:
         """Return the tenant whose key the Authorization header bears.
 
         Compares with every configured key, in constant time each, so that timing tells nothing of any of them.
-        Raises AuthenticationFailed without a key or with an unknown one, unless the deployment is ``open``.
+        Raises AuthenticationFailed without a key, or with one that is unknown, revoked or expired, unless the
+        deployment is ``open``; only who holds a key learns what became of it.
         """
         if self.open:
             return Tenant(DEFAULT_TENANT)
         digest = _bearer_digest(authorization)
-        found: Tenant | None = None
-        for known, tenant in self._keys:
-            if hmac.compare_digest(known, digest):
-                found = tenant
+        found: _Key | None = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
         if found is None:
             if self.is_operator(authorization):
                 raise AuthenticationFailed("An operator key cannot be used for this; send a tenant's key.")
@@ -74,12 +97,17 @@ class Tenants:
                 if authorization
                 else "An API key is needed; send it as `Authorization: Bearer KEY`."
             )
-        return found
+        if found.revoked:
+            raise AuthenticationFailed("This API key was revoked; use another one.")
+        if found.expires_s is not None and found.expires_s <= self._now_s():
+            expired = datetime.fromtimestamp(found.expires_s, UTC).isoformat()
+            raise AuthenticationFailed(f"This API key expired at {expired}; use a newer one.")
+        return found.tenant
 
     @property
     def by_name(self) -> dict[str, Tenant]:
         """The tenants there are, ``default`` alone where none is configured."""
-        return {tenant.name: tenant for _, tenant in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
+        return {key.tenant.name: key.tenant for key in self._keys} or {DEFAULT_TENANT: Tenant(DEFAULT_TENANT)}
 
     def is_operator(self, authorization: str | None) -> bool:
         """Tell whether the header bears an operator key; False when none is configured."""
@@ -102,6 +130,11 @@ class Tenants:
         else:
             message += b"\0"
         return hmac.digest(self._secret, message, "sha256")
+
+
+def _tenant(config: TenantConfig) -> Tenant:
+    models = None if config.models is None else frozenset(config.models)
+    return Tenant(config.name, config.trust_group, models)
 
 
 def make_api_key() -> tuple[str, str]:

@@ -65,9 +65,31 @@ def test_an_unknown_adapter_is_refused_and_only_what_the_caller_may_use_is_named
         assert private.value.message.replace("secret", "nothing") == missing.value.message
         assert "'open'" in private.value.message
     assert [one.name for one in held.visible("globex")] == ["open"]
+    assert [one.name for one in held.visible("acme", {"secret"})] == ["secret"]
     assert [one.name for one in held.visible(None)] == ["open", "secret"]
     with pytest.raises(InvalidRequest, match="none is loaded"):
         registry().choose("base", "x", "t")
+
+
+def test_models_that_a_tenant_may_not_use_do_not_exist_for_it() -> None:
+    """The base model too: each answer is word for word that for a name which nobody has."""
+    held = registry(AdapterEntry("a", spec("a")), AdapterEntry("b", spec("b")))
+    assert held.choose("a", None, "t", {"a"}) == spec("a")
+    assert held.choose("base", None, "t", {"base"}) is None
+    for allowed in ({"a"}, {"base"}, set[str]()):
+        for model, lora_name in (("base", None), ("b", None), ("base", "b"), ("a", "b")):
+            if model in allowed and lora_name is None:
+                continue
+            hidden = lora_name if model in allowed else model
+            with pytest.raises((ModelNotFound, InvalidRequest)) as forbidden:
+                held.choose(model, lora_name, "t", allowed)
+            missing_name = (model, "nothing") if model in allowed else ("nothing", lora_name)
+            with pytest.raises(type(forbidden.value)) as missing:
+                held.choose(*missing_name, "t", allowed)
+            assert forbidden.value.message.replace(repr(hidden), "'nothing'", 1) == missing.value.message
+    fresh = AdapterRegistry("base", current=False)
+    with pytest.raises(Overloaded):  # as for any other name, while it does not know the adapters yet
+        fresh.choose("base", None, "t", {"a"})
 
 
 entries = st.builds(

@@ -37,14 +37,6 @@ def test_the_version_and_the_settings_are_told() -> None:
     assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
 
 
-def test_keys_prints_a_pair_that_fits() -> None:
-    """The printed digest is that of the printed key, and a settings file takes it."""
-    lines = dict(line.split() for line in CliRunner().invoke(app, ["keys"]).output.splitlines())
-    settings = AppConfig.model_validate({"tenants": [{"name": "acme", "key_sha256": [lines["sha256"]]}]})
-    assert settings.tenants[0].name == "acme"
-    assert lines["key"].startswith("wp-")
-
-
 @pytest.mark.parametrize(
     ("arguments", "allowed"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
@@ -180,6 +181,42 @@ def test_a_key_names_the_tenants_group() -> None:
     tenants = Tenants([TenantConfig(name="acme", key_sha256=[digest], trust_group="friends")], SECRET)
     assert tenants.authenticate(f"Bearer {key}") == Tenant("acme", "friends") == tenants.by_name["acme"]
     assert Tenants([], SECRET).by_name["default"] == Tenant("default")
+
+
+def test_only_its_holder_learns_that_a_key_expired_or_was_revoked() -> None:
+    """Both are a 401 like an unknown key's; a tenant's other keys open, and one without a good one is closed."""
+    now_s = datetime(2027, 1, 31, tzinfo=UTC).timestamp()
+    keys = [
+        {"sha256": KEYS["acme"][1], "expires": "2027-01-31T01:00:00+01:00"},
+        {"sha256": KEYS["acme2"][1], "expires": "2027-01-31T00:00:01Z"},
+        {"sha256": KEYS["zeta"][1], "revoked": True},
+    ]
+    config = TenantConfig.model_validate({"name": "acme", "key_sha256": keys})
+    tenants = Tenants([config], SECRET, now_s=lambda: now_s)
+    assert tenants.authenticate(f"Bearer {KEYS['acme2'][0]}") == Tenant("acme")
+    for key, sentence in (("acme", "expired at 2027-01-31T00:00:00"), ("zeta", "revoked"), ("operator", "No tenant")):
+        with pytest.raises(AuthenticationFailed, match=sentence) as caught:
+            tenants.authenticate(f"Bearer {KEYS[key][0]}")
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    now_s += 1
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        tenants.authenticate(f"Bearer {KEYS['acme2'][0]}")
+    assert not tenants.open
+
+
+def test_a_key_is_written_as_its_digest_or_with_what_limits_it() -> None:
+    """Both forms are one when they are read, and what is written out reads back equal."""
+    plain = TenantConfig.model_validate({"name": "a", "key_sha256": [KEYS["acme"][1]]})
+    assert plain == TenantConfig.model_validate({"name": "a", "key_sha256": [{"sha256": KEYS["acme"][1]}]})
+    limited = {"sha256": KEYS["zeta"][1], "expires": "2027-01-31T00:00:00Z", "revoked": True}
+    config = app_config({"tenants": [{"name": "a", "key_sha256": [KEYS["acme"][1], limited]}]})
+    assert app_config(config.to_json()) == config
+    with pytest.raises(BadSettings, match="given twice"):
+        app_config({"tenants": [{"name": "a", "key_sha256": [KEYS["acme"][1], {"sha256": KEYS["acme"][1]}]}]})
+    for wrong, remedy in (("2027-01-31T00:00:00", "time zone"), ("soon", "such as 2027-01-31T00:00:00Z")):
+        key = {"sha256": KEYS["acme"][1], "expires": wrong}
+        with pytest.raises(BadSettings, match=remedy):
+            app_config({"tenants": [{"name": "a", "key_sha256": [key]}]})
 
 
 def test_salts_depend_on_the_secret_and_on_nothing_else() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 from router.protocol.samples import Sample
 from serve_app.api.openai.response import model_body
-from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
+from serve_app.engine.protocol import AdapterSpec
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import BODIES, make_application
@@ -26,13 +28,20 @@ ACME = TenantConfig(name="acme", key_sha256=["a" * 64])
 
 
 def get(
-    path: str, config: AppConfig, method: str = "GET", headers: dict[str, str] | None = None, body: str = ""
+    path: str,
+    config: AppConfig,
+    method: str = "GET",
+    headers: dict[str, str] | None = None,
+    body: str = "",
+    adapters: Sequence[AdapterEntry] = (),
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
     guard = RouteGuard(tenants, IngressMetrics(), Stopping(), allowed_hosts=config.allowed_hosts)
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-    parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": AdapterRegistry("demo")}
+    registry = AdapterRegistry("demo")
+    registry.merge(adapters)
+    parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": registry}
     parts["stopping"] = Stopping()
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
 
@@ -122,6 +131,27 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
 
 def test_the_version_is_told_to_everybody() -> None:
     assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath")}
+
+
+def test_a_tenant_sees_the_models_that_it_may_use() -> None:
+    """Any other is a 404 like one that nobody serves, and the base is not named as an adapter's parent either."""
+    key, digest = make_api_key()
+    headers = {"authorization": f"Bearer {key}"}
+    adapter = AdapterEntry("pirate", AdapterSpec("pirate", "0", "/lora/pirate"))
+    for names, seen in ((None, ["demo", "pirate"]), (["demo"], ["demo"]), (["pirate"], ["pirate"])):
+        config = AppConfig(
+            tenants=[TenantConfig.model_validate({"name": "a", "key_sha256": [digest], "models": names})]
+        )
+        listed = get("/v1/models", config, headers=headers, adapters=[adapter])
+        assert [model["id"] for model in listed.json()["data"]] == seen
+        for name in ("demo", "pirate"):
+            one = get(f"/v1/models/{name}", config, headers=headers, adapters=[adapter])
+            missing = get("/v1/models/none", config, headers=headers, adapters=[adapter])
+            if name in seen:
+                assert one.json()["id"] == name
+            else:
+                assert (one.status_code, one.text) == (404, missing.text.replace("none", name))
+                assert name not in listed.text
 
 
 def test_an_operator_sees_one_model_as_it_sees_all() -> None:
