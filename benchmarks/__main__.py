@@ -20,6 +20,7 @@ MODULES = {
     "failures": "end_to_end.failures.run",
     "overhead": "end_to_end.overhead",
     "engine": "engine.compare",
+    "determinism": "engine.determinism",
     "lora": "engine.lora",
     "speculation": "engine.speculation",
     "eagle_head": "engine.eagle_training",

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from serve_app.checkpoints.checkpoint import CheckpointError
+
 
 def default_cache_dir() -> Path:
     """Return the directory that holds made models for this user: ``$XDG_CACHE_HOME/warmpath/models``, or ~/.cache."""
@@ -23,10 +25,17 @@ def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
     """Return ``target``, made first if it is not there: ``make`` fills a temporary directory, which is renamed.
 
     Of processes that want one at the same time one makes it and the others wait. What a killed one left goes.
-    Raises what ``make`` does, and OSError when the directory cannot be written.
+    Raises what ``make`` does, and CheckpointError where the directory cannot be written.
     """
-    if target.is_dir():
-        return target
+    try:
+        return target if target.is_dir() else _made(target, make)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target.name} cannot be put into the model cache: {error}; XDG_CACHE_HOME names another place"
+        ) from error
+
+
+def _made(target: Path, make: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _alone_in(target.parent) as alone:
         if target.is_dir():
@@ -44,7 +53,7 @@ def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
         finally:
             shutil.rmtree(making, ignore_errors=True)
     if not target.is_dir():
-        raise OSError(f"could not put a model in {target}; check that {target.parent} can be written")
+        raise OSError(f"it cannot be renamed to {target}")
     return target
 
 

@@ -35,7 +35,7 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     model: str = Field(
         "smollm2",
         description="'smollm2' (fetched once), 'demo' or 'small' (random weights), the directory of a checkpoint, "
-        "a GGUF file, or a hub id",
+        "a GGUF file, or a hub id; where it is left out and 'smollm2' cannot be had, `warmpath serve` takes 'demo'",
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id; default: its main branch")
     served_model_name: str | None = Field(None, description="name in /v1/models; default: the model's own name")

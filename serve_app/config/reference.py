@@ -92,6 +92,9 @@ EXAMPLES = {
 }
 """What to write in place of defaults that say little."""
 
+LEFT_OUT = frozenset({"model"})
+"""Settings that mean more where they are written: a model that is named must be had, the default may be replaced."""
+
 _YAML_HEAD = """\
 # All settings of warmpath with their defaults; made by `warmpath settings --yaml`. Keep the lines you change.
 # warmpath serve --config settings.yaml     warmpath check settings.yaml
@@ -112,7 +115,7 @@ def settings_yaml() -> str:
             _, kind, default, meaning = _cells(name, properties[name], required=False)
             lines += [f"# {line}" for line in wrap(f"{meaning} ({kind})".replace("`", ""), 110)]
             written = json.dumps(defaults[name]) if default == "none" else default.replace("`", "")
-            lines.append(f"{name}: {written}")
+            lines.append(f"{'# ' * (name in LEFT_OUT)}{name}: {written}")
             if name in EXAMPLES:
                 lines += [f"#   {line}".rstrip() for line in f"{name}: {EXAMPLES[name]}".splitlines()]
     return "\n".join(lines) + "\n"

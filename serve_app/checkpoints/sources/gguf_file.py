@@ -26,10 +26,7 @@ def ensure_converted(gguf: Path, cache_dir: Path | None = None) -> Path:
     status = gguf.stat()
     version = sha256(f"{gguf}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:16]
     target = (cache_dir or default_cache_dir()) / f"{gguf.stem}-{version}-{CONVERSION}"
-    try:
-        return ensure_made(target, lambda directory: convert(gguf, directory))
-    except OSError as error:
-        raise CheckpointError(f"{gguf} cannot be converted into the model cache: {error}") from error
+    return ensure_made(target, lambda directory: convert(gguf, directory))
 
 
 def convert(gguf: Path, directory: Path) -> None:

