@@ -29,7 +29,7 @@ MIN_TEMPERATURE = 1e-5
 """Lower temperatures are greedy. Source: vLLM's ``_SAMPLING_EPS``."""
 
 SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
-"""What became of a save: "present" when it was there or on its way; the last four are warnings ("off": no cache)."""
+"""What became of a save: "present" when it was there or on its way; the last five are warnings ("off": no cache)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,20 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What became of the save that a request asked for.
+
+    Of one that does not fit also ``needed_tokens``, which it would have kept in addition; ``held_tokens``, which the
+    tenant's saves keep; and ``budget_tokens``, which they may: its share of the budget, with "too_large" the whole one.
+    """
+
+    outcome: SaveOutcome
+    needed_tokens: int = 0
+    held_tokens: int = 0
+    budget_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOutput:
     """Tokens of one request that became ready in one step.
 
@@ -127,7 +141,7 @@ class EngineOutput:
     token_ids: tuple[int, ...] = ()
     cached_tokens: int | None = None
     queue_s: float = 0.0
-    save: SaveOutcome | None = None
+    save: SaveResult | None = None
     finish_reason: FinishReason | None = None
     error: str = ""
 

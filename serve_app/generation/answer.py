@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.api.format import FinishReason
-from serve_app.engine.protocol import SaveOutcome
+from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
@@ -35,7 +35,7 @@ class Piece:
     new_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
-    save: SaveOutcome | None = None
+    save: SaveResult | None = None
 
 
 async def choice_pieces(

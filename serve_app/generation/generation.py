@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveOutcome
+from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,4 +38,4 @@ class Tokens:
     token_ids: tuple[int, ...]
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
-    save: SaveOutcome | None = None
+    save: SaveResult | None = None

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.request import GenerateRequest
 from serve_app.api.unknown import UnknownField, ignored_fields
-from serve_app.engine.protocol import SaveOutcome
+from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
@@ -32,8 +32,10 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 logger = logging.getLogger(__name__)
 
 _SAVE_WARNINGS = {
-    "over_budget": "not saved, because the pin budget of the replica is full",
-    "too_large": "not saved, because the system prompt is larger than a replica's whole pin budget (pin_budget)",
+    "over_budget": "not saved: it needs {needed_tokens} tokens of KV, and your saves hold {held_tokens} of the "
+    "{budget_tokens} that a replica's pin budget (pin_budget) has for you",
+    "too_large": "not saved: it needs {needed_tokens} tokens of KV, and a replica's whole pin budget (pin_budget) is "
+    "{budget_tokens}",
     "too_short": "not saved, because the system prompt does not fill a KV block",
     "failed": "not saved, because its prefill failed",
     "off": "not saved, because prefix caching is switched off",
@@ -224,10 +226,10 @@ async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response
     return json_response(body, headers=warning_headers(answer.usage.save, unknown))
 
 
-def warning_headers(save: SaveOutcome | None, unknown: Sequence[UnknownField]) -> dict[str, str]:
+def warning_headers(save: SaveResult | None, unknown: Sequence[UnknownField]) -> dict[str, str]:
     """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole."""
-    reason = _SAVE_WARNINGS.get(save or "")
-    not_saved = f"save_system_prompt_kv_cache: {reason}" if reason else ""
+    reason = _SAVE_WARNINGS.get(save.outcome) if save is not None else None
+    not_saved = f"save_system_prompt_kv_cache: {reason.format(**asdict(save))}" if save is not None and reason else ""
     warning = "; ".join(filter(None, (not_saved, ignored_fields(unknown))))
     return {"x-warmpath-warning": warning} if warning else {}
 
@@ -240,7 +242,7 @@ class _Usage:
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0
         self._cached_tokens = 0
-        self.save: SaveOutcome | None = None
+        self.save: SaveResult | None = None
 
     def add(self, piece: Piece) -> None:
         self._completion_tokens += piece.new_tokens

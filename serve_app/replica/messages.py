@@ -14,7 +14,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport
-from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveOutcome
+from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveResult
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "busier"]
 
@@ -72,7 +72,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     error: ChunkError = ""
     message: str = ""
     retry_after_s: float = 0.0
-    save: SaveOutcome | None = None
+    save: SaveResult | None = None
     load: LoadReport | None = None
 
 

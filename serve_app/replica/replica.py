@@ -35,7 +35,7 @@ from serve_app.engine.protocol import (
     QueueFull,
     RequestTooLong,
     SamplingParams,
-    SaveOutcome,
+    SaveResult,
 )
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
@@ -253,7 +253,7 @@ class Replica:
         token_ids: tuple[int, ...] = ()
         cached_tokens: int | None = None
         queue_s = 0.0
-        save: SaveOutcome | None = None
+        save: SaveResult | None = None
         for output in outputs:
             token_ids += output.token_ids
             if output.cached_tokens is not None:

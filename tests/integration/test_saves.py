@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,10 @@ def test_a_save_over_the_budget_warns_and_is_answered(client: OpenAI, url: str) 
         _, text, warning = ask(client, f"Prompt {number}. " + RULES, "Due?", **SAVE)
         assert text
     assert warning is not None
-    assert "pin budget" in warning
+    told = re.search(r"it needs (\d+) tokens of KV, and your saves hold (\d+) of the (\d+) that a replica's", warning)
+    assert told is not None, warning
+    needed, held, budget = map(int, told.groups())
+    assert budget == 60 * 16 and 0 < held <= budget < needed + held
     with client.chat.completions.with_streaming_response.create(
         model="demo",
         messages=[{"role": "system", "content": "Streamed. " + RULES}, {"role": "user", "content": "Due?"}],

@@ -103,6 +103,12 @@ class Pins:
         counts = self._counts if tenant is None else account.counts if account is not None else {}
         return sum(1 for _ in takewhile(counts.__contains__, blocks))
 
+    def room(self, tenant: str) -> tuple[int, int]:
+        """Return how many distinct blocks a tenant has pinned, and how many it may have whatever others do."""
+        account = self._accounts.get(tenant)
+        budget_blocks = self.budget_blocks if len(self._shares) < 2 else self._shares.get(tenant, 0)
+        return len(account.counts) if account is not None else 0, budget_blocks
+
     def fits(self, more_blocks: int, tenant: str, more_of_tenant: int) -> bool:
         """Return whether that many blocks not pinned yet, or not by the tenant, are within the budget.
 
@@ -196,10 +202,8 @@ class Pins:
         return keys
 
     def _within_share(self, tenant: str, more_blocks: int) -> bool:
-        if len(self._shares) < 2:
-            return False
-        account = self._accounts.get(tenant)
-        return (len(account.counts) if account is not None else 0) + more_blocks <= self._shares.get(tenant, 0)
+        held_blocks, budget_blocks = self.room(tenant)
+        return len(self._shares) >= 2 and held_blocks + more_blocks <= budget_blocks
 
     def _queue(self, pin: Pin) -> None:
         """Put a pin that will end in the line, once; a read moves only its ``expires_s``, looked at when it is due."""

@@ -66,5 +66,5 @@ class Outbox:
             scheduled_s = sequence.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
             self._meters.prefill_time.observe(now - scheduled_s)
             queue_s = scheduled_s - sequence.arrival_s
-            output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=sequence.save_outcome)
+            output = replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=sequence.save_result)
         return output

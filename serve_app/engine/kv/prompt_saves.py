@@ -19,7 +19,7 @@ from serve_app.cache.prefix.hot_prefixes import SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import FinishReason, Save, SaveOutcome
+from serve_app.engine.protocol import FinishReason, Save, SaveOutcome, SaveResult
 from serve_app.engine.scheduling.sequence import SequenceState
 
 _log = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class PromptSaves:
         elif cache.renew_pin(save.key, save.ttl_s):
             self._record_outcome(sequence, "present")
         elif blocks > cache.pins.budget_blocks:
-            self._record_outcome(sequence, "too_large")
+            self._record_outcome(sequence, "too_large", (blocks, 0, cache.pins.budget_blocks))
         elif not cache.may_pin(sequence.chain, blocks, sequence.request.tenant):
-            self._record_outcome(sequence, "over_budget")
+            self._record_outcome(sequence, "over_budget", self._room(sequence, blocks))
         else:
             return self._begin(sequence, save, blocks)
         return None
@@ -90,7 +90,8 @@ class PromptSaves:
             if outcome == "saved":
                 self._write_to_disk(sequence.blocks[: under_way.blocks], save.ttl_s)
         for follower in under_way.followers:
-            self._record_outcome(follower, outcome)
+            room = self._room(follower, under_way.blocks) if outcome == "over_budget" else (0, 0, 0)
+            self._record_outcome(follower, outcome, room)
             outcome = "present" if outcome == "saved" else outcome
         return True
 
@@ -146,8 +147,18 @@ class PromptSaves:
                 "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
             )
 
-    def _record_outcome(self, sequence: SequenceState, outcome: SaveOutcome) -> None:
-        sequence.save_outcome = outcome
+    def _room(self, sequence: SequenceState, blocks: int) -> tuple[int, int, int]:
+        """Return how many blocks a save would add to its tenant's, how many those are, and how many they may be."""
+        tenant, pins = sequence.request.tenant, self._cache.pins
+        known = self._cache.index.leading(sequence.chain, blocks)
+        return blocks - pins.pinned_leading(known, tenant), *pins.room(tenant)
+
+    def _record_outcome(
+        self, sequence: SequenceState, outcome: SaveOutcome, room: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        """Note what the client is told. ``room``: see ``_room``."""
+        needed, held, budget = (blocks * self._cache.block_size for blocks in room)
+        sequence.save_result = SaveResult(outcome, needed, held, budget)
         self._meters.saves[outcome] += 1
         if outcome not in ("saved", "present"):
             pins = self._cache.pins

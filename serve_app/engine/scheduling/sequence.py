@@ -12,7 +12,7 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveOutcome
+from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveResult
 from serve_app.engine.step import BlockRun, Segment, block_runs, ceil_div
 
 
@@ -38,7 +38,7 @@ class SequenceState:
     number              -         Scheduler        place in the order of arrival
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
     after               -         PromptSaves      id of the request that has to end before this one starts
-    save_outcome        -         PromptSaves      what became of the save it asked for
+    save_result         -         PromptSaves      what became of the save it asked for
     =================== ========= ================ ==========================================================
 
     While it runs: published, resolved <= computed / block_size <= blocks, drafted <= computed <= length, and
@@ -62,7 +62,7 @@ class SequenceState:
     beyond_reservation: bool = False
     held_blocks_hint: int = 0
     after: str = ""
-    save_outcome: SaveOutcome | None = None
+    save_result: SaveResult | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     length: int = field(init=False)

@@ -33,12 +33,17 @@ class Outcomes(Collector):
     def __init__(self) -> None:
         super().__init__()
         self.saves: dict[str, str | None] = {}
+        self.rooms: dict[str, tuple[int, int, int]] = {}
 
     def __call__(self, outputs: object) -> None:
         for output in outputs:  # type: ignore[attr-defined]
             assert isinstance(output, EngineOutput)
             if output.cached_tokens is not None:
-                self.saves[output.request_id] = output.save
+                save = output.save
+                self.saves[output.request_id] = None if save is None else save.outcome
+                if save is not None:
+                    room = (save.needed_tokens, save.held_tokens, save.budget_tokens)
+                    self.rooms[output.request_id] = room
         super().__call__(outputs)  # type: ignore[arg-type]
 
 
@@ -128,22 +133,28 @@ def test_many_simultaneous_saves_of_one_prompt_compute_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "tokens", "caching", "outcome"),
+    ("budget", "tokens", "caching", "outcome", "room"),
     [
-        (5, 100, True, "too_large"),
-        (0, 100, True, "too_large"),
-        (16, 15, True, "too_short"),
-        (16, 100, False, "off"),
+        (5, 100, True, "too_large", (96, 0, 80)),
+        (0, 100, True, "too_large", (96, 0, 0)),
+        (16, 15, True, "too_short", (0, 0, 0)),
+        (16, 100, False, "off", (0, 0, 0)),
     ],
 )
 def test_a_save_that_cannot_be_had_is_a_warning(
-    budget: int, tokens: int, caching: bool, outcome: str, caplog: pytest.LogCaptureFixture
+    budget: int,
+    tokens: int,
+    caching: bool,
+    outcome: str,
+    room: tuple[int, int, int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The request is answered as if it had not asked; a counter and a line in the log say so."""
+    """The request is answered as if it had not asked, and told how much did not fit; a counter and the log say so."""
     engine = simulated(GatedRunner(), pin_budget_blocks=budget, enable_prefix_caching=caching)
     engine.start()
     got = run(engine, saving("r", 1, tokens=tokens))
     assert (got.finish["r"], got.saves["r"], len(got.tokens["r"])) == ("length", outcome, 3)
+    assert got.rooms["r"] == room
     assert sample(engine, "warmpath_prompt_saves_total", outcome=outcome) == 1
     assert sample(engine, "warmpath_pinned_blocks") == 0
     assert outcome in caplog.text
@@ -191,13 +202,19 @@ def test_one_tenant_cannot_keep_the_whole_budget() -> None:
     engine = simulated(GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares=shares)
     engine.start()
 
+    rooms: list[tuple[int, int, int]] = []
+
     def saved(tenant: str, salt: str) -> str | None:
         scope = PrefixScope("tiny", salt=salt.encode())
-        return run(engine, saving(salt, 1, key=salt.encode(), scope=scope, tenant=tenant)).saves[salt]
+        outcomes = run(engine, saving(salt, 1, key=salt.encode(), scope=scope, tenant=tenant))
+        rooms.append(outcomes.rooms[salt])
+        return outcomes.saves[salt]
 
     assert [saved("greedy", salt) for salt in ("1", "2", "3")] == ["saved", "saved", "over_budget"]
+    assert rooms[-1] == (96, 192, 96), "its own, and its share; nothing of other tenants'"
     assert saved("other", "4") == "saved"
     assert [saved("greedy", "3"), saved("other", "5")] == ["over_budget", "over_budget"]
+    assert rooms[-2:] == [(96, 96, 96), (96, 96, 96)]
     for tenant in shares:
         assert sample(engine, "warmpath_tenant_pinned_blocks", tenant=tenant) == 6
     assert sample(engine, "warmpath_pins_recalled_total") == 1
