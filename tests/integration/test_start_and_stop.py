@@ -95,16 +95,26 @@ def serving(*arguments: str) -> Iterator[Serving]:
 
 @pytest.mark.parametrize(
     ("word", "number"),
-    [("[1/4]", signal.SIGINT), ("[2/4]", signal.SIGTERM)],
+    [("", signal.SIGTERM), ("[1/4]", signal.SIGINT), ("[2/4]", signal.SIGTERM), ("[3/4]", signal.SIGINT)],
 )
 def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
-    """While Ray starts, while replicas do: with a word, and all that it started."""
+    """Before Ray starts, while it does, while replicas do, before the greeting: with a word, and all that it started.
+
+    A greeting that is sooner than the signal makes that last one the stop of an instance that serves.
+    """
     with serving() as instance:
-        instance.wait_for(word)
+        if word:
+            instance.wait_for(word)
+        else:
+            eventually(lambda: bool(descendants(instance.process.pid)))
         instance.process.send_signal(number)
         output = instance.end()
-        assert "stopping: the start is given up\nstopped\n" in output
-        assert instance.process.returncode == 128 + number
+        if word == "[3/4]" and "Stop: Ctrl-C" in output:
+            assert output.endswith("stopped\n")
+            assert instance.process.returncode == 0
+        else:
+            assert "stopping: the start is given up\nstopped\n" in output
+            assert instance.process.returncode == 128 + number
 
 
 def test_what_fails_in_a_replica_is_said() -> None:
