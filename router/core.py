@@ -187,17 +187,21 @@ class RoutingCore:
             tiers = self.directory.tiers(self._reusable_chain(request), view.match)
             return explain(views, tiers, now_s, self._replication)
 
-    def record_delivered(self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"") -> None:
+    def record_delivered(
+        self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
+    ) -> None:
         """Count what the replica really reused and how long the first token took.
 
-        ``chain``: the request's block hashes, to find out why less than predicted was reused.
+        ``chain``: the request's block hashes, to find out why less than predicted was reused. ``stored``: whether its
+        blocks stay in the replica.
         """
         with self._lock:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
             self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
-            self._known.computed(decision.replica_id, chain)
+            if stored:
+                self._known.computed(decision.replica_id, chain)
             if decision.estimated_ttft_s > 0.0:
                 self._counted.estimates.add(decision.estimated_ttft_s, ttft_s)
                 self._overhead.add(decision.work_s, ttft_s)
@@ -247,7 +251,7 @@ class RoutingCore:
         if self._may_be_sent_back(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
         number = self.loads.reserve(replica_id, uncached, now_s)
-        if request.block_hashes:
+        if request.block_hashes and request.store_kv:
             self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
         if not request.sent_back:  # a request is counted once, however often it is decided about

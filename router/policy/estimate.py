@@ -36,7 +36,7 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
     loads = view.loads
     replica = loads.replicas[replica_id]
     pull_from, pull_tokens, pull_s = "", 0, 0.0
-    if loads.num_pulling and view.best_tokens > held:
+    if loads.num_pulling and view.request.store_kv and view.best_tokens > held:
         pull_from, pull_tokens = plan_pull(view, replica_id, held)
         if pull_tokens:
             pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token

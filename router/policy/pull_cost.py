@@ -19,7 +19,7 @@ def work_tokens(view: RoutingView) -> Floats:
     """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
     What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``PULL_PRICE`` x the
-    prefill tokens that would be computed meanwhile.
+    prefill tokens that would be computed meanwhile. What stores nothing is not pulled for.
     """
     match, pending, loads = view.match, view.pending, view.loads
     min_pull_tokens = view.settings.min_pull_tokens
@@ -30,7 +30,7 @@ def work_tokens(view: RoutingView) -> Floats:
         least = 1.0
     work = np.empty(len(loads.replica_ids))
     shares = None
-    if loads.num_pulling and prompt - least >= min_pull_tokens:
+    if loads.num_pulling and view.request.store_kv and prompt - least >= min_pull_tokens:
         shares = loads.pull_shares(PULL_PRICE)
         work.fill(least)
         work += shares * np.array(prompt - least)

@@ -95,8 +95,8 @@ class Replication:
         if not ranked:
             return None
         chosen = ranked[0]
-        if view.best_tokens < view.settings.min_pull_tokens:
-            return chosen
+        if view.best_tokens < view.settings.min_pull_tokens or not view.request.store_kv:
+            return chosen  # what stores nothing makes nobody a holder
         closed = closed_to_holders(view, chosen.replica_id)
         if closed is not None:
             # Where all others are full the bound gives way: one more holder is better than waiting.

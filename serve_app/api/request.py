@@ -19,7 +19,8 @@ class RequestFields:
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
     ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
     the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
-    ``prompt_ref`` names the registered prompt that goes before everything else. ``unknown``: fields without effect.
+    ``prompt_ref`` names the registered prompt that goes before everything else. ``store_kv`` False: leave nothing
+    in the cache; None: as the tenant's setting says. ``unknown``: fields without effect.
     """
 
     prompt_field: ClassVar[str]
@@ -42,6 +43,7 @@ class RequestFields:
     prompt_ref: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
+    store_kv: bool | None = None
     unknown: tuple[UnknownField, ...] = ()
 
     @property

@@ -43,6 +43,7 @@ class TenantConfig(BaseModel):
     models: list[str] | None = Field(
         None, description="the models and LoRA adapters that it may use, and sees, by name; default: all"
     )
+    store_kv: bool = Field(True, description="false: its requests read the cache and leave nothing in it")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
     trust_group: str | None = Field(
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="tenants of one group share all their KV"

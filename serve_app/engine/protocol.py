@@ -98,6 +98,7 @@ class EngineRequest:
     ``router_id`` and ``reservation`` come back in the load report.
     ``remote_kv``: what it has to wait for, though it counts as waiting, and queues, from its submission.
     ``timeout_s``: how long it may take from its submission on; what is not finished by then ends with "timeout".
+    ``store_kv`` False: it takes hits, and no block that it computes is ever anybody else's or outlives it.
     """
 
     request_id: str
@@ -112,6 +113,7 @@ class EngineRequest:
     save: Save | None = None
     remote_kv: RemoteKv | None = None
     timeout_s: float = math.inf
+    store_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)

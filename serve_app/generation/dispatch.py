@@ -151,6 +151,7 @@ class Dispatcher:
             lora_path=generation.lora_path,
             timeout_s=generation.deadline_s - started_s,
             interval_s=generation.interval_s,
+            store_kv=generation.store_kv,
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
@@ -218,7 +219,10 @@ class _Reservation:
         if not self._ended:
             self.end()
             if self._decision is not None:
-                self._core.record_delivered(self._decision, cached_tokens, ttft_s, self._route.block_hashes)
+                route = self._route
+                self._core.record_delivered(
+                    self._decision, cached_tokens, ttft_s, route.block_hashes, stored=route.store_kv
+                )
 
     def sent_back(self, load: LoadReport) -> None:
         """The replica has more to do than was known: learn it, and free what was reserved there."""
@@ -264,6 +268,7 @@ def route_of(
         adapter=generation.scope.lora,
         tenant=generation.tenant,
         sent_back=sent_back,
+        store_kv=generation.store_kv,
     )
 
 

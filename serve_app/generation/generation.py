@@ -14,7 +14,8 @@ class Generation:
     """One sequence to generate: the prompt, its keys, and how to sample.
 
     ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
-    least so much lies between its tokens' ways here, except the first ones' and the last ones'.
+    least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
+    its KV may stay in the cache.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Generation:
     lora_path: str = ""
     deadline_s: float = math.inf
     interval_s: float = 0.0
+    store_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Preparer:
         Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
         adapter.
         """
+        store_kv = _stores_kv(request, tenant)
         await self._prompts.keep_current(self._tokenizer)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         keys = self._keys(tenant, request.cache_salt, adapter)
@@ -117,6 +118,7 @@ class Preparer:
                         deadline_s=deadline_s,
                         # A stop string is looked for here: until it is found the replica goes on.
                         interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
+                        store_kv=store_kv,
                     )
                 )
         return generations
@@ -243,3 +245,16 @@ class Preparer:
         if blocks:
             return hash_at(encoded.block_hashes, blocks - 1)
         return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
+
+
+def _stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:
+    """Return whether a request's KV may stay. Raises InvalidRequest where it asks for what that rules out."""
+    if request.store_kv and not tenant.store_kv:
+        message = "store_kv cannot be true: no request with this API key leaves anything in the cache; leave it out."
+        raise InvalidRequest(message, param="store_kv")
+    stores = tenant.store_kv and request.store_kv is not False
+    if request.save_system_prompt_kv_cache and not stores:
+        why = "store_kv is false" if tenant.store_kv else "no request with this API key leaves anything in the cache"
+        message = f"save_system_prompt_kv_cache cannot be true, because {why}; leave it out."
+        raise InvalidRequest(message, param="save_system_prompt_kv_cache")
+    return stores

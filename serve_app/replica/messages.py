@@ -26,6 +26,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
+    ``store_kv``: as in ``EngineRequest``.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     lora_path: str = ""
     timeout_s: float = math.inf
     interval_s: float = 0.0
+    store_kv: bool = True
 
     def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
         """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
@@ -54,6 +56,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             reservation=reservation,
             save=self.save,
             timeout_s=self.timeout_s,
+            store_kv=self.store_kv,
         )
 
 

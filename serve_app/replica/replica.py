@@ -200,10 +200,11 @@ class Replica:
             load = load_now(self._engine, self._adapters, self._puller)
             yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
             return
-        holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
-        remote_kv = self._puller.begin(request, holder, tokens)
-        if remote_kv is not None:
-            request = replace(request, remote_kv=remote_kv)
+        if request.store_kv:  # a copy would stay here for its sake
+            holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
+            remote_kv = self._puller.begin(request, holder, tokens)
+            if remote_kv is not None:
+                request = replace(request, remote_kv=remote_kv)
         stream = TokenStream(call.interval_s)
         self._streams[call.request_id] = stream
         self._callers.began(call.caller, call.request_id)

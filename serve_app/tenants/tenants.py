@@ -23,12 +23,14 @@ DEFAULT_TENANT = "default"
 class Tenant:
     """An authenticated customer. Tenants of one ``trust_group`` share their KV; None: with nobody.
 
-    ``models``: names of models and adapters that it may use, None: all.
+    ``models``: names of models and adapters that it may use, None: all. ``store_kv``: whether its requests may leave
+    anything in the cache.
     """
 
     name: str
     trust_group: str | None = None
     models: frozenset[str] | None = None
+    store_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Tenants:
 
 def _tenant(config: TenantConfig) -> Tenant:
     models = None if config.models is None else frozenset(config.models)
-    return Tenant(config.name, config.trust_group, models)
+    return Tenant(config.name, config.trust_group, models, config.store_kv)
 
 
 def make_api_key() -> tuple[str, str]:

@@ -162,6 +162,9 @@ class GenerationBody(JsonBody):
     prompt_ref: Text256 = Field(None, description="NAME@VERSION of a registered prompt that goes before everything")
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
+    store_kv: Annotated[bool | None, Must("true or false")] = Field(
+        None, description="false: read the cache and leave nothing in it; default: the tenant's setting"
+    )
 
     def common(self, ignored: Iterable[str] = ()) -> dict[str, Any]:
         """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.

@@ -18,8 +18,13 @@ class PendingBlocks:
         self._parked: dict[bytes, list[SequenceState]] = {}
 
     def begin(self, sequence: SequenceState, first: int, last: int) -> None:
-        """Note that ``sequence`` is about to compute its blocks ``first`` to ``last`` - 1."""
+        """Note that ``sequence`` is about to compute its blocks ``first`` to ``last`` - 1.
+
+        Nobody waits for one that stores nothing: its blocks will never be theirs.
+        """
         sequence.resolved = first
+        if not sequence.request.store_kv:
+            return
         for i in range(first, last):
             self._computing.setdefault(hash_at(sequence.chain, i), sequence)
 

@@ -158,9 +158,12 @@ class SequenceState:
         return len(tokens), None
 
     def publish(self, cache: PrefixCache) -> None:
-        """Index every complete block computed so far; generated tokens go on with the prompt's chain."""
+        """Index every complete block computed so far; generated tokens go on with the prompt's chain.
+
+        Nothing where the request stores nothing: what is not indexed is free as soon as the sequence lets go of it.
+        """
         full = self.computed // cache.block_size
-        if not cache.enabled or full <= self.published:
+        if not cache.enabled or not self.request.store_kv or full <= self.published:
             return
         self._extend_chain(cache, full)
         before = self.blocks[self.published : full]
@@ -233,6 +236,8 @@ def check_request(
         raise ValueError("token_ids must be a one-dimensional integer array with at least one id")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise ValueError(f"token ids must be 0 to {vocab_size - 1}")
+    if request.save is not None and not request.store_kv:
+        raise ValueError("a request that stores no KV cannot save any")
     if sampling.max_tokens < 0:
         raise ValueError("max_tokens must not be negative")
     if not sampling.temperature >= 0.0 or sampling.temperature == float("inf"):

@@ -112,6 +112,27 @@ def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
         assert core.loads.queue_ahead("a") in (200, 400)
 
 
+def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
+    """It computes where others would pull, and the next one of its prefix is not sent after it."""
+    chain = Random(0).randbytes(16 * 50)
+    for policy in ("round_robin", "estimated_ttft"):
+        core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
+        core.update_replicas(["a", "b"])
+        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
+        core.apply("a", "e", [load(0)])
+        for number in range(2):
+            decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16, store_kv=False))
+            assert decision is not None and not decision.pull_from
+    other = Random(1).randbytes(16 * 50)
+    reasons = []
+    for number, stores in enumerate((False, True, True)):
+        route = RoutedRequest(f"p{number}", other, 1000, b"p" * 16, store_kv=stores)
+        decision = core.decide(route)
+        assert decision is not None
+        reasons.append(decision.reason == "in_flight")
+    assert reasons == [False, False, True]
+
+
 def test_a_warm_up_beside_other_work_keeps_nobody_from_pulling() -> None:
     """A replica that measured a tenth of its rate over a warm-up of 1,024 tokens gets its part of the work."""
     chain, clock = Random(0).randbytes(16 * 625), iter(range(1_000))

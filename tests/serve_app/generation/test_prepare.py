@@ -16,6 +16,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
+from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, PublicPrompts
@@ -79,6 +80,20 @@ def test_nothing_is_saved_without_the_flag_or_a_system_prompt(preparer: Preparer
     assert prepare(preparer, ("user", "Hi"), apply_chat_template=False).save is None
     assert prepare(preparer, ("system", ""), ("user", "Hi"), apply_chat_template=False).save is None
     assert prepare(preparer, ("system", RULES), ("user", "Hi"), save_system_prompt_kv_cache=False).save is None
+
+
+def test_whether_kv_is_stored_is_the_tenants_default_and_the_requests_to_refuse(preparer: Preparer) -> None:
+    """A request may store less than its tenant's setting lets it, never more, and not save what it does not store."""
+    passing = Tenant("passing", store_kv=False)
+    for tenant, wanted, stores in ((Tenant("t"), None, True), (Tenant("t"), True, True), (Tenant("t"), False, False),
+                                   (passing, None, False), (passing, False, False)):  # fmt: skip
+        generation = ask(preparer, tenant, ("user", "hi"), store_kv=wanted)
+        assert (generation.store_kv, route_of(generation).store_kv) == (stores, stores)
+    with pytest.raises(InvalidRequest, match="store_kv cannot be true"):
+        ask(preparer, passing, ("user", "hi"), store_kv=True)
+    for tenant, wanted in ((Tenant("t"), False), (passing, None)):
+        with pytest.raises(InvalidRequest, match="save_system_prompt_kv_cache cannot be true"):
+            ask(preparer, tenant, ("user", "hi"), store_kv=wanted, save_system_prompt_kv_cache=True)
 
 
 def test_a_system_prompt_whose_last_token_merges_is_saved_without_it(

@@ -14,6 +14,8 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, sp
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix.quota import ACTIVE_S, PUBLIC
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.scheduling.sequence import SequenceState
 from tests.serve_app.cache.prefix.naive_cache import NaiveCache, NaivePins
 
 BLOCKS, SIZE, PIN_BUDGET = 12, 2, 5
@@ -22,6 +24,7 @@ PUBLIC_PROMPT = [0, 1, 0, 1, 0]
 """Two whole blocks that both tenants share, and a token of a third."""
 TENANTS = {b"a": "a", b"b": "b"}
 SHARES = {"a": 1.0, "b": 2.0}
+SAMPLING = SamplingParams(max_tokens=1)
 
 
 def pin_shares(weights: dict[str, float]) -> dict[str, int]:
@@ -175,6 +178,26 @@ class CacheMachine(RuleBasedStateMachine):
         if one in self.held:
             self.held.remove(one)
             self.cache.release(one.blocks)
+
+    @rule(scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=1, max_size=11))
+    def read_only(self, scope: PrefixScope, ids: list[int]) -> None:
+        """A request that stores nothing computes all its blocks, and ends: the cache lacks what gave room, no more."""
+        cache = self.cache
+        known, free, evicted = cache.index.hashes(), cache.pool.free_blocks, cache.evicted_blocks
+        one = self.admit(scope, ids)
+        if not isinstance(one, Running):
+            return
+        request = EngineRequest("r", np.array(ids, np.int32), one.scope, root_of(one.scope), SAMPLING, store_kv=False)
+        chain = cache.prompt_chain(one.scope, request.root, request.token_ids)
+        sequence = SequenceState(request, lambda _: None, chain, 0.0, blocks=one.blocks, computed=len(ids))
+        sequence.published = one.published
+        sequence.publish(cache)
+        assert sequence.published == one.published
+        self.held.remove(one)
+        sequence.release(cache)
+        evicted = cache.evicted_blocks - evicted
+        assert cache.index.hashes() <= known and len(known) - len(cache.index) == evicted
+        assert cache.pool.free_blocks == free + evicted
 
     @rule(scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=3, max_size=11))
     def export(self, scope: PrefixScope, ids: list[int]) -> None:

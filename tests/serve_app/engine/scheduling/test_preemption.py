@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
@@ -40,6 +41,7 @@ class Wish:
     saved: int
     lora: str = ""
     timeout_s: float = inf
+    stores: bool = True
 
 
 wishes = st.builds(
@@ -54,6 +56,7 @@ wishes = st.builds(
     saved=st.sampled_from([0, 0, 0, 16, 32]),
     lora=st.sampled_from(["", "", "x@1", "y@1"]),
     timeout_s=st.sampled_from([inf, inf, inf, inf, 0.0, 0.003, 0.07, 0.11]),
+    stores=st.sampled_from([True, True, False]),
 )
 
 
@@ -69,6 +72,7 @@ class Stepped:
         self.now_s = 0.0
         self.engine = TorchEngine(self.runner, self.settings, lambda _: None, clock=lambda: self.now_s)
         self.collector = Collector()
+        self.ids: dict[str, list[int]] = {}
         self.preemptions: Counter[str] = Counter()
 
     def step(self) -> None:
@@ -91,6 +95,10 @@ class Stepped:
         assert 0 <= scheduler.reserved_blocks <= cache.available_blocks
         assert scheduler.running_count <= self.settings.max_num_seqs
         assert not any(sequence.blocks for sequence in scheduler.waiting)
+        for sequence in scheduler.running:
+            if not sequence.request.store_kv:
+                own = sequence.blocks[sequence.published :]
+                assert not any(block in cache.index for block in own), "a block of one that stores nothing is indexed"
         for sequence in [*scheduler.running, *scheduler.waiting]:
             sequence.assert_laws(cache.block_size)
 
@@ -105,10 +113,12 @@ class Stepped:
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
                 item = request(f"r{number}", ids, wish.max_tokens, scope=scope, tenant=wish.tenant, seed=number)
-                if wish.saved:
+                item = replace(item, store_kv=wish.stores)
+                if wish.saved and wish.stores:
                     item = replace(item, save=Save(b"key %d" % number, wish.saved))
                 item = replace(item, timeout_s=wish.timeout_s)
                 self.engine.submit(item, self.collector)
+                self.ids[f"r{number}"] = ids.tolist()
                 expected[f"r{number}"] = undisturbed(ids.tolist(), wish.max_tokens, number, wish.lora)
                 if wish.cancelled_after is not None:
                     cancels.setdefault(step + wish.cancelled_after, []).append(f"r{number}")
@@ -118,6 +128,15 @@ class Stepped:
                 return expected
             self.step()
         raise AssertionError("the workload does not end")
+
+
+def cached_prefixes(cache: PrefixCache) -> list[list[int]]:
+    """Return the tokens of each indexed block, those before it included."""
+    tokens: dict[int, list[int]] = {}
+    for entry in cache.index:
+        above = [] if entry.parent is None else tokens[entry.parent]
+        tokens[entry.block] = above + np.frombuffer(entry.token_bytes, "<i4").tolist()
+    return list(tokens.values())
 
 
 @settings(max_examples=150)
@@ -167,6 +186,9 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     assert not any(engine._runner.adapters._running.values()), "every slot was given back"
     if admission == "worst_case":
         assert not bench.preemptions
+    stored = [bench.ids[f"r{n}"] + expected[f"r{n}"] for n, wish in enumerate(workload) if wish.stores]
+    for held in cached_prefixes(cache):
+        assert any(one[: len(held)] == held for one in stored), "the cache has what only others computed"
     fresh = sample(engine, "warmpath_prompt_tokens_computed_total")
     asked = sample(engine, "warmpath_prompt_tokens_total")
     if not any(wish.cancelled_after is not None or wish.timeout_s < inf for wish in workload):
