@@ -1,0 +1,120 @@
+"""How the model families write tool calls, one grammar each. Source: the tool parsers of vLLM, whose names they have.
+
+What turns out to be no call is text again: all of it that is not a special token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from serve_app.api.tool_calls import CallBegun, CallEnded
+from serve_app.generation.tool_calls.json_call import MakeId, json_call, stream_arguments
+from serve_app.generation.tool_calls.source import Source, Steps
+
+Grammar = Callable[[Source, MakeId, frozenset[str]], Steps[None]]
+"""(text, ids for calls, names of the tools) -> text to show and calls."""
+
+HERMES_OPENS, HERMES_CLOSES = "<tool_call>", "</tool_call>"
+LLAMA3_OPENS = "<|python_tag|>"
+MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NOT_IN_NAME = re.compile(r"[^\w.-]")
+
+
+def hermes(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+    """Read ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write it."""
+    while (yield from source.text_before(HERMES_OPENS)):
+        source.mark(HERMES_OPENS)
+        yield from source.spaces()
+        if not (yield from json_call(source, make_id)):
+            yield source.raw
+            continue
+        yield CallEnded(source.raw)
+        yield from source.spaces()
+        if (yield from source.accept(HERMES_CLOSES)):
+            yield from source.spaces()
+
+
+def llama3_json(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+    """Read ``{"name": ..., "parameters": {...}}`` as a whole answer or after ``<|python_tag|>``; more after ``;``.
+
+    Nothing else marks a call that is a whole answer, so its name has to be a tool's.
+    """
+    source.mark()
+    if (yield from source.spaces()) == "{":
+        yield from _objects(source, make_id, names, ";")
+    else:
+        yield source.raw
+    while (yield from source.text_before(LLAMA3_OPENS)):
+        source.mark()
+        yield from source.spaces()
+        yield from _objects(source, make_id, names, ";")
+
+
+def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+    """Read ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`` or ``[TOOL_CALLS]name[ARGS]{...}``, repeated."""
+    while (yield from source.text_before(MISTRAL_OPENS)):
+        source.mark()
+        after = yield from source.spaces()
+        if after == "[":
+            yield from json_list(source, make_id, names)
+        elif after == "{":
+            yield from _objects(source, make_id, None, ",")
+        else:
+            yield from _named(source, make_id)
+
+
+def json_list(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
+    """Read ``[{"name": ..., "parameters": {...}}, ...]``: what answers that must call are held to."""
+    source.mark()
+    yield from source.spaces()
+    if (yield from source.accept("[")):
+        yield from source.spaces()
+        yield from _objects(source, make_id, None, ",")
+        yield from source.accept("]")
+        yield from source.spaces()
+    else:
+        yield source.raw
+    while (yield from source.peek()):
+        yield source.take(len(source.text) - source.position)
+
+
+def _objects(source: Source, make_id: MakeId, names: frozenset[str] | None, between: str) -> Steps[None]:
+    """Read calls that follow each other; what is read of one that is none is text."""
+    while True:
+        if not (yield from json_call(source, make_id, names)):
+            yield source.raw
+            return
+        yield CallEnded(source.raw)
+        source.mark()
+        if (yield from source.spaces()) == between:
+            source.take(1)
+            yield from source.spaces()
+        if (yield from source.peek()) != "{":
+            return
+
+
+def _named(source: Source, make_id: MakeId) -> Steps[None]:
+    """Read ``name[ARGS]{...}``, where ``[ARGS]`` or an id before it may be missing."""
+    name = yield from _name(source)
+    if name and (yield from source.accept(MISTRAL_ID)):
+        yield from _name(source)
+    yield from source.accept(MISTRAL_ARGUMENTS)
+    if not name or (yield from source.spaces()) != "{":
+        yield source.raw.replace(MISTRAL_ID, "").replace(MISTRAL_ARGUMENTS, "")
+        return
+    yield CallBegun(make_id(), name)
+    yield from stream_arguments(source)
+    yield CallEnded(source.raw)
+    yield from source.spaces()
+
+
+def _name(source: Source) -> Steps[str]:
+    parts: list[str] = []
+    while (yield from source.peek()):
+        found = _NOT_IN_NAME.search(source.text, source.position)
+        end = found.start() if found else len(source.text)
+        parts.append(source.take(end - source.position))
+        if found:
+            break
+    return "".join(parts)

@@ -1,0 +1,223 @@
+"""Tool calls are read the same however the text is cut, and as a naive reader of the whole text reads them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
+from serve_app.generation.tool_calls.grammars import Grammar, hermes, json_list, llama3_json, mistral
+from serve_app.generation.tool_calls.reader import CallReader
+
+NAMES = frozenset({"get_weather", "search"})
+GRAMMARS = [hermes, llama3_json, mistral, json_list]
+every_grammar = pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.__name__)
+
+Read = list[str | tuple[str, str]]
+"""Texts, and (name, arguments) of calls, in order."""
+
+
+def joined(events: list[str | CallEvent]) -> Read:
+    """Put texts that follow each other, and a call's arguments, together; checks that calls begin and end in turn."""
+    found: Read = []
+    open_call = False
+    for event in events:
+        if isinstance(event, str):
+            assert event
+            assert not open_call
+            if found and isinstance(found[-1], str):
+                found[-1] += event
+            else:
+                found.append(event)
+        elif isinstance(event, CallBegun):
+            assert not open_call
+            open_call = True
+            found.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            assert open_call
+            name, arguments = found[-1]
+            found[-1] = (name, arguments + event.json)
+        else:
+            assert isinstance(event, CallEnded)
+            assert open_call
+            open_call = False
+    assert not open_call
+    return found
+
+
+def read(grammar: Grammar, pieces: list[str]) -> Read:
+    ids = itertools.count()
+    reader = CallReader(grammar, lambda: str(next(ids)), NAMES)
+    events = [event for piece in pieces for event in reader.push(piece)]
+    events += reader.flush()
+    found = joined(events)
+    assert reader.calls == sum(isinstance(item, tuple) for item in found)
+    return found
+
+
+MARKERS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '{"name"', ': "search"', ": ",
+    '"arguments"', '"parameters"', "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "search", "12", "null", "text", "é",
+]  # fmt: skip
+anything = st.lists(st.sampled_from(MARKERS) | st.text(max_size=3), max_size=25).map("".join)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str]]:
+    """A text, and its pieces."""
+    text = draw(texts)
+    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=len(text))))
+    ends = [0, *places, len(text)]
+    return text, [text[start:end] for start, end in itertools.pairwise(ends)]
+
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(MARKERS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+arguments = st.dictionaries(st.text(max_size=4) | st.sampled_from(MARKERS), json_values, max_size=3)
+layouts = st.sampled_from([None, 2])
+prose = st.text(st.characters(exclude_characters="<[{|", exclude_categories=["Cs"]), max_size=12)
+
+
+def written(name: str, value: Any, layout: int | None, key: str) -> str:
+    return json.dumps({"name": name, key: value}, indent=layout)
+
+
+calls = st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments, layouts), min_size=1, max_size=3)
+
+
+@st.composite
+def answers(draw: st.DrawFn, grammar: Grammar) -> tuple[str, Read]:
+    """An answer in a family's format, and what it says as the naive reader finds it in the whole text."""
+    before, made = draw(prose), draw(calls)
+    said: list[tuple[str, Any]] = [(name, value) for name, value, _ in made]
+    if grammar is hermes:
+        key = draw(st.sampled_from(["arguments", "parameters"]))
+        space = draw(st.sampled_from(["", "\n"]))
+        tags = [f"<tool_call>{space}{written(*call, key)}{space}</tool_call>" for call in made]
+        text = before + space.join(tags)
+    elif grammar is llama3_json:
+        before = before if draw(st.booleans()) else ""
+        text = (before and before + "<|python_tag|>") + "; ".join(written(*call, "parameters") for call in made)
+    elif grammar is json_list:
+        before = ""
+        text = "[" + ", ".join(written(*call, "parameters") for call in made) + "]"
+    elif draw(st.booleans()):
+        text = before + "[TOOL_CALLS] [" + ", ".join(written(*call, "arguments") for call in made) + "]"
+    else:
+        marks = draw(st.sampled_from(["[ARGS]", "[CALL_ID]abc123XYZ[ARGS]", ""]))
+        text = before + "".join(f"[TOOL_CALLS]{name}{marks}{json.dumps(value)}" for name, value in said)
+    expected = naive(text, grammar)
+    assert [(item[0], json.loads(item[1])) for item in expected if isinstance(item, tuple)] == said
+    return text, ([before] if before.strip() else []) + [item for item in expected if isinstance(item, tuple)]
+
+
+def naive(text: str, grammar: Grammar) -> Read:
+    """Read a whole answer that is well made: look for its marks, decode the JSON at each."""
+    decoder, found = json.JSONDecoder(), Read()
+    named = re.compile(r"\[TOOL_CALLS\](\w+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?=\{)")
+    if grammar is mistral and (mark := named.search(text)):
+        while mark:
+            _, end = decoder.raw_decode(text, mark.end())
+            found.append((mark[1], text[mark.end() : end]))
+            mark = named.match(text, end)
+        return found
+    opening = {hermes: "<tool_call>", llama3_json: "<|python_tag|>", mistral: "[TOOL_CALLS]", json_list: "["}[grammar]
+    if opening in text and not (grammar is llama3_json and text.lstrip().startswith("{")):
+        at = text.index(opening) + len(opening)
+    else:
+        at = 0
+    while (at := text.find("{", at)) >= 0:
+        call, end = decoder.raw_decode(text, at)
+        inner = text.index("{", text.index("arg" if "arguments" in call else "parameters", at))
+        _, inner_end = decoder.raw_decode(text, inner)
+        found.append((call["name"], text[inner:inner_end]))
+        at = end
+    return found
+
+
+@every_grammar
+@given(data=st.data())
+def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Grammar, data: st.DataObject) -> None:
+    """Text before them, their names, and their arguments as they were written; cut anywhere."""
+    text, expected = data.draw(answers(grammar))
+    _, pieces = data.draw(cuts(st.just(text)))
+    assert read(grammar, pieces) == expected
+
+
+@every_grammar
+@given(cut=cuts(anything))
+@example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
+@example(cut=('<tool_call>{"name": "search", "arguments": {"a\\"', ['<tool_call>{"name": "search", "arguments": {"a\\', '"']))
+def test_any_text_is_read_the_same_however_it_is_cut(grammar: Grammar, cut: tuple[str, list[str]]) -> None:
+    """Also what is no call, or breaks off in one."""
+    text, pieces = cut
+    assert read(grammar, pieces) == read(grammar, [text]) == read(grammar, list(text))
+
+
+@every_grammar
+@given(text=st.text(st.characters(exclude_characters="<[{|"), max_size=30))
+def test_text_without_a_call_is_text_at_once(grammar: Grammar, text: str) -> None:
+    """Nothing of it is lost, and no character waits for the next."""
+    assert "".join(str(item) for item in read(grammar, [text])) == text
+    if text.strip() and grammar is not json_list:
+        reader = CallReader(grammar, str, NAMES)
+        assert "".join(map(str, reader.push(text))) == text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "shown"),
+    [
+        (hermes, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>"),
+        (hermes, '<tool_call>{"nome": "search"}</tool_call>', '<tool_call>{"nome": "search"}</tool_call>'),
+        (hermes, '<tool_call>{"name": "search", "arguments": 3}', '<tool_call>{"name": "search", "arguments": 3}'),
+        (hermes, 'a <tool_call>{"name": "sea', 'a <tool_call>{"name": "sea'),
+        (hermes, "a < b <tool", "a < b <tool"),
+        (llama3_json, '{"answer": 42}', '{"answer": 42}'),
+        (llama3_json, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}'),
+        (llama3_json, "<|python_tag|>print(1)", "print(1)"),
+        (mistral, "[TOOL_CALLS] none", " none"),
+        (mistral, "[TOOL_CALLS]search[ARGS]oops", "searchoops"),
+        (mistral, "[1, 2]", "[1, 2]"),
+    ],
+)
+def test_what_is_no_call_is_text(grammar: Grammar, text: str, shown: str) -> None:
+    """All of it but special tokens, which no text shows."""
+    assert read(grammar, [text]) == [shown]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    """The name goes first; what is known of the arguments is not held back."""
+    reader = CallReader(hermes, lambda: "call_1", NAMES)
+    assert reader.push('Look: <tool_call>{"name": "search", "arguments": ') == ["Look: "]
+    assert reader.push('{"q": "a') == [CallBegun("call_1", "search"), CallArguments('{"q": "a')]
+    assert reader.push(' b"') == [CallArguments(' b"')]
+    assert reader.push("}") == [CallArguments("}")]
+    (ended,) = reader.push("}")
+    assert ended == CallEnded('<tool_call>{"name": "search", "arguments": {"q": "a b"}}')
+    assert reader.push("\n</tool_call>") + reader.flush() == []
+
+
+def test_arguments_before_the_name_wait_for_it() -> None:
+    """As early Hermes models write them."""
+    assert read(hermes, ['<tool_call>{"arguments": {"q": 1}, "name": "search"}</tool_call>']) == [("search", '{"q": 1}')]
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    """Clients decode an object."""
+    assert read(hermes, ['<tool_call>{"name": "search"}</tool_call> done']) == [("search", "{}"), "done"]
+
+
+def test_a_call_that_breaks_off_ends() -> None:
+    """A stream has begun it; what has been written of its arguments is told."""
+    reader = CallReader(hermes, lambda: "1", NAMES)
+    reader.push('<tool_call>{"name": "search", "arguments": {"q": [1')
+    assert reader.flush() == [CallEnded('<tool_call>{"name": "search", "arguments": {"q": [1')]
