@@ -32,6 +32,7 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
+from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.http import error_headers, json_response, read_body
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -115,6 +116,7 @@ def application(config: AppConfig) -> FastAPI:
         preparer,
         LocalEngine(engine),
         tokenizer,
+        tool_calls_of(tokenizer, config.tool_parser),
         IngressMetrics(),
         UsageTable(),
         front_door,

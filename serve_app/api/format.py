@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+"""Why a choice ended; "tool_calls" where it stopped after calls of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer."""
+    """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole."""
 
     text: str
     finish_reason: FinishReason
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ class AnswerStream(Protocol):
 
     def text(self, index: int, text: str) -> bytes:
         """Add text to a choice."""
+
+    def call(self, index: int, event: CallEvent) -> bytes:
+        """Add a part of a tool call to a choice, where the API has tools."""
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         """End a choice."""

@@ -42,9 +42,10 @@ def must_be(demand: str) -> PydanticCustomError:
     return PydanticCustomError("must_be", demand)
 
 
-def refused(path: str) -> InvalidRequest:
+def refused(path: str, instead: str = "") -> InvalidRequest:
     """Return the error for a field that would change the answer, and has no effect here."""
-    return InvalidRequest(f"{path} is not supported by this version; leave it out.", param=path)
+    remedy = f"use {instead}" if instead else "leave it out"
+    return InvalidRequest(f"{path} is not supported by this version; {remedy}.", param=path)
 
 
 def _whole(value: Any) -> Any:
@@ -64,6 +65,7 @@ class JsonBody(BaseModel):
     """The JSON object that a request's body is, or an object inside it.
 
     ``refused``: fields of the outermost object that would change the answer, but have no effect here.
+    ``instead``: what does what a refused field would.
     ``bounded``: the most values, nested ones counted, in fields of it that a client could make very many of.
     ``nullable``: fields of it in which null says something; absent ones are not in ``model_fields_set``.
     ``without_effect``: fields of it that are known, and change nothing wherever they are given.
@@ -72,6 +74,7 @@ class JsonBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     refused: ClassVar[Refused] = {}
+    instead: ClassVar[Mapping[str, str]] = {}
     bounded: ClassVar[Mapping[str, int]] = {}
     nullable: ClassVar[frozenset[str]] = frozenset()
     without_effect: ClassVar[frozenset[str]] = frozenset()
@@ -104,7 +107,7 @@ class JsonBody(BaseModel):
         fields = {name: field for name, field in value.items() if field is not None or name in cls.nullable}
         for name, field in fields.items():
             if name in cls.refused and not any(field == harmless for harmless in cls.refused[name]):
-                raise refused(name)
+                raise refused(name, cls.instead.get(name, ""))
         return fields
 
     @classmethod

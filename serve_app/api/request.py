@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from serve_app.api.tool_calls import NO_TOOLS, ToolUse
 from serve_app.api.unknown import UnknownField
 
 Prompt = str | tuple[int, ...]
@@ -59,7 +60,7 @@ class RequestFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
-    """A conversation; each of ``messages`` has string ``role`` and ``content``."""
+    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``."""
 
     prompt_field = "messages"
 
@@ -67,6 +68,7 @@ class ChatRequest(RequestFields):
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse = NO_TOOLS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

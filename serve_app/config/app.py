@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -49,6 +49,10 @@ class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, C
     request_timeout_s: Seconds = Field(600.0, gt=0, description="a request that takes longer is ended with an error")
     strict: bool = Field(
         False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
+    )
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto",
+        description="how the model writes tool calls (vLLM's names); auto: as its chat template and special tokens say",
     )
     allowed_hosts: list[str] | None = Field(
         None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from serve_app.api.format import FinishReason
+from serve_app.api.tool_calls import CallEvent
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
@@ -28,7 +29,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that one choice gained (maybe none). ``cached_tokens`` and ``save`` only in its first piece."""
+    """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone."""
 
     index: int
     text: str
@@ -36,6 +37,10 @@ class Piece:
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     save: SaveResult | None = None
+    calls: tuple[CallEvent, ...] = ()
+
+
+Pieces = AsyncGenerator[Piece, None]
 
 
 async def choice_pieces(
@@ -86,19 +91,24 @@ async def answer_pieces(
     make_decoder: Callable[[], Detokenizer],
     stop: tuple[str, ...],
     place: Place,
+    reading: Callable[[Pieces], Pieces] = lambda pieces: pieces,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
 
-    One failing choice ends all; closing it cancels all.
+    ``reading``: what the pieces of each choice go through. One failing choice ends all; closing it cancels all.
     """
+
+    def begin(index: int, generation: Generation) -> Pieces:
+        return reading(choice_pieces(index, generation, source, make_decoder(), stop))
+
     try:
         if len(generations) == 1:
-            async with aclosing(choice_pieces(0, generations[0], source, make_decoder(), stop)) as stream:
+            async with aclosing(begin(0, generations[0])) as stream:
                 async for piece in stream:
                     yield piece
             return
         ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        streams = (choice_pieces(i, g, source, make_decoder(), stop) for i, g in enumerate(generations))
+        streams = (begin(index, generation) for index, generation in enumerate(generations))
 
         async def pump() -> None:
             try:

@@ -163,12 +163,20 @@ class Preparer:
         contents = [str(message.get("content") or "") for message in messages]
         chars = sum(map(len, contents))
         self._check_size(request, chars, at_least_tokens=len(messages))
+        tools = request.tool_use.tools if self._tokenizer.template.reads_tools else ()
+        chars += len(str(tools)) if tools else 0
+        chars += sum(len(str(message["tool_calls"])) for message in messages if "tool_calls" in message)
         if not request.apply_chat_template:
             leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
             yield await encode("".join(contents), add_special_tokens=True), "".join(contents[:leading])
             return
         rendered = await self._tokenizer.render_async(
-            messages, tenant, chars, add_generation_prompt=request.add_generation_prompt, **request.chat_template_kwargs
+            messages,
+            tenant,
+            chars,
+            tools,
+            add_generation_prompt=request.add_generation_prompt,
+            **request.chat_template_kwargs,
         )
         yield await encode(rendered.text), rendered.system_text
 

@@ -8,13 +8,15 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api import sse
-from serve_app.api.format import AnswerFormat, AnswerHead, Choice, FinishReason, Usage
-from serve_app.api.request import GenerateRequest
+from serve_app.api.format import AnswerFormat, AnswerHead, Usage
+from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import UnknownField, ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
@@ -22,6 +24,8 @@ from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
+from serve_app.generation.tool_calls.pieces import WholeChoice
+from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.http import TimedStream, json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
@@ -53,6 +57,7 @@ class Completions:
         preparer: Preparer,
         source: TokenSource,
         tokenizer: PromptTokenizer,
+        tool_calls: ToolCalls,
         metrics: IngressMetrics,
         traffic: UsageTable,
         front_door: FrontDoor,
@@ -63,6 +68,7 @@ class Completions:
         self._preparer = preparer
         self._source = source
         self._tokenizer = tokenizer
+        self._tool_calls = tool_calls
         self._metrics = metrics
         self._traffic = traffic
         self._front_door = front_door
@@ -82,6 +88,9 @@ class Completions:
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
         """
+        use = wanted.tool_use if isinstance(wanted, ChatRequest) else NO_TOOLS
+        self._tool_calls.check(use)
+        shown = self._tool_calls.shown_tokens(use)
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
         body_bytes, timeout_s = arrival.body_bytes, self.request_timeout_s
@@ -89,7 +98,8 @@ class Completions:
         generations = await until_disconnect(request, begun)
         place = arrival.hand_over()
         try:
-            pieces = answer_pieces(generations, self._source, self._tokenizer.decoder, wanted.stop, place)
+            decoder, reading = partial(self._tokenizer.decoder, shown), self._tool_calls.reading(use)
+            pieces = answer_pieces(generations, self._source, decoder, wanted.stop, place, reading)
             pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
             answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
@@ -189,6 +199,8 @@ class Completions:
                 events += stream.opening(piece.index, usage.total())
             if piece.text:
                 events += stream.text(piece.index, piece.text)
+            for call in piece.calls:
+                events += stream.call(piece.index, call)
             if piece.finish_reason is not None:
                 events += stream.finish(piece.index, piece.finish_reason)
             return events
@@ -213,16 +225,12 @@ class Completions:
 
 
 async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response:
-    texts = [""] * answer.choices
-    reasons: list[FinishReason] = ["length"] * answer.choices
+    choices = [WholeChoice() for _ in range(answer.choices)]
     async with aclosing(answer.pieces) as pieces:
         async for piece in pieces:
             answer.usage.add(piece)
-            texts[piece.index] += piece.text
-            if piece.finish_reason is not None:
-                reasons[piece.index] = piece.finish_reason
-    choices = [Choice(text, reason) for text, reason in zip(texts, reasons, strict=True)]
-    body = answer.format.whole(answer.head, choices, answer.usage.total())
+            choices[piece.index].add(piece)
+    body = answer.format.whole(answer.head, [choice.choice() for choice in choices], answer.usage.total())
     return json_response(body, headers=warning_headers(answer.usage.save, unknown))
 
 

@@ -35,6 +35,7 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.prepare import Limits, Preparer
+from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
@@ -247,6 +248,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             preparer,
             dispatcher,
             tokenizer,
+            tool_calls_of(tokenizer, config.tool_parser),
             metrics,
             traffic,
             front_door,

@@ -14,6 +14,8 @@ from jinja2.exceptions import TemplateError
 from serve_app.errors import InvalidRequest
 
 _WORD = re.compile(r"\w+")
+_USERS_WORDS = "\ue000\ue001\ue000"
+"""Characters for private use, which no template has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +34,29 @@ class ChatTemplate:
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
 
+    @property
+    def source(self) -> str:
+        """The template's text; of several by name, all."""
+        return str(self._tokenizer.chat_template or "")
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template has the variable ``tools``."""
+        return not any(self.unread(["tools"]))
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> RenderedPrompt:
         """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
 
         ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
-        the whole ("" without a system message, or if the template refuses it). Raises InvalidRequest when there is
-        no template, or the template refuses the messages.
+        the whole ("" without a system message, or if the template refuses it). With ``tools`` it is what comes before
+        the first message that is no system message, for templates write tools before, after or in the place of
+        a system prompt. Raises InvalidRequest when there is no template, or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
@@ -49,8 +66,10 @@ class ChatTemplate:
         for name in kwargs:
             if name in self._reserved:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
-        text = self._apply(messages, add_generation_prompt, kwargs)
+        text = self._apply(messages, add_generation_prompt, kwargs, tools)
         leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        if tools:
+            return RenderedPrompt(text, self._before_users_words(text, messages[:leading], kwargs, tools))
         if not leading:
             return RenderedPrompt(text, "")
         try:
@@ -67,13 +86,36 @@ class ChatTemplate:
         words = frozenset(_WORD.findall(str(self._tokenizer.chat_template)))
         return (name for name in names if name not in words)
 
+    def _before_users_words(
+        self,
+        text: str,
+        leading: Sequence[Mapping[str, Any]],
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> str:
+        """Return what every conversation of these system messages and tools begins with; "" if ``text`` does not."""
+        try:
+            probe = self._apply((*leading, {"role": "user", "content": _USERS_WORDS}), False, kwargs, tools)
+        except InvalidRequest:
+            return ""
+        before, found, _ = probe.partition(_USERS_WORDS)
+        return before if found and text.startswith(before) else ""
+
     def _apply(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
+                    messages,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **kwargs,
                 )
             )
         except TemplateError as error:

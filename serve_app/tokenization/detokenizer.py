@@ -6,7 +6,7 @@ Detokenization never shows half a character, and the search for stop strings nev
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serve_app.tokenization.segmenter import component_state
@@ -28,9 +28,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        )
+        self._special: dict[int, str] = {
+            token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         state = component_state(tokenizer.decoder)
         if state is not None and state.get("type") == "Sequence" and len(state["decoders"]) == 1:
             (state,) = state["decoders"]
@@ -41,6 +41,16 @@ class TokenTexts:
     def is_special(self, token_id: int) -> bool:
         """Tell whether the token is left out of the text."""
         return token_id in self._special
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """What the special tokens are called."""
+        return frozenset(self._special.values())
+
+    def special(self, words: Iterable[str]) -> dict[int, str]:
+        """Return those special tokens that are one of the words, by id."""
+        wanted = frozenset(words)
+        return {token_id: word for token_id, word in self._special.items() if word in wanted}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token of a byte-level tokenizer; b"" for a special or unknown one."""
@@ -66,10 +76,13 @@ class Detokenizer:
     the tokens since the last text, so spaces come out as in the whole (sentencepiece drops the first one). There,
     a run of byte tokens is shown as soon as it is valid UTF-8; only a run that later turns invalid, or looks
     unfinished for ``MAX_HELD_TOKENS``, can differ from the decoding of the whole.
+
+    ``shown``: special tokens that are text too, where others are left out.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
         self._texts = texts
+        self._special = shown or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown_ids: list[int] = []
         self._held_ids: list[int] = []
@@ -78,16 +91,28 @@ class Detokenizer:
         """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
         texts = self._texts
         if texts.byte_level:
-            return self._utf8.decode(b"".join(map(texts.token_bytes, token_ids)))
-        return "".join(self._push_one(token_id) for token_id in token_ids if not texts.is_special(token_id))
+            if not self._special:
+                return self._utf8.decode(b"".join(map(texts.token_bytes, token_ids)))
+            parts = (self._special.get(token_id) for token_id in token_ids)
+            return self._utf8.decode(
+                b"".join(
+                    texts.token_bytes(token_id) if part is None else part.encode()
+                    for token_id, part in zip(token_ids, parts, strict=True)
+                )
+            )
+        return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:
-        """Return what is still held (U+FFFD for a character that never became whole); call it once, at the end."""
+        """Return what is still held (U+FFFD for a character that never became whole)."""
         if self._texts.byte_level:
             return self._utf8.decode(b"", final=True)
         return self._show(self._window_text()) if self._held_ids else ""
 
     def _push_one(self, token_id: int) -> str:
+        if token_id in self._special:
+            return self.flush() + self._special[token_id]
+        if self._texts.is_special(token_id):
+            return ""
         self._held_ids.append(token_id)
         text = self._window_text()
         if text.endswith("\ufffd") and len(self._held_ids) < MAX_HELD_TOKENS:

@@ -126,11 +126,27 @@ class PromptTokenizer:
         with self._cache.lock:
             return self._cache.stats()
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The special tokens' texts."""
+        return self._texts.special_tokens
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The checkpoint's own chat template."""
+        return self._template
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **template_kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        offered: Sequence[Mapping[str, Any]] = (),
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
     ) -> RenderedPrompt:
-        """Apply the checkpoint's own chat template; see ``ChatTemplate.render``."""
-        return self._template.render(messages, add_generation_prompt, template_kwargs)
+        """Apply the checkpoint's own chat template; see ``ChatTemplate.render``. ``offered``: tools."""
+        return self._template.render(messages, add_generation_prompt, template_kwargs, offered)
 
     def unread_variables(self, names: Iterable[str]) -> Iterator[str]:
         """Yield what the chat template does not read; see ``ChatTemplate.unread``."""
@@ -152,6 +168,7 @@ class PromptTokenizer:
         messages: Sequence[Mapping[str, Any]],
         tenant: str,
         chars: int,
+        offered: Sequence[Mapping[str, Any]] = (),
         /,
         *,
         add_generation_prompt: bool = True,
@@ -159,10 +176,12 @@ class PromptTokenizer:
     ) -> RenderedPrompt:
         """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn.
 
-        ``chars``: of all contents.
+        ``chars``: of all contents and tools.
         """
         size = chars + MESSAGE_CHARS * len(messages)
-        render = partial(self.render_chat, messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        render = partial(
+            self.render_chat, messages, offered, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
 
     async def encode_async(
@@ -198,9 +217,9 @@ class PromptTokenizer:
         root = public_root + root if public_blocks else root
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
 
-    def decoder(self) -> Detokenizer:
-        """Return a decoder for the tokens of one answer."""
-        return Detokenizer(self._texts)
+    def decoder(self, shown: Iterable[str] = ()) -> Detokenizer:
+        """Return a decoder for the tokens of one answer. ``shown``: special tokens that it does not leave out."""
+        return Detokenizer(self._texts, self._texts.special(shown) if shown else None)
 
     def _find_template_ids(self) -> tuple[TokenArray, TokenArray]:
         """Return the ids that ``add_special_tokens`` puts before and after a text that is cut into segments."""

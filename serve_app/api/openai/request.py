@@ -13,7 +13,18 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
+from serve_app.api.openai.tools import (
+    MAX_TOOL_VALUES,
+    TOOL_FIELDS,
+    Function,
+    NamedChoice,
+    ToolChoice,
+    Tools,
+    call_for_template,
+    tool_use,
+)
 from serve_app.api.request import ChatRequest, CompletionRequest, Prompt
+from serve_app.api.tool_calls import ToolUse
 from serve_app.errors import InvalidRequest
 
 MAX_CHOICES = 16
@@ -104,7 +115,7 @@ class Message(TypedDict):
     content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
     name: NotRequired[Text1024]
     tool_call_id: NotRequired[Text1024]
-    tool_calls: NotRequired[Unused]
+    tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
     function_call: NotRequired[Unused]
     audio: NotRequired[Unused]
 
@@ -121,6 +132,7 @@ _INNER_FIELDS = (
     *(f"stream_options.{name}" for name in StreamOptions.model_fields),
     *(f"messages[].{name}" for name in _MESSAGE_FIELDS),
     *(f"messages[].content[].{name}" for name in _PART_FIELDS),
+    *TOOL_FIELDS,
 )
 
 
@@ -186,11 +198,10 @@ class GenerationBody(JsonBody):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17}
+    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES}
+    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
     refused: ClassVar[Refused] = {
         **_REFUSED,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -212,11 +223,17 @@ class ChatBody(GenerationBody):
         {}, description="variables of the chat template, but no special tokens"
     )
 
+    tools: Tools = Field([], description="functions that the model may call")
+    tool_choice: ToolChoice = Field("auto", description="whether the model may or must call, and what")
+    parallel_tool_calls: Flag = Field(True, description="false: the answer ends with its first call")
+
     def request(self, ignored: Iterable[str] = ()) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together.
 
         ``ignored``: paths of fields of messages that nothing reads.
         """
+        if self.tools and not self.apply_chat_template:
+            raise InvalidRequest("tools need apply_chat_template to be true.", param="tools")
         for name in ("messages", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
@@ -228,8 +245,22 @@ class ChatBody(GenerationBody):
             apply_chat_template=self.apply_chat_template,
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.chat_template_kwargs,
-            **self.common([*ignored, *in_parts]),
+            tool_use=self._tool_use(),
+            **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )
+
+    def _ignored_in_tools(self) -> set[str]:
+        outer = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
+        return outer | {f"tools[].function.{name}" for tool in self.tools for name in tool.function.model_extra or ()}
+
+    def _tool_use(self) -> ToolUse:
+        choice = self.tool_choice
+        functions = [
+            Function(tool.function.name, tool.function.description, tool.function.parameters) for tool in self.tools
+        ]
+        if isinstance(choice, NamedChoice):
+            return tool_use(functions, "auto", choice.function.name)
+        return tool_use(functions, choice, parallel=self.parallel_tool_calls)
 
 
 class CompletionBody(GenerationBody):
@@ -291,10 +322,16 @@ def _for_template(message: Message, index: int, in_parts: set[str]) -> dict[str,
         content = "" if absent else _joined(content, f"messages[{index}].content", in_parts)
     shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
     if len(message) > 2 or "content" not in message:
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if message.get(name) not in (None, []):
-                raise refused(f"messages[{index}].{name}")
+                raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
         shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+        calls = message.get("tool_calls")
+        if calls:
+            path = f"messages[{index}].tool_calls"
+            if role != "assistant":
+                raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
+            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]") for i, call in enumerate(calls)]
     return shown
 
 

@@ -5,6 +5,7 @@ A stream encodes what all its chunks share once, because there is a chunk for ne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, Usage
 from serve_app.api.sse import data_event
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
 
 DONE = b"data: [DONE]\n\n"
@@ -32,7 +34,7 @@ class ChatFormat:
         shown = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": None,
                 "finish_reason": choice.finish_reason,
             }
@@ -65,6 +67,17 @@ class CompletionFormat:
     error = staticmethod(openai_error)
 
 
+def _message(choice: Choice) -> dict[str, Any]:
+    message = {"role": "assistant", "content": choice.text, "refusal": None}
+    if not choice.calls:
+        return message
+    calls = [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in choice.calls
+    ]
+    return {**message, "content": choice.text or None, "tool_calls": calls}
+
+
 class _Chunks(NamedTuple):
     """What a chunk says of its choice, as JSON: when it begins (b"": there is no such chunk), with text, at the end."""
 
@@ -85,12 +98,25 @@ class _Stream:
         self._start = _encode(shared)[:-1] + b","
         self._end = b',"usage":null}' if head.include_usage else b"}"
         self._chunks = chunks
+        self._calls: Counter[int] = Counter()
 
     def opening(self, index: int, usage: Usage) -> bytes:
         return self._chunk(index, self._chunks.opening, b"null") if self._chunks.opening else b""
 
     def text(self, index: int, text: str) -> bytes:
         return self._chunk(index, self._chunks.text % _encode(text), b"null")
+
+    def call(self, index: int, event: CallEvent) -> bytes:
+        """Add a call to the choice's, with its name, or arguments to its last one."""
+        if isinstance(event, CallBegun):
+            function = {"name": event.name, "arguments": ""}
+            delta = {"index": self._calls[index], "id": event.call_id, "type": "function", "function": function}
+            self._calls[index] += 1
+        elif isinstance(event, CallArguments):
+            delta = {"index": self._calls[index] - 1, "function": {"arguments": event.json}}
+        else:
+            return b""
+        return self._chunk(index, b'"delta":{"tool_calls":[%b]}' % _encode(delta), b"null")
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk(index, self._chunks.finish, _encode(reason))

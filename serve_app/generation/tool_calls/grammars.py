@@ -57,7 +57,7 @@ def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[Non
         source.mark()
         after = yield from source.spaces()
         if after == "[":
-            yield from json_list(source, make_id, names)
+            yield from _list(source, make_id)
         elif after == "{":
             yield from _objects(source, make_id, None, ",")
         else:
@@ -67,16 +67,22 @@ def mistral(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[Non
 def json_list(source: Source, make_id: MakeId, names: frozenset[str]) -> Steps[None]:
     """Read ``[{"name": ..., "parameters": {...}}, ...]``: what answers that must call are held to."""
     source.mark()
-    yield from source.spaces()
-    if (yield from source.accept("[")):
-        yield from source.spaces()
-        yield from _objects(source, make_id, None, ",")
-        yield from source.accept("]")
-        yield from source.spaces()
+    if (yield from source.spaces()) == "[":
+        yield from _list(source, make_id)
     else:
         yield source.raw
     while (yield from source.peek()):
+        source.mark()
         yield source.take(len(source.text) - source.position)
+
+
+def _list(source: Source, make_id: MakeId) -> Steps[None]:
+    """Read calls between brackets, the first of which is next."""
+    source.take(1)
+    yield from source.spaces()
+    yield from _objects(source, make_id, None, ",")
+    if (yield from source.accept("]")):
+        yield from source.spaces()
 
 
 def _objects(source: Source, make_id: MakeId, names: frozenset[str] | None, between: str) -> Steps[None]:

@@ -20,6 +20,7 @@ from serve_app.errors import Overloaded
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import Stopping
@@ -57,7 +58,15 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
     tokenizer.decoder().push.return_value = "x"
     tokenizer.decoder().flush.return_value = ""
     completions = Completions(
-        preparer, source, tokenizer, IngressMetrics(), UsageTable(), door, Stopping(), request_timeout_s=60
+        preparer,
+        source,
+        tokenizer,
+        ToolCalls(None, reads_tools=False),
+        IngressMetrics(),
+        UsageTable(),
+        door,
+        Stopping(),
+        request_timeout_s=60,
     )
     wanted = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
 

@@ -144,7 +144,7 @@ def test_prompts_come_in_four_forms(prompt: Any, prompts: tuple[Any, ...]) -> No
         ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0]"),
         ({"temperature": -0.1}, "temperature"), ({"temperature": 2.1}, "temperature"),
         ({"temperature": "1"}, "temperature"), ({"temperature": True}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
@@ -197,7 +197,6 @@ def test_prompts_times_n_is_bounded() -> None:
     ("fields", "neutral"),
     [
         ({"logprobs": True}, {"logprobs": False}), ({"top_logprobs": 3}, {"top_logprobs": 0}),
-        ({"tools": [{"type": "function"}]}, {"tools": []}), ({"tool_choice": "required"}, {"tool_choice": "auto"}),
         ({"functions": [{}]}, {"functions": []}), ({"logit_bias": {"5": 1}}, {"logit_bias": {}}),
         ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}),
         ({"presence_penalty": 0.5}, {"presence_penalty": 0}), ({"frequency_penalty": -1}, {"frequency_penalty": 0.0}),
@@ -259,8 +258,8 @@ def test_a_broken_body_is_a_400(kind: str, raw: bytes) -> None:
 FIELDS = """
     model messages prompt n best_of max_tokens max_completion_tokens temperature top_p top_k min_p seed stop stream
     stream_options cache_salt prompt_cache_key chat_template_kwargs apply_chat_template add_generation_prompt
-    ignore_eos tools tool_choice logprobs logit_bias response_format echo suffix lora_name prompt_ref
-    role content type text include_usage
+    ignore_eos tools tool_choice tool_calls function parameters logprobs logit_bias response_format echo suffix
+    lora_name prompt_ref role content type text include_usage
 """
 NAMES = st.sampled_from(FIELDS.split())
 SCALARS = st.one_of(

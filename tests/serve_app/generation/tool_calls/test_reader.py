@@ -62,8 +62,9 @@ def read(grammar: Grammar, pieces: list[str]) -> Read:
 
 
 MARKERS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '{"name"', ': "search"', ": ",
-    '"arguments"', '"parameters"', "{", "}", "[", "]", '"', "\\", ",", ";", ":", " ", "\n", "search", "12", "null", "text", "é",
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '{"name"', ': "search"',
+    '"arguments"', '"parameters"', "{", "}", "[", "]", '"', "\\", ",", ";", ":", ": ", " ", "\n", "search", "12",
+    "null", "text", "é",
 ]  # fmt: skip
 anything = st.lists(st.sampled_from(MARKERS) | st.text(max_size=3), max_size=25).map("".join)
 
@@ -156,7 +157,7 @@ def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Grammar,
 @every_grammar
 @given(cut=cuts(anything))
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
-@example(cut=('<tool_call>{"name": "search", "arguments": {"a\\"', ['<tool_call>{"name": "search", "arguments": {"a\\', '"']))
+@example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
 def test_any_text_is_read_the_same_however_it_is_cut(grammar: Grammar, cut: tuple[str, list[str]]) -> None:
     """Also what is no call, or breaks off in one."""
     text, pieces = cut
@@ -185,6 +186,8 @@ def test_text_without_a_call_is_text_at_once(grammar: Grammar, text: str) -> Non
         (llama3_json, '{"name": "Ann", "parameters": {}}', '{"name": "Ann", "parameters": {}}'),
         (llama3_json, "<|python_tag|>print(1)", "print(1)"),
         (mistral, "[TOOL_CALLS] none", " none"),
+        (mistral, "[TOOL_CALLS][none]", "[none]"),
+        (json_list, "[none] of it", "[none] of it"),
         (mistral, "[TOOL_CALLS]search[ARGS]oops", "searchoops"),
         (mistral, "[1, 2]", "[1, 2]"),
     ],
@@ -208,12 +211,22 @@ def test_arguments_come_while_they_are_written() -> None:
 
 def test_arguments_before_the_name_wait_for_it() -> None:
     """As early Hermes models write them."""
-    assert read(hermes, ['<tool_call>{"arguments": {"q": 1}, "name": "search"}</tool_call>']) == [("search", '{"q": 1}')]
+    assert read(hermes, ['<tool_call>{"arguments": {"q": 1}, "name": "f"}</tool_call>']) == [("f", '{"q": 1}')]
 
 
 def test_a_call_without_arguments_has_none() -> None:
     """Clients decode an object."""
     assert read(hermes, ['<tool_call>{"name": "search"}</tool_call> done']) == [("search", "{}"), "done"]
+
+
+def test_text_after_a_call_is_text() -> None:
+    """Whatever comes in the place of a closing tag."""
+    call = '{"name": "search", "arguments": {}}'
+    assert read(hermes, [f"<tool_call>{call}\n so"]) == [("search", "{}"), "so"]
+    assert read(mistral, [f"[TOOL_CALLS][{call}] so [TOOL_CALLS]search[ARGS]{{}}"]) == [
+        ("search", "{}"), "so ", ("search", "{}"),
+    ]  # fmt: skip
+    assert read(json_list, [f"[{call}]\nso"]) == [("search", "{}"), "so"]
 
 
 def test_a_call_that_breaks_off_ends() -> None:

@@ -1,0 +1,156 @@
+"""OpenAI's ``tools``, ``tool_choice`` and the calls in an assistant's message -> ToolUse, and what templates read.
+
+Owns the bounds of what a client may offer, for templates and grammars walk through all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from pydantic import Field
+
+from serve_app.api.json_body import Flag, JsonBody, Must
+from serve_app.api.tool_calls import NO_TOOLS, Tool, ToolUse
+from serve_app.errors import InvalidRequest
+
+MAX_TOOLS = 128
+MAX_TOOL_VALUES = 1 << 14
+"""Values of all tools of a request, nested ones counted."""
+MAX_TOOL_DEPTH = 32
+MAX_DESCRIPTION_CHARS = 1 << 15
+
+FunctionName = Annotated[
+    str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$"), Must("1 to 64 letters, digits, dots, dashes and underscores")
+]  # fmt: skip
+Description = Annotated[
+    str | None, Field(max_length=MAX_DESCRIPTION_CHARS), Must(f"a string of at most {MAX_DESCRIPTION_CHARS} characters")
+]
+Parameters = Annotated[dict[str, Any] | None, Must("an object, the JSON Schema of the arguments")]
+FUNCTION = Annotated[Literal["function"], Must('"function": other tools are not supported by this version')]
+
+
+class FunctionBody(JsonBody):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Description = None
+    parameters: Parameters = Field(None, description="the JSON Schema of its arguments")
+    strict: Flag | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+
+
+class ToolBody(JsonBody):
+    """A tool of a chat."""
+
+    type: FUNCTION
+    function: Annotated[FunctionBody, Must("an object with name, description and parameters")]
+
+
+Tools = Annotated[
+    list[Annotated[ToolBody, Must("an object with type and function")]],
+    Field(max_length=MAX_TOOLS),
+    Must(f"a list of at most {MAX_TOOLS} tools"),
+]
+
+
+class FunctionChoice(JsonBody):
+    """Which function a chat has to call."""
+
+    name: FunctionName
+
+
+class NamedChoice(JsonBody):
+    """A function that has to be called."""
+
+    type: FUNCTION
+    function: Annotated[FunctionChoice, Must("an object with name")]
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedChoice,
+    Must('"none", "auto", "required", or {"type": "function", "function": {"name": "..."}}'),
+]
+TOOL_FIELDS = ("tools[].type", "tools[].function", *(f"tools[].function.{name}" for name in FunctionBody.model_fields))
+
+
+class Function(NamedTuple):
+    """A function, from wherever a body names it."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+
+    def for_template(self) -> Tool:
+        """Return it as templates read tools; equal ones are equal text, in whatever order their fields came."""
+        shown = {field: value for field, value in self._asdict().items() if value is not None}
+        return {"type": "function", "function": shown}
+
+
+def tool_use(functions: Sequence[Function], choice: str, only: str = "", *, parallel: bool = True) -> ToolUse:
+    """Return what a request offers. ``choice``: none, auto or required; ``only``: the one that has to be called.
+
+    Raises InvalidRequest for tools that are too large, and for a choice that goes with none of them.
+    """
+    names = [function.name for function in functions]
+    if only and only not in names:
+        raise InvalidRequest(f"tool_choice names {only!r}, which is not among tools.", param="tool_choice")
+    if not functions:
+        if choice == "required":
+            raise InvalidRequest('tool_choice "required" needs tools.', param="tool_choice")
+        return NO_TOOLS
+    if len(set(names)) < len(names):
+        raise InvalidRequest("tools must have names that differ.", param="tools")
+    for values, depth in enumerate(_depths([function.parameters for function in functions])):
+        if depth > MAX_TOOL_DEPTH or values > MAX_TOOL_VALUES:
+            bounds = f"{MAX_TOOL_VALUES} values, nested at most {MAX_TOOL_DEPTH} deep"
+            raise InvalidRequest(f"tools must hold at most {bounds}.", param="tools")
+    return ToolUse(
+        tools=tuple(function.for_template() for function in functions),
+        may_call=choice != "none",
+        must_call=choice == "required" or bool(only),
+        only=only,
+        parallel=parallel and not only,
+    )
+
+
+def _depths(root: Any) -> Iterator[int]:
+    """Yield how deep each value lies; not by recursion, which a client could exhaust."""
+    left = [(root, 0)]
+    while left:
+        value, depth = left.pop()
+        yield depth
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        left.extend((one, depth + 1) for one in inner)
+
+
+def call_for_template(call: Any, path: str) -> dict[str, Any]:
+    """Return one of a message's ``tool_calls`` as templates read it, with its arguments as an object.
+
+    Raises InvalidRequest.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or call.get("type", "function") != "function":
+        example = '{"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}'
+        raise InvalidRequest(f"{path} must be a call like {example}.", param=path)
+    shown = {"type": "function", "function": called(function, f"{path}.function")}
+    call_id = call.get("id")
+    if call_id is not None:
+        if not isinstance(call_id, str) or len(call_id) > 1024:
+            raise InvalidRequest(f"{path}.id must be a string of at most 1024 characters.", param=f"{path}.id")
+        shown = {"id": call_id, **shown}
+    return shown
+
+
+def called(function: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the name and arguments of a call, the latter as an object. Raises InvalidRequest."""
+    name, arguments = function.get("name"), function.get("arguments") or "{}"
+    if not isinstance(name, str) or not name:
+        raise InvalidRequest(f"{path}.name must be a string that is not empty.", param=f"{path}.name")
+    try:
+        read = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        read = None
+    if not isinstance(read, dict):
+        raise InvalidRequest(f"{path}.arguments must be the JSON of an object, as text.", param=f"{path}.arguments")
+    return {"name": name, "arguments": read}

@@ -1,0 +1,153 @@
+"""Tools of a request, in bounds, as chat templates read them; or a 400 that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.api.openai.request import parse_chat
+from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
+from serve_app.api.request import ChatRequest
+from serve_app.api.tool_calls import NO_TOOLS, ToolUse
+from serve_app.errors import InvalidRequest
+
+PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}}
+SEARCH = {"type": "function", "function": {"name": "search", "description": "Looks.", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "search"}}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return parse_chat(json.dumps(body).encode())
+
+
+def test_tools_arrive_as_templates_read_them() -> None:
+    """Equal ones are equal, in whatever order their fields came; what has no effect on the prompt is not in it."""
+    function = {"strict": True, "parameters": PARAMETERS, "description": "Looks.", "name": "search"}
+    turned = {"function": function, "type": "function"}
+    use = chat(tools=[turned]).tool_use
+    assert use == chat(tools=[SEARCH]).tool_use == ToolUse(tools=(SEARCH,))
+    assert json.dumps(use.tools) == json.dumps([SEARCH])
+    assert chat(tools=[NAMED]).tool_use.tools == (NAMED,)
+    assert chat(tools=[]).tool_use == chat(tools=None).tool_use == NO_TOOLS
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"tool_choice": "auto"}, {}),
+        ({"tool_choice": "none"}, {"may_call": False}),
+        ({"tool_choice": "required"}, {"must_call": True}),
+        ({"tool_choice": NAMED}, {"must_call": True, "only": "search", "parallel": False}),
+        ({"parallel_tool_calls": False}, {"parallel": False}),
+    ],
+)
+def test_a_choice_says_whether_and_what_may_be_called(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    """With every choice the tools are in the prompt, so that its KV is the same."""
+    assert chat(tools=[SEARCH], **fields).tool_use == ToolUse(tools=(SEARCH,), **expected)
+
+
+def test_a_choice_without_tools_asks_for_nothing() -> None:
+    """Frameworks send it with every request."""
+    for fields in ({"tool_choice": "auto"}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+        assert chat(**fields) == chat()
+
+
+def deep(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": {}}, "tools", "list of at most 128"),
+        ({"tools": [SEARCH] * (MAX_TOOLS + 1)}, "tools", "list of at most 128"),
+        ({"tools": [SEARCH, SEARCH]}, "tools", "names that differ"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools are not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+         "tools[0].function.parameters", "JSON Schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 40_000}}]},
+         "tools[0].function.description", "at most 32768"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(MAX_TOOL_DEPTH)}}]},
+         "tools", "nested at most"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [1] * 20_000}}}]},
+         "tools", "at most 16384 values"),
+        ({"tools": [SEARCH], "tool_choice": "always"}, "tool_choice", '"required"'),
+        ({"tools": [{"type": "function", "function": {"name": "find"}}], "tool_choice": NAMED},
+         "tool_choice", "'search'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": NAMED}, "tool_choice", "not among tools"),
+        ({"tools": [SEARCH], "apply_chat_template": False}, "tools", "apply_chat_template"),
+        ({"functions": [{"name": "f"}]}, "functions", "use tools"),
+        ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_offered_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
+    """It names the field, and says what to send."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_unknown_fields_of_tools_are_named() -> None:
+    """They change nothing."""
+    request = chat(tools=[{**SEARCH, "cache_control": {}, "function": {**SEARCH["function"], "paramters": {}}}])
+    assert [field.told for field in request.unknown] == [
+        "tools[].cache_control",
+        "tools[].function.paramters (did you mean tools[].function.parameters?)",
+    ]
+
+
+def test_calls_in_messages_have_objects_for_arguments() -> None:
+    """A call and its result, as clients send them back; the assistant need not have said anything."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": [1]}'}}
+    bare = {"type": "function", "function": {"name": "search", "arguments": ""}}
+    request = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "found"},
+        ]
+    )
+    found = {"name": "search", "arguments": {"q": [1]}}
+    assert request.messages == (
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": found},
+                {"type": "function", "function": {"name": "search", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "content": "found", "tool_call_id": "call_1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"tool_calls": {}}, "messages[0].tool_calls"),
+        ({"tool_calls": [{}]}, "messages[0].tool_calls[0]"),
+        ({"tool_calls": [{"type": "custom", "function": {}}]}, "messages[0].tool_calls[0]"),
+        ({"tool_calls": [{"function": {"arguments": "{}"}}]}, "messages[0].tool_calls[0].function.name"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": '{"a'}}]},
+         "messages[0].tool_calls[0].function.arguments"),
+        ({"tool_calls": [{"id": 3, "function": {"name": "f"}}]}, "messages[0].tool_calls[0].id"),
+        ({"role": "user", "content": "x", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
+        ({"function_call": {"name": "f"}}, "messages[0].function_call"),
+    ],
+)  # fmt: skip
+def test_wrong_calls_in_messages_are_a_400(message: dict[str, Any], param: str) -> None:
+    """Down to the call and its field."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[{"role": "assistant", **message}])
+    assert caught.value.param == param

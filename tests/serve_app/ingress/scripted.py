@@ -1,0 +1,110 @@
+"""An ingress on a real socket, in this process, whose replicas are a script: the model's text is the test's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from serve_app.api.openai.response import model_body
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import FinishReason
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
+from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.prepare import Limits, Preparer
+from serve_app.generation.tool_calls.tool_calls import tool_calls_of
+from serve_app.ingress.completions import Completions
+from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.routes.application import make_application
+from serve_app.ingress.services import Services
+from serve_app.ingress.stopping import Stopping
+from serve_app.tenants.tenants import Tenants
+from serve_app.tenants.usage import UsageTable
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+
+@dataclass
+class Script:
+    """A source of tokens that says ``text``, ``step`` tokens at a time; ``asked``: what was to be generated."""
+
+    tokenizer: PromptTokenizer
+    text: str = ""
+    step: int = 3
+    reason: FinishReason = "stop"
+    fails: Exception | None = None
+    asked: list[Generation] = field(default_factory=list)
+    cancelled: int = 0
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+        """Yield the tokens of the text."""
+        self.asked.append(generation)
+        ids = self.tokenizer.encode(self.text, b"r" * 16).token_ids.tolist()
+        try:
+            for at in range(0, len(ids), self.step):
+                last = at + self.step >= len(ids) and self.fails is None
+                cached = 16 if at == 0 else None
+                yield Tokens(tuple(ids[at : at + self.step]), cached, self.reason if last else None)
+            if self.fails is not None:
+                raise self.fails
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+    def prompt(self) -> str:
+        """The last prompt, special tokens included."""
+        return str(self.tokenizer._tokenizer.decode(self.asked[-1].token_ids.tolist()))
+
+
+@contextmanager
+def scripted(path: Path) -> Iterator[tuple[str, Script]]:
+    """Serve a checkpoint's tokenizer on loopback; yield the base URL and the script."""
+    info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
+    script, secret = Script(tokenizer), b"s" * 32
+    tenants, metrics, stopping, shares = Tenants((), secret), IngressMetrics(), Stopping(), Shares({})
+    front_door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
+    preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
+    parts |= {
+        "config": config,
+        "tenants": tenants,
+        "tokenizer": tokenizer,
+        "stopping": stopping,
+        "front_door": front_door,
+        "workers": FairWorkers(shares),
+        "guard": RouteGuard(tenants, metrics, stopping),
+        "base_model": model_body("demo", 0, 8192),
+        "completions": Completions(
+            preparer,
+            script,
+            tokenizer,
+            tool_calls_of(tokenizer, "auto"),
+            metrics,
+            UsageTable(),
+            front_door,
+            stopping,
+            request_timeout_s=120,
+        ),
+    }
+    settings = uvicorn.Config(make_application(Services(**parts)), host="127.0.0.1", port=0, log_level="error")
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", script
+    finally:
+        server.should_exit = True
+        thread.join(60)
