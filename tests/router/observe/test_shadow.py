@@ -14,8 +14,7 @@ from router.policy.policies import POLICIES
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import RouterSettings
-
-CHAIN = Random(0).randbytes(16 * 20)
+from tests.router.observe.four_replicas import core_with, request
 
 
 class Ticking:
@@ -26,18 +25,6 @@ class Ticking:
     def __call__(self) -> float:
         self.now_s += 1.0
         return self.now_s
-
-
-def core_with(policy: str, shadow: str = "") -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(policy, shadow_policy=shadow), clock=lambda: 0.0, rng=Random(1))
-    core.update_replicas("abcd")
-    for number, name in enumerate("abcd"):
-        core.apply(name, "e", [BlocksStored(CHAIN[: 80 * number]), LoadReport(100 * number, 1, 1, 8, 16, 1000.0, 0.01)])
-    return core
-
-
-def request(number: int) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", CHAIN, 325, Random(number).randbytes(16))
 
 
 def decisions(core: RoutingCore, numbers: list[int]) -> list[Decision | None]:

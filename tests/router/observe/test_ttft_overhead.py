@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.observe.ttft_overhead import LEAST, WINDOW, TtftOverhead
 from router.policy.policies import POLICIES
-from router.protocol.events import BlocksStored, LoadReport
-from router.protocol.request import Decision, RoutedRequest
-from router.settings import RouterSettings
+from router.protocol.request import Decision
+from tests.router.observe.four_replicas import core_with, request
 
-CHAIN = Random(0).randbytes(16 * 20)
 seconds = st.floats(0.0, 10.0)
 
 
@@ -65,7 +63,7 @@ def test_it_is_never_negative_and_lies_among_the_differences_seen(seen: list[tup
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
     """Of two routers one sees slow first tokens: it decides the same, and expects that much more, its shadow too."""
-    plain, learned = core_with(policy), core_with(policy)
+    plain, learned = core_with(policy, "lmetric"), core_with(policy, "lmetric")
     for number in range(2 * LEAST):
         for core, beyond_s in ((plain, 0.0), (learned, 0.25)):
             decision = decided(core, number)
@@ -90,19 +88,6 @@ def test_it_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
         learned.shadow[1].acting_estimated_ttft_s - plain.shadow[1].acting_estimated_ttft_s
     )
     assert beyond_s > 20 * 0.25 - 0.01
-
-
-def core_with(policy: str) -> RoutingCore:
-    settings = RouterSettings(policy, shadow_policy="lmetric")
-    core = RoutingCore("me", settings, clock=lambda: 0.0, rng=Random(1))
-    core.update_replicas("abcd")
-    for number, name in enumerate("abcd"):
-        core.apply(name, "e", [BlocksStored(CHAIN[: 80 * number]), LoadReport(100 * number, 1, 1, 8, 16, 1000.0, 0.01)])
-    return core
-
-
-def request(number: int) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", CHAIN, 325, Random(number).randbytes(16))
 
 
 def decided(core: RoutingCore, number: int) -> Decision:
