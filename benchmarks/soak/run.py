@@ -212,10 +212,10 @@ class Soak:
         scope = self._traffic.scope(tenant)
         root = scope.root(SECRET)
         ids = self._traffic.prefix(tenant, family)
-        chain = self.engine.export_prefix(scope, root, ids, demote=self._random.random() < 0.5)
+        hashes = hash_blocks(root, ids, self._engine_settings.block_size)
+        chain = self.engine.export_prefix(scope, ids, hashes, demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            hashes = hash_blocks(root, ids, self._engine_settings.block_size)
             self.done["blocks imported"] += self.engine.import_part(chain, scope, ids, hashes, 0, tenant)
             self.done["moved"] += 1
 

@@ -233,19 +233,18 @@ class Engine(Protocol):
     def export_prefix(
         self,
         scope: PrefixScope,
-        root: bytes,
         token_ids: TokenArray,
+        block_hashes: bytes,
         first: int = 0,
         most_blocks: int | None = None,
         *,
-        block_hashes: bytes = b"",
         demote: bool = False,
     ) -> KvChain | None:
         """Return the KV of the longest cached prefix, in whole blocks from ``first`` on, ``most_blocks`` at most.
 
-        ``block_hashes``: the chain, as far as it is known; ``root`` is needed for the rest. ``demote``: another replica
-        takes the prefix over, so that what nobody else uses of it is evicted first here. Any thread, but it waits for
-        the loop. None when there is none.
+        ``block_hashes``: the prefix's packed chain; what it does not name is not looked for. ``demote``: another
+        replica takes the prefix over, so that what nobody else uses of it is evicted first here. Any thread, but it
+        waits for the loop. None when there is none.
         """
 
     def import_part(

@@ -93,13 +93,7 @@ class Exports:
     def _export(self, wanted: WantedPart) -> KvChain | None:
         token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
         return self._engine.export_prefix(
-            wanted.scope,
-            b"",
-            token_ids,
-            wanted.first,
-            wanted.most_blocks,
-            block_hashes=wanted.block_hashes,
-            demote=wanted.demote,
+            wanted.scope, token_ids, wanted.block_hashes, wanted.first, wanted.most_blocks, demote=wanted.demote
         )
 
 

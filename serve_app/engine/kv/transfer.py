@@ -52,26 +52,24 @@ class PrefixTransfer:
     def export_prefix(
         self,
         scope: PrefixScope,
-        root: bytes,
         token_ids: TokenArray,
+        block_hashes: bytes,
         first: int = 0,
         most_blocks: int | None = None,
         *,
-        block_hashes: bytes = b"",
         demote: bool = False,
     ) -> KvChain | None:
         """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
 
-        ``block_hashes``: the chain, where it is known; ``root`` is needed for the rest. ``most_blocks`` bounds them.
-        None when there are none. Those of the pool cannot be evicted meanwhile, and with ``demote`` they are the first
-        to be evicted afterwards, as far as no other prefix or sequence uses them.
+        ``block_hashes``: the packed chain of all blocks that are looked for. ``most_blocks`` bounds them. None when
+        there are none. Those of the pool cannot be evicted meanwhile, and with ``demote`` they are the first to be
+        evicted afterwards, as far as no other prefix or sequence uses them.
         """
         size = self._cache.block_size
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
-        known = block_hashes[: len(ids) // size * HASH_BYTES]
-        chain = self._cache.prompt_chain(scope, root, ids, known)
+        chain = block_hashes[: len(ids) // size * HASH_BYTES]
         tokens = HashedTokens(scope, ids, chain)
         payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
         blocks: list[int] | None = None

@@ -249,9 +249,7 @@ class HandOver:
             count = min(step, promised, run.blocks - receiver.known[number])
             ids = prefix.token_ids[: (first + count) * self._size]
             started_s = time.monotonic()
-            part = await asyncio.to_thread(
-                self._engine.export_prefix, prefix.scope, b"", ids, first, count, block_hashes=prefix.chain
-            )
+            part = await asyncio.to_thread(self._engine.export_prefix, prefix.scope, ids, prefix.chain, first, count)
             if part is None:
                 return "gone", promised
             try:

@@ -131,16 +131,17 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
         first, second = make_engine(num_blocks=14), make_engine()
         run_all(first, [request("shared", shared, 1)])
         run_all(first, [request("moves", moves, 1)])
-        root = SCOPE.root(SECRET)
-        assert first.export_prefix(SCOPE, root, moves) is not None
-        assert [first.known_blocks(hash_blocks(root, ids, 16), 8) for ids in (shared, moves)] == [6, 8]
+        chains = [hash_blocks(SCOPE.root(SECRET), ids, 16) for ids in (shared, moves)]
+        assert first.export_prefix(SCOPE, moves, chains[1]) is not None
+        assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8]
         monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
         puller = Puller(second, Holder(first).fetch, 16, SETTINGS)
         got = await generate(second, puller, keyed(request("moves", moves, 1)))
         assert got.cached["moves"] == 128
         # Ten blocks are cached and four free: three of the seven wanted ones have to be evicted.
         run_all(first, [request("new", new, 1)])
-        assert [first.known_blocks(hash_blocks(root, ids, 16), 8) for ids in (shared, moves, new)] == [6, 5, 6]
+        chains.append(hash_blocks(SCOPE.root(SECRET), new, 16))
+        assert [first.known_blocks(chain, 8) for chain in chains] == [6, 5, 6]
         assert sample(first, "warmpath_kv_cache_blocks", state="used") == 0
 
     with pytest.MonkeyPatch.context() as monkeypatch:

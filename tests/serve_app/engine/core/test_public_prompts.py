@@ -109,12 +109,12 @@ def test_an_export_is_for_those_who_may_hit_it(make_engine: MakeEngine) -> None:
     first, second = make_engine(), make_engine()
     mine = chat("a", "a", 40, 1)
     run_all(first, [mine])
-    exported = first.export_prefix(mine.scope, mine.root, mine.token_ids)
-    public = first.export_prefix(mine.scope, mine.root, PUBLIC_IDS[:64])
+    hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
+    exported = first.export_prefix(mine.scope, mine.token_ids, hashes)
+    public = first.export_prefix(mine.scope, PUBLIC_IDS[:64], hashes)
     assert exported is not None
     assert public is not None
     theirs = chat("b", "b", 40, 1)
-    hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
     with pytest.raises(WrongScope):
         second.import_part(exported, theirs.scope, mine.token_ids, hashes, 0, "b")
     with pytest.raises(TransferError):
@@ -134,9 +134,9 @@ def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_eng
     run_all(one, [mine])
     head, scope = mine.token_ids[: 16 * first + 1], scope_of("a", min(4, first))
     run_all(other, [request("head", head, 1, scope=scope, tenant="a")])
-    part = one.export_prefix(mine.scope, mine.root, mine.token_ids, first)
-    assert part is not None
     hashes = extend_chain(mine.root, 4, mine.token_ids, 16)
+    part = one.export_prefix(mine.scope, mine.token_ids, hashes, first)
+    assert part is not None
     assert other.import_part(part, mine.scope, mine.token_ids, hashes, first, "a") == 7
     theirs = chat("b", "b", 40, 1)
     with pytest.raises(TransferError):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.protocol.block_hash import PrefixScope, TokenArray, split_chain
+from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tiers import TierSettings
@@ -252,18 +252,19 @@ def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engin
     """A prefix of which a part, or all, was evicted from the pool is handed out whole, byte for byte."""
     engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
     plain = make_engine(**{**SMALL, "num_blocks": 256})
-    ids, root = prompt(150), SCOPE.root(SECRET)
+    ids = prompt(150)
+    hashes = hash_blocks(SCOPE.root(SECRET), ids, 16)
     for one in (engine, plain):
         run_all(one, [request("a", ids, 1)])
-    expected = plain.export_prefix(SCOPE, root, ids, first)
+    expected = plain.export_prefix(SCOPE, ids, hashes, first)
     assert expected is not None
     for other in range(6):  # evicts the prompt from its end
-        exported = engine.export_prefix(SCOPE, root, ids, first)
+        exported = engine.export_prefix(SCOPE, ids, hashes, first)
         assert exported is not None
         assert exported.header == expected.header
         assert np.array_equal(exported.payload, expected.payload)
         run_all(engine, [request(f"other {other}", prompt(90, 20 + other), 1)])
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     stranger = PrefixScope("tiny", salt=b"stranger")
-    assert engine.export_prefix(stranger, stranger.root(SECRET), ids, first) is None
-    assert engine.export_prefix(stranger, root, ids, first) is None
+    assert engine.export_prefix(stranger, ids, hash_blocks(stranger.root(SECRET), ids, 16), first) is None
+    assert engine.export_prefix(stranger, ids, hashes, first) is None

@@ -21,7 +21,7 @@ ROOT = SCOPE.root(SECRET)
 
 
 def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
-    chain = engine.export_prefix(SCOPE, ROOT, ids)
+    chain = engine.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
     assert chain is not None
     return chain
 
@@ -43,7 +43,7 @@ def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: 
     assert got.cached["b"] == 192
     assert sample(second, "warmpath_prompt_tokens_computed_total") == 8
     told = [event for event in events if isinstance(event, BlocksStored)]
-    chain = second.export_prefix(SCOPE, ROOT, ids)
+    chain = second.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
     assert chain is not None
     assert told[0] == BlocksStored(chain.header.hashes)
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
@@ -102,10 +102,11 @@ def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
 
 def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    assert engine.export_prefix(SCOPE, ROOT, prompt(100)) is None
+    hashes = hash_blocks(ROOT, prompt(100), 16)
+    assert engine.export_prefix(SCOPE, prompt(100), hashes) is None
     off = make_engine(enable_prefix_caching=False)
     run_all(off, [request("a", prompt(100), 1)])
-    assert off.export_prefix(SCOPE, ROOT, prompt(100)) is None
+    assert off.export_prefix(SCOPE, prompt(100), hashes) is None
     run_all(engine, [request("a", prompt(100), 1)])
     assert import_whole(off, export(engine, prompt(100)), prompt(100)) == 0
 
@@ -126,7 +127,7 @@ def test_export_and_import_while_generating(
         ids = prompt(150, 50 + turn)
         expected = reference("qwen3", ids, 4)
         assert run_all(first, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
-        chain = first.export_prefix(SCOPE, ROOT, ids)
+        chain = first.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
         if chain is not None:
             import_whole(second, chain, ids)
         assert run_all(second, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected

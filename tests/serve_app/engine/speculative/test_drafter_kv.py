@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from router.protocol.block_hash import hash_blocks
 from serve_app.cache.kv_chain import FormatMismatch
 from serve_app.cache.tiers.tiers import TierSettings
 from tests.serve_app.conftest import MakeEngine, Reference
@@ -46,7 +47,7 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     ids = prompt(160)
     first = make_engine(speculative_model=draft, num_speculative_tokens=3, speculative_fingerprint="d")
     run_all(first, [request("a", ids, 1)])
-    chain = first.export_prefix(SCOPE, ROOT, ids)
+    chain = first.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
     assert chain is not None
     assert [part.model for part in chain.header.format.parts] == ["", "d"]
     second = make_engine(speculative_model=draft, num_speculative_tokens=3, speculative_fingerprint="d")

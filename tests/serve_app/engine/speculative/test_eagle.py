@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.protocol.block_hash import PrefixScope
+from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import FormatMismatch
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.build import build_engine
@@ -191,7 +191,7 @@ def test_what_the_head_keeps_goes_down_up_and_across_with_the_bases_kv(
     tiers = TierSettings(host_bytes=8 << 20, load_ratio=1e9)
     engine = make(heads["plain"], tiers=tiers, num_blocks=24, max_num_seqs=4, speculative_fingerprint="h")
     run_all(engine, [request("warm", ids, 1)])
-    chain = engine.export_prefix(SCOPE, ROOT, ids)
+    chain = engine.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
     assert chain is not None
     assert [part.model for part in chain.header.format.parts] == ["", "h", "h"]
     for i in range(2):

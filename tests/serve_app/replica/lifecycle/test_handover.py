@@ -227,7 +227,7 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])
     prefix = leaving.hot_prefixes().prefix(0)
-    part = leaving.export_prefix(prefix.scope, b"", prefix.token_ids, block_hashes=prefix.chain)
+    part = leaving.export_prefix(prefix.scope, prefix.token_ids, prefix.chain)
     assert part is not None
     local = Local({"peer": make_engine()})
     begun: asyncio.Queue[asyncio.Event] = asyncio.Queue()
