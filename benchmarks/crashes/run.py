@@ -145,10 +145,14 @@ def break_points(rng: random.Random, choices: int) -> list[list[int]]:
 
 def said(results: dict[str, dict[str, Any]]) -> str:
     """Return what was found, in a sentence for each engine and level."""
+    levels = (
+        ("calls", "with_breaks", "broken_calls", "broken calls"),
+        ("processes", "with_kills", "kills", "SIGKILLs"),
+    )
     tallies = {
-        f"{kind}, {level}": found[level][key]
+        f"{kind}, {found[level][count]} {word}": found[level][key]
         for kind, found in results.items()
-        for level, key in (("calls", "with_breaks"), ("processes", "with_kills"))
+        for level, key, count, word in levels
         if level in found
     }
     each = [

@@ -32,12 +32,12 @@ _POOL_BLOCKS = 360_000 // _SHRINK // 16
 _TORCH_TOKENS_PER_S = 1500.0
 """About what the demo model prefills on a core that others use too: the measure of a cold TTFT there."""
 _LONG_STREAM_S, _DRAIN_S = 25.0, 10.0
-_RATIOS = (
-    "hit_rate_after_scale_down_ratio",
-    "ttft_p99_after_scale_up_ratio",
-    "new_replica_hit_ratio",
-    "resume_p99_ratio",
-)
+_RATIOS = {
+    "hit_rate_after_scale_down_ratio": "hit rate after the scale-down / before",
+    "ttft_p99_after_scale_up_ratio": "p99 TTFT after the scale-up / steady",
+    "new_replica_hit_ratio": "hit rate of the new replica's first requests / the others'",
+    "resume_p99_ratio": "p99 pause of interrupted streams / a prefill of their prompt",
+}
 _OFF = {
     "hit_rate_after_scale_down_ratio": ("no_handover", "neither", "power_of_two"),
     "ttft_p99_after_scale_up_ratio": ("no_prewarm", "neither", "power_of_two"),
@@ -139,6 +139,7 @@ def sentences_of(results: dict[str, Any]) -> str:
     for name, run in (("One phase", results), ("Two phases", results.get(TWO_PHASE_NAME, {}))):
         each = [
             f"{arm} {figures['requests_lost']} lost or altered, {figures['replica_seconds']:.0f} replica-seconds"
+            + "".join(f", {words} {figures[ratio]:.3g}" for ratio, words in _RATIOS.items() if figures.get(ratio))
             for arm, figures in run.get("arms", {}).items()
         ]
         if each:

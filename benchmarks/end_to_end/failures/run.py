@@ -147,22 +147,40 @@ def main() -> None:
         "--failures", type=names_of(FAILURES), default=list(FAILURES), help=f"of {', '.join(FAILURES)}; default: all"
     )
     arguments = parser.parse_args()
-    with LocalCluster(3) as cluster:
-        cluster.deploy(strikes.deployed())
-        runs = run(cluster, arguments)
+    console = Console(stderr=True)
+    with console.status("three nodes: starting"):
+        cluster = LocalCluster(3)
+    with cluster:
+        with console.status("three replicas, two ingresses: starting"):
+            cluster.deploy(strikes.deployed())
+        console.print("three nodes, three replicas and two ingresses run")
+        runs = run(cluster, arguments, console)
     rows = {name: summary(found) for name, found in runs.items()}
-    outcomes = sum((Counter(row["outcomes"]) for row in rows.values()), Counter())
+    write(arguments.json, vars(arguments), {"engine": "simulated", **rows}, sentences_of(rows))
+
+
+def sentences_of(rows: dict[str, dict[str, Any]]) -> str:
+    """Return what became of the answers, and how long interrupted streams paused."""
+    outcomes: Counter[str] = Counter()
+    for row in rows.values():
+        outcomes.update(row["outcomes"])
     told = ", ".join(f"{count} {kind}" for kind, count in outcomes.items()) or "none"
     said = f"Answers through {sum(row['runs'] for row in rows.values())} failures (simulated engines): {told}."
-    write(arguments.json, vars(arguments), {"engine": "simulated", **rows}, said)
+    for name, row in rows.items():
+        if pause := row.get("next_token_over_ttft"):
+            said += (
+                f" {name}: from the SIGKILL to the next token {pause['p50']:.2g} times the undisturbed time to the"
+                f" first one in the median of {pause['count']} streams, {pause['p99']:.2g} at p99."
+            )
+    return said
 
 
-def run(cluster: LocalCluster, arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def run(cluster: LocalCluster, arguments: argparse.Namespace, console: Console) -> dict[str, list[dict[str, Any]]]:
     """Return the figures of every run by failure."""
     found: dict[str, list[dict[str, Any]]] = {}
     runs = Runs(cluster)
     with (
-        Progress(console=Console(stderr=True)) as progress,
+        Progress(console=console) as progress,
         suppress(KeyboardInterrupt),
     ):  # what was measured before is written
         task = progress.add_task("failures", total=arguments.times * len(arguments.failures))

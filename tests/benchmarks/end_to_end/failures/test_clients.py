@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from benchmarks.end_to_end.failures.clients import Clients, Seen
-from benchmarks.end_to_end.failures.run import summary
+from benchmarks.end_to_end.failures.run import sentences_of, summary
 
 BODY = {"prompt": "p", "seed": 1}
 
@@ -82,3 +82,14 @@ def test_runs_are_added_up() -> None:
     found = summary(runs)
     assert (found["outcomes"], found["problems"]) == ({"whole": 3, "lost": 1}, ["502"])
     assert (found["gap_s"]["count"], found["gap_s"]["p50"], found["as_before"]["min"]) == (3, 2.0, 0.0)
+
+
+def test_the_last_sentence_has_what_was_lost_and_how_long_streams_paused() -> None:
+    rows = {
+        "replica": summary([{"outcomes": {"whole": 2, "lost": 0}, "next_token_over_ttft": [1.0, 3.0]}]),
+        "haproxy": summary([{"answers_after_s": 5.0}]),
+    }
+    said = sentences_of(rows)
+    assert said.startswith("Answers through 2 failures (simulated engines): 2 whole, 0 lost.")
+    assert "replica: from the SIGKILL to the next token 2 times" in said
+    assert "haproxy" not in said
