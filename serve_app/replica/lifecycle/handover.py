@@ -114,6 +114,7 @@ class HandOver:
                     answer = await self._peers.survey(peer, runs)
             except (HolderLost, TimeoutError) as error:
                 logger.info("replica %s takes nothing over: %s", peer, error)
+                self._receipt.lost.add(peer)
                 return None
             return _Receiver(peer, list(answer.known), answer.room)
 
@@ -195,7 +196,11 @@ class HandOver:
                         self._kept.add(save.key)
                         return
             except (HolderLost, TimeoutError):
-                receiver.fails = "peer_lost"
+                self._lose(receiver)
+
+    def _lose(self, receiver: _Receiver) -> None:
+        receiver.fails = "peer_lost"
+        self._receipt.lost.add(receiver.name)
 
     def _alive(self) -> list[_Receiver]:
         return [receiver for receiver in self._receivers if receiver.fails is None]
@@ -256,7 +261,7 @@ class HandOver:
                 async with asyncio.timeout(ANSWER_S):
                     held = await self._peers.take(receiver.name, prefix, first, part, run.kind)
             except (HolderLost, TimeoutError):
-                receiver.fails = "peer_lost"
+                self._lose(receiver)
                 return "peer_lost", promised
             if held < 0:
                 receiver.fails = "refused"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from router.protocol.block_hash import HASH_BYTES, split_chain
+from router.protocol.block_hash import split_chain
 from serve_app.cache.kv_chain import TransferError
 from serve_app.cache.prefix.hot_prefixes import KINDS, HashedTokens, HotPrefixes, Kind
 from serve_app.engine.protocol import AdapterSpec, Engine
@@ -53,14 +53,27 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Blocks ``first`` to ``last`` - 1 of a prefix. ``after``: the piece that brings the block before, if one does."""
+    """Blocks ``first`` to ``last`` - 1 of the prefix that ends with a run of an offer.
 
-    prefix: HashedTokens
+    ``after``: the piece that brings the block before, if one does.
+    """
+
+    offer: HotPrefixes
+    run: int
     first: int
     last: int
-    kind: Kind
     holders: tuple[str, ...]
     after: int | None
+
+    @property
+    def prefix(self) -> HashedTokens:
+        """The whole prefix, made anew: thousands of pieces may have a long beginning in common."""
+        return self.offer.prefix(self.run)
+
+    @property
+    def kind(self) -> Kind:
+        """What the run is."""
+        return self.offer.runs[self.run].kind
 
     @property
     def blocks(self) -> int:
@@ -93,13 +106,12 @@ def plan(offers: Mapping[str, HotPrefixes], most_blocks: int) -> list[Piece]:
         before = hashes[known - 1] if known else hot.runs[run.parent].tip if run.parent is not None else None
         if count <= 0 or (before is not None and before not in brought):
             continue
-        prefix = hot.prefix(number)
-        first = len(prefix.chain) // HASH_BYTES - run.blocks + known
+        first = sum(hot.runs[i].blocks for i in hot.path(number)[:-1]) + known
         after = None if before is None else brought[before]
         last_hash = hashes[known + count - 1]
         for block_hash in hashes[known : known + count]:
             brought[block_hash] = len(pieces)
-        pieces.append(Piece(prefix, first, first + count, run.kind, tuple(holders[last_hash]), after))
+        pieces.append(Piece(hot, number, first, first + count, tuple(holders[last_hash]), after))
         room -= count
     return pieces
 
@@ -160,6 +172,7 @@ class Prewarm:
                     return await self._ask(peer, most_blocks)
             except (HolderLost, TimeoutError) as error:
                 logger.info("replica %s did not say what it holds: %s", peer, error)
+                self.receipt.lost.add(peer)
                 return None
 
         answers = await asyncio.gather(*map(ask, peers))
@@ -206,7 +219,7 @@ class Prewarm:
 
     async def _copy(self, piece: Piece, number: int) -> int:
         """Copy one piece, from another holder where one fails; return how many leading blocks are held then."""
-        at = piece.first
+        at, prefix = piece.first, piece.prefix
         reason: Skipped | None = None
         step = max(1, PIECE_BYTES // self._block_bytes)
         tried: set[str] = set()
@@ -222,7 +235,7 @@ class Prewarm:
                 count = min(step, piece.last - at)
                 async with asyncio.timeout(self._answer_s):
                     held = await copy_part(
-                        self._engine, self._fetch, holder, piece.prefix, at, count, self._size, demote=False
+                        self._engine, self._fetch, holder, prefix, at, count, self._size, demote=False
                     )
                 if not isinstance(held, tuple):
                     reason = "peer_lost" if held == "lost" else "gone"
@@ -246,6 +259,8 @@ class Prewarm:
                 tried.add(holder)
             elif reason is not None:  # dead, or of another model: nobody asks it again
                 self._open.pop(holder, None)
+                if reason == "peer_lost":
+                    self.receipt.lost.add(holder)
         self.receipt.prefixes += at == piece.last
         return at
 

@@ -18,9 +18,13 @@ before it did not arrive, the time was over."""
 
 @dataclass(slots=True)
 class Receipt:
-    """One pre-warm or hand-over. ``blocks``: moved, by kind; ``skipped``: blocks that were not, by reason."""
+    """One pre-warm or hand-over. ``blocks``: moved, by kind; ``skipped``: blocks that were not, by reason.
+
+    ``peers``: those that took part; ``lost``: those that did not answer at its beginning, or later.
+    """
 
     peers: int = 0
+    lost: set[str] = field(default_factory=set)
     prefixes: int = 0
     saves: int = 0
     saves_lost: int = 0
@@ -42,6 +46,7 @@ class Receipt:
         return {
             "state": self.state,
             "peers": self.peers,
+            "peers_lost": len(self.lost),
             "prefixes": self.prefixes,
             "saves": self.saves,
             "saves_lost": self.saves_lost,

@@ -16,21 +16,31 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.replica.lifecycle import handover as handover_module
-from serve_app.replica.lifecycle.handover import HandOver
+from serve_app.replica.lifecycle.handover import PIECES_IN_FLIGHT, HandOver
 from serve_app.replica.lifecycle.receipt import Receipt
 from serve_app.replica.lifecycle.takeover import TAKES_AT_ONCE, Survey
-from tests.serve_app.replica.lifecycle.peers import BLOCK_BYTES, SCOPE, SIZE, Local, fill, hashes, make_engine
+from tests.serve_app.replica.lifecycle.peers import (
+    BLOCK_BYTES,
+    PIECE_BLOCKS,
+    SCOPE,
+    SIZE,
+    Local,
+    fill,
+    hashes,
+    make_engine,
+)
+from tests.serve_app.replica.lifecycle.virtual_time import run_at_once
 
 Prompts = st.lists(st.lists(st.integers(0, 1), min_size=SIZE, max_size=40), max_size=6)
 
 
-def run(local: Local, engine: TorchEngine, *, time_s: float = 60.0, times: int = 1, busy: bool = False) -> Receipt:
+def run(local: Local, engine: TorchEngine, *, times: int = 1) -> Receipt:
     receipt = Receipt()
-    handover = HandOver(engine, local, SIZE, lambda: busy, receipt)
+    handover = HandOver(engine, local, SIZE, lambda: False, receipt)
 
     async def all_of_it() -> None:
         for _ in range(times):
-            await handover.run(list(local.engines), time_s)
+            await handover.run(list(local.engines), 60.0)
 
     asyncio.run(all_of_it())
     return receipt
@@ -163,6 +173,7 @@ def test_a_target_that_dies_is_replaced_by_the_next(answers: int) -> None:
     if answers <= 3:
         assert hashes(local.engines["lives"]) == hashes(leaving)
         assert receipt.saves == 1
+        assert receipt.lost == {"dies"}
     receipt = run(alone, leaving)
     assert 23 - receipt.blocks.total() <= receipt.skipped.total() <= 23  # what the dead one had taken counts too
     assert set(receipt.skipped) <= {"peer_lost", "no_peers"}
@@ -252,12 +263,23 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
 def test_the_time_bounds_it_and_what_was_left_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside streams it is slower; with no time left nothing is moved and nothing raised."""
     leaving = filled([[0] * 40])
-    local = Local({"peer": make_engine()})
-    monkeypatch.setattr(handover_module, "BUSY_BYTES_PER_S", 1)
-    receipt = run(local, leaving, time_s=0.5, busy=True)
-    assert receipt.blocks.total() == 3
-    assert receipt.skipped == {"time": 7}
-    assert run(Local({"peer": make_engine()}), leaving, time_s=-1.0).blocks.total() == 0
+    slow_bytes_per_s = PIECE_BLOCKS * BLOCK_BYTES / 1000  # a piece takes far longer than what is not waiting
+    monkeypatch.setattr(handover_module, "BUSY_BYTES_PER_S", slow_bytes_per_s)
+
+    def moved(time_s: float, *, busy: bool) -> Receipt:
+        receipt = Receipt()
+        local = Local({"peer": make_engine()})
+        run_at_once(HandOver(leaving, local, SIZE, lambda: busy, receipt).run(["peer"], time_s))
+        assert len(hashes(local.engines["peer"])) == receipt.blocks.total()
+        return receipt
+
+    pace_s = 1000.0 * PIECES_IN_FLIGHT  # of each piece, as so many may go at once
+    for pieces in (1, 2, 3):
+        receipt = moved((pieces - 0.5) * pace_s, busy=True)
+        assert receipt.blocks.total() == pieces * PIECE_BLOCKS
+        assert receipt.skipped == {"time": 10 - pieces * PIECE_BLOCKS}
+    assert moved(0.5 * pace_s, busy=False).blocks.total() == 10
+    assert moved(-1.0, busy=False).blocks.total() == 0
 
 
 def test_tenants_shares_hold_at_the_receiver() -> None:

@@ -1,90 +1,34 @@
-"""Replicas that join and leave real Ray Serve, with simulated engines: caches, saves and streams survive both.
-
-Pulls by requests are off, so that what is cached came with a pre-warm or a hand-over.
-"""
+"""Replicas that join and leave real Ray Serve, with simulated engines: caches, saves and streams survive both."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.common.client import stream_answer
-from benchmarks.common.prompts import text_of
-from cluster.local import LocalCluster, application
-from serve_app.checkpoints.sources.resolve import resolve_model
-from tests.integration.conftest import (
-    PATIENCE_S,
-    cache_state,
-    eventually,
-    replicas_of,
-    wait_for_replicas,
-    wait_until_cached,
+from cluster.local import LocalCluster
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
+from tests.integration.scaling.stage import (
+    SYSTEM_TOKENS,
+    ask,
+    ask_at_once,
+    body,
+    long_streams,
+    notices,
+    scale,
+    texts,
+    undisturbed,
+    wait_left,
 )
 
 pytestmark = pytest.mark.integration
 
-CHAT = "/v1/chat/completions"
-SYSTEM_TOKENS = 400
-GRACEFUL_S = 15
 DRAIN_S, NO_DRAIN_S = 9, 3
 """Both shorter than a long stream; the second leaves no time for a hand-over."""
 LONG_TOKENS = 600
-SETTINGS = {
-    "model": "demo",
-    "engine": "simulated",
-    "replicas": 1,
-    "kv_pull": False,
-    "num_blocks": 2000,
-    "simulated_prefill_tokens_per_s": 50000.0,
-    "graceful_shutdown_timeout_s": GRACEFUL_S,
-}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(1) as made:
-        yield made
-
-
-def scale(cluster: LocalCluster, replicas: int, *, wait: bool = True, **options: Any) -> None:
-    """Deploy with another number of replicas, which restarts none of them; ``options``: others of that deployment."""
-    wanted = application(SETTINGS, {"Replica": {"num_replicas": replicas, **options}})
-    cluster.deploy(wanted, PATIENCE_S if wait else 0)
-
-
-def body(system: str, question: str = "And?", **extra: object) -> dict[str, Any]:
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-    return {"model": "demo", "temperature": 0, "seed": 7, "max_tokens": 6, "messages": messages, **extra}
-
-
-def texts(count: int, seed: int) -> list[str]:
-    return [text_of(SYSTEM_TOKENS, resolve_model("demo"), seed + number) for number in range(count)]
-
-
-def ask(url: str, request: dict[str, Any]) -> tuple[str, int]:
-    """Return the answer and how many tokens were cached."""
-    answer = httpx.post(url + CHAT, json=request, timeout=PATIENCE_S)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
-    return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def notices(url: str, kind: str) -> dict[str, dict[str, Any]]:
-    """Finished receipts on the board, by replica."""
-    found = cache_state(url)["notices"][kind]
-    return {one["replica_id"]: one for one in found if one["state"] == "done"}
-
-
-def wait_left(url: str, names: set[str]) -> None:
-    """Wait until replicas have gone and their receipts are up."""
-    eventually(lambda: names <= notices(url, "handover").keys() and not names & replicas_of(url).keys())
+"""12 seconds."""
 
 
 def test_a_new_replica_has_what_its_peer_had_before_its_first_request(cluster: LocalCluster) -> None:
@@ -119,11 +63,8 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
     systems, saved = texts(12, 200), texts(3, 300)
     save = {"save_system_prompt_kv_cache": True}
 
-    async def all_at_once(requests: list[dict[str, Any]]) -> list[tuple[str, int]]:
-        return list(await asyncio.gather(*(asyncio.to_thread(ask, url, request) for request in requests)))
-
     requests = [body(system) for system in systems] + [body(system, **save) for system in saved]
-    answers = asyncio.run(all_at_once(requests))
+    answers = ask_at_once(url, requests)
     assert max(cached for _, cached in answers[:12]) < 64
     for request in requests:
         wait_until_cached(url, request, SYSTEM_TOKENS - 16)
@@ -137,38 +78,12 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
     assert sum(receipt["blocks"] for receipt in receipts) > 0
     assert not any(reason != "held_by_peer" for receipt in receipts for reason in receipt["skipped_blocks"])
     assert sum(receipt["saves_lost"] for receipt in receipts) == 0
-    again = asyncio.run(all_at_once([body(system) for system in systems + saved]))
+    again = ask_at_once(url, [body(system) for system in systems + saved])
     assert [text for text, _ in again] == [text for text, _ in answers]
     assert min(cached for _, cached in again) >= SYSTEM_TOKENS - 16
     eventually(lambda: replicas_of(url)[stays]["blocks_pinned"] >= 3 * (SYSTEM_TOKENS // 16 - 1))
     metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     assert "warmpath_handover_blocks_total" in metrics
-
-
-def long_streams(url: str, seed: int, disturb: Callable[[], None] | None = None) -> list[str]:
-    """Return four answers of about 12 s each; ``disturb`` is called once every replica is at work on one."""
-    requests = [body(text, max_tokens=LONG_TOKENS, temperature=1.0) for text in texts(4, seed)]
-
-    async def run() -> list[str]:
-        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-            streams = [asyncio.create_task(stream_answer(client, CHAT, request)) for request in requests]
-            if disturb is not None:
-                await asyncio.to_thread(eventually, lambda: all(running(url).values()))
-                await asyncio.to_thread(disturb)
-            return [answer.text for answer in await asyncio.gather(*streams)]
-
-    return asyncio.run(run())
-
-
-def running(url: str) -> dict[str, int]:
-    """Sequences that run, by replica."""
-    return {name: one["running_sequences"] for name, one in replicas_of(url).items()}
-
-
-@cache
-def undisturbed(url: str, seed: int) -> list[str]:
-    """Those answers while nothing leaves; they do not depend on how many replicas there are."""
-    return long_streams(url, seed)
 
 
 @pytest.mark.parametrize("graceful_s", [DRAIN_S, NO_DRAIN_S])
@@ -178,13 +93,13 @@ def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(cluster: 
     scale(cluster, 2, **options)
     wait_for_replicas(url, 2)
     before = replicas_of(url)
-    disturbed = long_streams(url, 400, lambda: scale(cluster, 1, wait=False, **options))
+    disturbed = long_streams(url, 400, LONG_TOKENS, lambda: scale(cluster, 1, wait=False, **options))
     wait_for_replicas(url, 1)
     (gone,) = before.keys() - replicas_of(url).keys()
     if graceful_s == DRAIN_S:
         eventually(lambda: notices(url, "handover").get(gone, {}).get("blocks", 0) > 0)
     # Not before: what another replica holds as well is not handed over.
-    assert disturbed == undisturbed(url, 400)
+    assert disturbed == undisturbed(url, 400, LONG_TOKENS)
 
 
 def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster) -> None:

@@ -1,0 +1,51 @@
+"""The application with replicas that die at a call of a peer that joins or leaves.
+
+A file in the directory that ``FAULTS`` names, called as a method is, arms it; it says how many calls are answered
+before. Whoever takes the file away is dead at once.
+"""
+
+# No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ray.serve import Application
+
+from serve_app import app
+from serve_app.config.app import AppConfig
+from serve_app.replica.lifecycle.lifecycle import Lost
+from serve_app.replica.pull import PulledPart, WantedPart
+from serve_app.replica.replica import Replica
+from tests.integration.scaling import FAULTS
+
+
+class Mortal(Replica):
+    """A replica that can be made to die in the middle of a peer's pre-warm or hand-over."""
+
+    async def export_kv(self, wanted: WantedPart, *, target: str) -> PulledPart:
+        _called("export_kv")
+        return await super().export_kv(wanted, target=target)
+
+    async def take_kv(self, *args: Any, target: str) -> int | Lost:
+        _called("take_kv")
+        return await super().take_kv(*args, target=target)
+
+
+def _called(method: str) -> None:
+    armed = Path(os.environ[FAULTS]) / method
+    with suppress(FileNotFoundError):  # it is not armed, or another replica was quicker
+        answered = int(armed.read_text())
+        if answered:
+            armed.write_text(str(answered - 1))
+        else:
+            armed.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_app(args: AppConfig) -> Application:
+    """Return the application, with such replicas."""
+    with patch.object(app, "Replica", Mortal):
+        return app.build_app(args)

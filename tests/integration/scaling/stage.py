@@ -1,0 +1,101 @@
+"""Questions to a cluster whose replicas come and go, and what it says about them.
+
+Pulls by requests are off, so that what is cached came with a request, a pre-warm or a hand-over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import httpx
+
+from benchmarks.common.client import stream_answer
+from benchmarks.common.prompts import text_of
+from cluster.local import LocalCluster, application
+from serve_app.checkpoints.sources.resolve import resolve_model
+from tests.integration.conftest import PATIENCE_S, cache_state, eventually, replicas_of
+
+CHAT = "/v1/chat/completions"
+SYSTEM_TOKENS = 400
+GRACEFUL_S = 15
+SETTINGS = {
+    "model": "demo",
+    "engine": "simulated",
+    "replicas": 1,
+    "kv_pull": False,
+    "num_blocks": 2000,
+    "simulated_prefill_tokens_per_s": 50000.0,
+    "graceful_shutdown_timeout_s": GRACEFUL_S,
+}
+
+
+def scale(cluster: LocalCluster, replicas: int, *, wait: bool = True, **options: Any) -> None:
+    """Deploy with another number of replicas, which restarts none of them; ``options``: others of that deployment."""
+    wanted = application(SETTINGS, {"Replica": {"num_replicas": replicas, **options}})
+    cluster.deploy(wanted, PATIENCE_S if wait else 0)
+
+
+def body(system: str, question: str = "And?", **extra: object) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"model": "demo", "temperature": 0, "seed": 7, "max_tokens": 6, "messages": messages, **extra}
+
+
+def texts(count: int, seed: int, tokens: int = SYSTEM_TOKENS) -> list[str]:
+    return [text_of(tokens, resolve_model("demo"), seed + number) for number in range(count)]
+
+
+def ask(url: str, request: dict[str, Any]) -> tuple[str, int]:
+    """Return the answer and how many tokens were cached."""
+    answer = httpx.post(url + CHAT, json=request, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def ask_at_once(url: str, requests: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
+    """Ask all at once, so that every replica gets some."""
+
+    async def run() -> list[tuple[str, int]]:
+        return list(await asyncio.gather(*(asyncio.to_thread(ask, url, request) for request in requests)))
+
+    return asyncio.run(run())
+
+
+def notices(url: str, kind: str) -> dict[str, dict[str, Any]]:
+    """Finished receipts on the board, by replica."""
+    found = cache_state(url)["notices"][kind]
+    return {one["replica_id"]: one for one in found if one["state"] == "done"}
+
+
+def wait_left(url: str, names: set[str]) -> None:
+    """Wait until replicas have gone and their receipts are up."""
+    eventually(lambda: names <= notices(url, "handover").keys() and not names & replicas_of(url).keys())
+
+
+def long_streams(url: str, seed: int, max_tokens: int, disturb: Callable[[], None] | None = None) -> list[str]:
+    """Return four answers of 20 ms a token; ``disturb`` is called once every replica is at work on one."""
+    requests = [body(text, max_tokens=max_tokens, temperature=1.0) for text in texts(4, seed)]
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            streams = [asyncio.create_task(stream_answer(client, CHAT, request)) for request in requests]
+            if disturb is not None:
+                await asyncio.to_thread(eventually, lambda: all(running(url).values()))
+                await asyncio.to_thread(disturb)
+            return [answer.text for answer in await asyncio.gather(*streams)]
+
+    return asyncio.run(run())
+
+
+def running(url: str) -> dict[str, int]:
+    """Sequences that run, by replica."""
+    return {name: one["running_sequences"] for name, one in replicas_of(url).items()}
+
+
+@cache
+def undisturbed(url: str, seed: int, max_tokens: int) -> list[str]:
+    """Those answers while nothing leaves; they do not depend on how many replicas there are."""
+    return long_streams(url, seed, max_tokens)
