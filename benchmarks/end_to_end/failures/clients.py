@@ -20,6 +20,8 @@ from benchmarks.common.client import RequestFailed, stream_events
 
 Outcome = Literal["whole", "lost", "cut short", "altered"]
 PATIENCE_S = 300.0
+_ON_ITS_WAY_S = 0.01
+"""A token that comes so soon after its replica's end was sent before; none can come from another one by then."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,10 @@ class Seen:
         times = [self.began_s, *self.token_times_s]
         gaps = [now - max(before, moment_s) for before, now in pairwise(times) if now > moment_s]
         return max(gaps, default=0.0)
+
+    def pause_after(self, moment_s: float) -> float:
+        """From the end of whoever sent this stream to its next token, which is not one that was on its way then."""
+        return next((now - moment_s for now in self.token_times_s if now > moment_s + _ON_ITS_WAY_S), 0.0)
 
 
 class Clients:

@@ -200,5 +200,5 @@ async def interrupted_streams(
 
     seen, struck_s = await clients.disturbed(asked, streaming(cluster), strike)
     # The others went on at a token's pace.
-    waited = sorted(((one, one.longest_gap_after(struck_s)) for one in seen), key=lambda pair: -pair[1])
+    waited = sorted(((one, one.pause_after(struck_s)) for one in seen), key=lambda pair: -pair[1])
     return seen, waited[:broken]

@@ -74,6 +74,14 @@ def test_the_wait_after_a_strike_begins_with_the_strike() -> None:
     assert late.longest_gap_after(6.0) == pytest.approx(3.0), "before its first token a client waits, too"
 
 
+def test_a_pause_ends_with_the_next_token_whatever_comes_later() -> None:
+    """Neither with one that was on its way, nor with a longer gap behind it."""
+    seen = Seen(BODY, token_times_s=[0.0, 1.0, 1.002, 1.05, 9.0])
+    assert seen.pause_after(1.001) == pytest.approx(0.049)
+    assert seen.pause_after(0.5) == pytest.approx(0.5)
+    assert seen.pause_after(9.5) == 0.0
+
+
 def test_runs_are_added_up() -> None:
     runs = [
         {"outcomes": {"whole": 2, "lost": 0}, "gap_s": [1.0, 3.0], "as_before": True},
