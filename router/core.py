@@ -281,6 +281,9 @@ class RoutingCore:
         chain, known = self._reusable_chain(request), self._known
         match = known.directory.match(chain)
         pending = known.pending.match(request.placement_key, chain)
+        for name in request.dead:  # its caller knows of the death before the news of it is here
+            match.pop(name, None)
+            pending.pop(name, None)
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
         scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(

@@ -78,11 +78,12 @@ class Dispatcher:
         """
         received: list[int] = []
         avoid: tuple[str, ...] = ()
+        dead: tuple[str, ...] = ()
         cached_reported = False
         losses = refusals = moves = sent_back = 0
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = route_of(current, losses + refusals + moves + sent_back, avoid, sent_back)
+            route = route_of(current, losses + refusals + moves + sent_back, avoid, dead, sent_back)
             reservation = _Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
@@ -119,6 +120,8 @@ class Dispatcher:
                 logger.warning("replica %s lost request %s: %s", lost or "?", generation.request_id, error)
                 if lost:
                     avoid = (*avoid, lost)
+                    if not isinstance(error, _ReplicaLeaves):
+                        dead = (*dead, lost)
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return
@@ -252,12 +255,16 @@ class _ReplicaLeaves(_ReplicaLost):
 
 
 def route_of(
-    generation: Generation, attempt: int = 0, avoid: tuple[str, ...] = (), sent_back: int = 0
+    generation: Generation,
+    attempt: int = 0,
+    avoid: tuple[str, ...] = (),
+    dead: tuple[str, ...] = (),
+    sent_back: int = 0,
 ) -> RoutedRequest:
     """Return a generation's routing view.
 
-    ``avoid``: replicas that lost it in earlier attempts; ``sent_back``: how many of those ended at once, with a replica
-    that had more to do than was known.
+    ``avoid``: replicas that lost it in earlier attempts, and ``dead`` those that did not just leave; ``sent_back``: how
+    many attempts ended at once, with a replica that had more to do than was known.
     """
     return RoutedRequest(
         request_id=f"{generation.request_id}.{attempt}",
@@ -269,6 +276,7 @@ def route_of(
         tenant=generation.tenant,
         sent_back=sent_back,
         store_kv=generation.store_kv,
+        dead=dead,
     )
 
 

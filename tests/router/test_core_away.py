@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,8 +106,8 @@ def test_what_is_known_of_a_replica_that_is_away_is_used_once_it_returns() -> No
         assert back is not None and (back.replica_id, back.reason) == ("a", "cached")
 
 
-def test_a_pull_may_come_from_a_replica_that_is_away() -> None:
-    """Whoever leaves can hand out what it holds until it ends."""
+def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -> None:
+    """Whoever leaves can hand out what it holds until it ends; who asks may know of a death before the router does."""
     core = RoutingCore("me", RouterSettings.from_json({"scoring": {"min_pull_tokens": 16}}), rng=Random(0))
     core.update_replicas("ab")
     for name in "ab":
@@ -115,3 +116,5 @@ def test_a_pull_may_come_from_a_replica_that_is_away() -> None:
     core.update_replicas("b", away="a")
     decision = core.decide(asked(CHAINS[0]))
     assert decision is not None and (decision.replica_id, decision.pull_from) == ("b", "a")
+    again = core.decide(msgspec.structs.replace(asked(CHAINS[0]), avoid=("a",), dead=("a",)))
+    assert again is not None and (again.replica_id, again.pull_from, again.best_cached_tokens) == ("b", "", 0)

@@ -90,7 +90,7 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: E
     assert handle.after_first_token == [received > 0]
     (_, first), (second_call, second) = handle.calls
     assert second.request_id != first.request_id
-    assert second.avoid == (called[0],)
+    assert second.avoid == second.dead == (called[0],)
     resumed = np.frombuffer(second_call.token_ids, dtype="<i4")
     assert list(resumed) == [*range(10), *whole()[:received]]
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
@@ -167,6 +167,7 @@ def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
     assert ids(run(handle, max_tokens=4 * MAX_ATTEMPTS)) == whole(4 * MAX_ATTEMPTS)
     assert len({route.request_id for _, route in handle.calls}) == 2 * MAX_ATTEMPTS
     assert len(handle.after_first_token) == 2 * MAX_ATTEMPTS - 1
+    assert not any(route.dead for _, route in handle.calls), "one that leaves can hand out KV until it ends"
 
 
 def test_replicas_that_leave_without_a_token_are_lost_ones() -> None:
