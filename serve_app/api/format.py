@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
+from serve_app.fairness.rate_limits import LimitsLeft
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 """Why a choice ended; "tool_calls" where it stopped after calls of tools."""
@@ -54,6 +55,10 @@ class ErrorAnswer:
 
 RenderError = Callable[[WarmpathError, str], ErrorAnswer]
 """(error, request id) -> the error in the shape of one API."""
+
+
+RenderLimits = Callable[[LimitsLeft], dict[str, str]]
+"""What is left of a tenant's limits -> the headers that say so in one API."""
 
 
 class AnswerStream(Protocol):

@@ -43,6 +43,13 @@ class TenantConfig(BaseModel):
     models: list[str] | None = Field(
         None, description="the models and LoRA adapters that it may use, and sees, by name; default: all"
     )
+    requests_per_second: float | None = Field(
+        None, gt=0, le=1_000_000, description="requests that it may begin; as many, at least one, may come at once"
+    )
+    concurrent_requests: int | None = Field(None, ge=1, description="requests of it that may be under way at once")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="tokens of prompts, cached or not, and of answers; max_tokens is reserved at the start"
+    )
     store_kv: bool = Field(True, description="false: its requests read the cache and leave nothing in it")
     cache_share: float = Field(1.0, gt=0, le=1000, description="weight of the tenant's share of each KV pool")
     trust_group: str | None = Field(

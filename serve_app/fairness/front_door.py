@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from serve_app.errors import RateLimited
+from serve_app.fairness.rate_limits import Allowance, TenantLimits
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import Place, WaitingLine
 
@@ -23,9 +24,19 @@ _WEIGHT = 0.2
 class FrontDoor:
     """Admits requests. ``places``: generations that may be under way at once; ``max_waiting``: requests in line,
     ``max_bytes``: of their bodies, which both may be set; all three by tenant, by the rule of ``Budget``.
+    ``limits``: what tenants may ask for however much is free; default: anything.
     """
 
-    def __init__(self, shares: Shares, *, places: Callable[[], int], max_waiting: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        shares: Shares,
+        *,
+        places: Callable[[], int],
+        max_waiting: int,
+        max_bytes: int,
+        limits: TenantLimits | None = None,
+    ) -> None:
+        self._limits = limits or TenantLimits()
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
         self._shares = shares
@@ -39,11 +50,11 @@ class FrontDoor:
         return self._line.waiting()
 
     def arrive(self, tenant: str) -> Arrival:
-        """Let a request in that has just come. Raises RateLimited where too many of its tenant's wait."""
+        """Let a request in that has just come. Raises RateLimited where too many of its tenant's wait or came."""
         self._shares.touch(tenant)
         if self._requests.verdict(tenant, 1) != "granted":
             raise self._refusal(tenant, "requests")
-        return Arrival(self, tenant)
+        return Arrival(self, tenant, self._limits.begin(tenant))
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
         """Note what a request cost that was answered."""
@@ -64,9 +75,14 @@ class FrontDoor:
 
 
 class Arrival:
-    """One request on its way in; leaving the ``with`` block frees all that it holds and has not handed over."""
+    """One request on its way in; leaving the ``with`` block frees all that it holds and has not handed over.
 
-    def __init__(self, door: FrontDoor, tenant: str) -> None:
+    ``allowance``: what it holds of its tenant's limits, handed over with the place.
+    """
+
+    def __init__(self, door: FrontDoor, tenant: str, allowance: Allowance) -> None:
+        self.allowance = allowance
+        self._handed_over = False
         self._door = door
         self._tenant = tenant
         self._waits = True
@@ -94,8 +110,12 @@ class Arrival:
         self._stop_waiting()
 
     def hand_over(self) -> Place:
-        """Return the place there was a turn for, which is the caller's from now on; everything else is freed."""
+        """Return the place there was a turn for, which is the caller's from now on, as is the ``allowance``.
+
+        Everything else is freed.
+        """
         place, self._place = self._place, None
+        self._handed_over = True
         assert place is not None, "a place comes with a turn"
         self.release()
         return place
@@ -109,6 +129,8 @@ class Arrival:
         if self._place is not None:
             self._place.give_back()
             self._place = None
+        if not self._handed_over:
+            self.allowance.end(refused=True)
 
     def _stop_waiting(self) -> None:
         if self._waits:

@@ -21,6 +21,7 @@ from serve_app.api.unknown import UnknownField, ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
+from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
@@ -93,14 +94,14 @@ class Completions:
         shown = self._tool_calls.shown_tokens(use)
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
-        body_bytes, timeout_s = arrival.body_bytes, self.request_timeout_s
+        body_bytes, timeout_s, allowance = arrival.body_bytes, self.request_timeout_s, arrival.allowance
         begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s)
         generations = await until_disconnect(request, begun)
         place = arrival.hand_over()
         try:
             decoder, reading = partial(self._tokenizer.decoder, shown), self._tool_calls.reading(use)
             pieces = answer_pieces(generations, self._source, decoder, wanted.stop, place, reading)
-            pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes)
+            pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes, allowance)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
             answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
             if not wanted.stream:
@@ -113,6 +114,7 @@ class Completions:
                 raise
         except BaseException:
             place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
+            allowance.end()
             raise
         headers = {**sse.HEADERS, **warning_headers(first.save, wanted.unknown)}
         # What ends an answer at its time is sent after that time.
@@ -128,14 +130,20 @@ class Completions:
         arrived_s: float,
         timeout_s: float,
     ) -> list[Generation]:
-        """Wait for the request's turn, then make its generations. Raises a WarmpathError when there is no time left."""
+        """Wait for the request's turn, then make its generations, and reserve their tokens.
+
+        Raises a WarmpathError when there is no time left, or no token.
+        """
         deadline_s = arrived_s + timeout_s
         try:
             async with self._stopping.limit(deadline_s - time.perf_counter()):
                 await arrival.turn(wanted.choices)
-                return await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
+                generations = await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
         except TimeoutError as error:
             raise self._out_of_time(timeout_s) from error
+        prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
+        arrival.allowance.reserve(prompt_tokens, sum(each.sampling.max_tokens for each in generations))
+        return generations
 
     async def _timed(
         self,
@@ -145,10 +153,12 @@ class Completions:
         arrived_s: float,
         timeout_s: float,
         body_bytes: int,
+        allowance: Allowance,
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
         uncached_tokens = 0
+        refused = False
         deadline_s = arrived_s + timeout_s
         last_s: dict[int, float] = {}
         metrics.in_flight.inc()
@@ -163,6 +173,7 @@ class Completions:
                     except TimeoutError as error:
                         raise self._out_of_time(timeout_s) from error
                     now_s = time.perf_counter()
+                    allowance.generated(piece.new_tokens)
                     if piece.cached_tokens is not None:
                         generation = generations[piece.index]
                         prompt_tokens = len(generation.token_ids)
@@ -176,8 +187,12 @@ class Completions:
                     last_s[piece.index] = now_s
                     metrics.completion_tokens.labels(name).inc(piece.new_tokens)
                     yield piece
+        except WarmpathError:
+            refused = not last_s
+            raise
         finally:
             metrics.in_flight.dec()
+            allowance.end(refused=refused)
             if last_s:  # where nothing was answered, what it cost is not known, and it was not free
                 self._front_door.learn(name, body_bytes, uncached_tokens)
 

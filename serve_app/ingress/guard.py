@@ -10,8 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from router.protocol.request import NoReplicaLeft
-from serve_app.api.format import RenderError
+from serve_app.api.format import RenderError, RenderLimits
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
+from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.browsers import refuse_foreign_page
 from serve_app.ingress.http import error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -31,7 +32,9 @@ class RouteGuard:
         stopping: Stopping,
         *,
         allowed_hosts: Collection[str] | None = None,
+        limits: TenantLimits | None = None,
     ) -> None:
+        self._limits = limits or TenantLimits()
         self.allowed_hosts = allowed_hosts
         self._tenants = tenants
         self._metrics = metrics
@@ -61,9 +64,27 @@ class RouteGuard:
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 
     async def answer(
+        self,
+        request: Request,
+        endpoint: str,
+        render_error: RenderError,
+        work: Callable[[], Awaitable[Response]],
+        render_limits: RenderLimits = lambda _: {},
+    ) -> Response:
+        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted.
+
+        Every answer to a tenant says what is left of its limits.
+        """
+        response = await self._answer(request, endpoint, render_error, work)
+        tenant: Tenant | None = getattr(request.state, "tenant", None)
+        left = self._limits.left(tenant.name) if tenant is not None else None
+        if left is not None:
+            response.headers.update(render_limits(left))
+        return response
+
+    async def _answer(
         self, request: Request, endpoint: str, render_error: RenderError, work: Callable[[], Awaitable[Response]]
     ) -> Response:
-        """Run one route's work; whatever goes wrong leaves as an error of the API, and is counted."""
         request_id = request_id_of(request)
         error: WarmpathError
         try:

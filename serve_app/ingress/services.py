@@ -31,6 +31,7 @@ from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.dispatch import Dispatcher
@@ -85,6 +86,7 @@ class Services:
     traffic: UsageTable
     guard: RouteGuard
     shares: Shares
+    limits: TenantLimits
     front_door: FrontDoor
     workers: FairWorkers
     broadcast: Broadcast
@@ -101,6 +103,7 @@ class Services:
         self.core.configure(RouterSettings.from_json(config.routing()))
         self.tenants.configure(config.tenants, config.operator_key_sha256)
         self.shares.set_weights(config.cache_shares)
+        self.limits.configure(config.tenants)
         self.front_door.max_waiting = config.max_queued_requests
         self.front_door.max_bytes = BODIES * config.max_body_bytes
         self.guard.allowed_hosts = config.allowed_hosts
@@ -205,8 +208,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
     metrics, traffic, stopping = IngressMetrics(), UsageTable(), Stopping()
-    limits = _limits(config, max_model_len(config, info))
-    preparer = Preparer(info, tokenizer, tenants, secret, adapters, limits, prompts)
+    lengths = _limits(config, max_model_len(config, info))
+    limits = TenantLimits(config.tenants, config.ingress_replicas)
+    preparer = Preparer(info, tokenizer, tenants, secret, adapters, lengths, prompts)
     deployment = deployment_key(context.app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
@@ -218,12 +222,13 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         places=lambda: places(services.config, len(core.replica_ids)),
         max_waiting=config.max_queued_requests,
         max_bytes=BODIES * config.max_body_bytes,
+        limits=limits,
     )
     services = Services(
         config=config,
         app_name=context.app_name,
         name=context.replica_id.unique_id,
-        base_model=model_body(config.model_name, int(time.time()), limits.max_model_len),
+        base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),
         tenants=tenants,
         adapters=adapters,
         tokenizer=tokenizer,
@@ -237,8 +242,10 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             metrics,
             stopping,
             allowed_hosts=config.allowed_hosts,
+            limits=limits,
         ),
         shares=shares,
+        limits=limits,
         front_door=front_door,
         workers=workers,
         broadcast=broadcast,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +16,7 @@ from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, 
 from serve_app.api.sse import data_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
+from serve_app.fairness.rate_limits import LimitsLeft
 
 DONE = b"data: [DONE]\n\n"
 
@@ -24,6 +26,26 @@ _encode = msgspec.json.Encoder().encode
 def openai_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
     """Return an error as OpenAI shows it; the request's id is in a header alone."""
     return ErrorAnswer(error.status, _error_body(error))
+
+
+def openai_limits(left: LimitsLeft) -> dict[str, str]:
+    """Return OpenAI's headers of what is left of a tenant's limits."""
+    headers: dict[str, str] = {}
+    for name, one in (("requests", left.requests), ("tokens", left.tokens)):
+        if one is not None:
+            headers[f"x-ratelimit-limit-{name}"] = str(one.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(one.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = _duration(one.reset_s)
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as OpenAI writes it: ``12ms``, ``1.5s``, ``6m0s``; rounded up, so that it is over then."""
+    milliseconds = ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, milliseconds = divmod(milliseconds, 60_000)
+    return f"{minutes}m{milliseconds / 1000:g}s" if minutes else f"{milliseconds / 1000:g}s"
 
 
 class ChatFormat:

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.format import RenderError
+from serve_app.api.format import RenderError, RenderLimits
+from serve_app.api.openai.response import openai_limits
 from serve_app.ingress.services import Services
 
 
@@ -24,14 +25,19 @@ Front = Annotated[Services, Depends(_services)]
 Handler = Callable[..., Awaitable[Response]]
 
 
-def guarded(endpoint: str, render_error: RenderError) -> Callable[[Handler], Handler]:
-    """Let whatever goes wrong in a handler leave as an error of its API, and count its answers as ``endpoint``'s."""
+def guarded(
+    endpoint: str, render_error: RenderError, render_limits: RenderLimits = openai_limits
+) -> Callable[[Handler], Handler]:
+    """Let whatever goes wrong in a handler leave as an error of its API, and count its answers as ``endpoint``'s.
+
+    ``render_limits``: how the API tells what is left of a tenant's limits.
+    """
 
     def wrap(handler: Handler) -> Handler:
         @functools.wraps(handler)
         async def run(request: Request, services: Services, **path: str) -> Response:
             work = functools.partial(handler, request, services, **path)
-            return await services.guard.answer(request, endpoint, render_error, work)
+            return await services.guard.answer(request, endpoint, render_error, work, render_limits)
 
         return run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
@@ -15,9 +16,11 @@ from starlette.requests import Request
 from router.protocol.block_hash import PrefixScope
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.response import ChatFormat
+from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import SamplingParams
-from serve_app.errors import Overloaded
+from serve_app.errors import Overloaded, RateLimited
 from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
@@ -88,3 +91,44 @@ def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
     source.fails = False
     asyncio.run(ask())
     assert 100 <= door.cost_tokens("acme", 1000) < guess
+
+
+def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
+    """What was reserved for more is given back; who is refused before the first token pays nothing, whoever asked."""
+    config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
+    clock = MagicMock(return_value=0.0)
+    limits = TenantLimits([config], clock=clock)
+    door = FrontDoor(Shares({}), places=lambda: 4, max_waiting=9, max_bytes=1 << 20, limits=limits)
+    source, preparer, tokenizer = Source(), AsyncMock(), MagicMock()
+    preparer.prepare.return_value = [replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)]
+    tokenizer.decoder().push.return_value = "x"
+    tokenizer.decoder().flush.return_value = ""
+    completions = Completions(
+        preparer, source, tokenizer, IngressMetrics(), UsageTable(), door, Stopping(), request_timeout_s=60
+    )
+    wanted = parse_chat(b'{"model": "m", "n": 2, "messages": [{"role": "user", "content": "hi"}]}')
+
+    async def stays() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def ask() -> None:
+        request = Request({"type": "http", "method": "POST", "headers": []}, stays)
+        with door.arrive("acme") as arrival:
+            await completions.respond(request, wanted, ChatFormat(), Tenant("acme"), arrival, time.perf_counter())
+
+    def left() -> int:
+        found = limits.left("acme")
+        assert found is not None and found.tokens is not None
+        return found.tokens.remaining
+
+    source.fails = True
+    with pytest.raises(Overloaded):
+        asyncio.run(ask())
+    assert left() == 300
+    source.fails = False
+    asyncio.run(ask())
+    assert left() == 300 - 100 - 2
+    with pytest.raises(RateLimited, match="asks for 200") as caught:
+        asyncio.run(ask())
+    assert (left(), caught.value.retry_after_s) == (198, pytest.approx(0.4))

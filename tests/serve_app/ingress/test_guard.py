@@ -9,8 +9,10 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.api.openai.response import openai_error
+from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.config.tenants import TenantConfig
+from serve_app.errors import InvalidRequest
+from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import Stopping
@@ -59,3 +61,31 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
         dict(labels)["tenant"]: value for name, labels, value in metrics.samples() if name == "warmpath_requests_total"
     }
     assert found == {counted: 1.0}
+
+
+def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
+    """Errors too; who has no limits, or no key, is told nothing, whatever others have."""
+    (zeta, zeta_digest), metrics = make_api_key(), IngressMetrics()
+    configs = [
+        TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5}),
+        TenantConfig.model_validate({"name": "zeta", "key_sha256": [zeta_digest]}),
+    ]
+    guard = RouteGuard(Tenants(configs, b"s" * 32), metrics, Stopping(), limits=TenantLimits(configs))
+
+    def told(key: str, *, fails: bool) -> set[str]:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
+
+        async def work() -> Response:
+            guard.tenant(request)
+            if fails:
+                raise InvalidRequest("no")
+            return Response()
+
+        response = asyncio.run(guard.answer(request, "chat", openai_error, work, openai_limits))
+        return {name for name in response.headers if name.startswith("x-ratelimit")}
+
+    names = {f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")}
+    for fails in (False, True):
+        assert told(KEY, fails=fails) == names
+        assert told(zeta, fails=fails) == told("guess", fails=fails) == set()

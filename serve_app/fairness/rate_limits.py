@@ -1,0 +1,225 @@
+"""What a tenant may ask for: requests a second, requests at once, tokens a minute; and how much of that is left.
+
+Owns the counts of one ingress, which has its part of each limit, and a few numbers a tenant. Numbers only: the names
+of headers are the APIs'. One asyncio loop uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from serve_app.config.tenants import TenantConfig
+from serve_app.errors import RateLimited
+
+_WEIGHT = 0.2
+"""Of the newest request in the mean of how long one takes."""
+_LEAST = 1e-6
+"""Less than this is nothing: sums of floats are not exact."""
+
+
+class Bucket:
+    """Holds up to ``most`` and refills by ``per_s``. In any T seconds it gives out at most ``most`` + ``per_s`` x T.
+
+    What is more than ``most`` is given out of a full one, which then is in debt.
+    """
+
+    __slots__ = ("_level", "_seen_s", "most", "per_s")
+
+    def __init__(self, most: float, per_s: float, now_s: float) -> None:
+        self.most = self._level = most
+        self.per_s = per_s
+        self._seen_s = now_s
+
+    def level(self, now_s: float) -> float:
+        """Return what it holds, below 0 where it is in debt."""
+        self._level = min(self.most, self._level + self.per_s * max(0.0, now_s - self._seen_s))
+        self._seen_s = now_s
+        return self._level
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Return how long it takes until it would give ``amount``; 0.0: it does now."""
+        missing = min(amount, self.most) - self.level(now_s)
+        return missing / self.per_s if missing > _LEAST else 0.0
+
+    def take(self, amount: float, now_s: float) -> None:
+        """Take ``amount`` out; below 0 put it back."""
+        self._level = min(self.most, self.level(now_s) - amount)
+
+    def reset_s(self, now_s: float) -> float:
+        """Return how long it takes until it is full."""
+        missing = self.most - self.level(now_s)
+        return missing / self.per_s if missing > _LEAST else 0.0
+
+    def resize(self, most: float, per_s: float, now_s: float) -> None:
+        """Have another size from now on; what was taken out lately stays out."""
+        self._level = most - (self.most - self.level(now_s))
+        self.most, self.per_s = most, per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """``remaining`` of a ``limit``, over all ingresses as far as one can tell. ``reset_s``: until all is back."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsLeft:
+    """What is left to a tenant; None: it has no such limit."""
+
+    requests: Left | None
+    tokens: Left | None
+
+
+class _Tenant:
+    """One tenant's counts in one ingress of ``ingresses``. ``mean_s``: how long its requests take."""
+
+    __slots__ = ("_ingresses", "config", "mean_s", "requests", "running", "tokens")
+
+    def __init__(self, config: TenantConfig, ingresses: int, now_s: float) -> None:
+        self._ingresses = ingresses
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.running = 0
+        self.mean_s = 1.0
+        self.configure(config, now_s)
+
+    def configure(self, config: TenantConfig, now_s: float) -> None:
+        """Go by other limits from now on."""
+        self.config = config
+        rate, tokens, parts = config.requests_per_second, config.tokens_per_minute, self._ingresses
+        self.requests = None if rate is None else _sized(self.requests, max(1.0, rate / parts), rate / parts, now_s)
+        self.tokens = None if tokens is None else _sized(self.tokens, tokens / parts, tokens / 60 / parts, now_s)
+
+    @property
+    def most_running(self) -> int | None:
+        """This ingress' part of the requests at once, at least 1; None: any number."""
+        most = self.config.concurrent_requests
+        return None if most is None else max(1, most // self._ingresses)
+
+    def left(self, now_s: float) -> LimitsLeft | None:
+        """Return what the headers tell; None where there is nothing to tell."""
+        requests = tokens = None
+        if self.requests is not None and self.config.requests_per_second is not None:
+            here = int(max(0.0, self.requests.level(now_s)) + _LEAST)
+            limit = max(1, int(self.config.requests_per_second))
+            requests = Left(limit, min(limit, here * self._ingresses), self.requests.reset_s(now_s))
+        if self.tokens is not None and self.config.tokens_per_minute is not None:
+            limit = self.config.tokens_per_minute
+            everywhere = int(max(0.0, self.tokens.level(now_s)) * self._ingresses + _LEAST)
+            tokens = Left(limit, min(limit, everywhere), self.tokens.reset_s(now_s))
+        return LimitsLeft(requests, tokens) if requests or tokens else None
+
+
+class TenantLimits:
+    """The limits of all tenants, of which this ingress, one of ``ingresses``, has its part."""
+
+    def __init__(
+        self,
+        tenants: Sequence[TenantConfig] = (),
+        ingresses: int = 1,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ingresses = ingresses
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+        self.configure(tenants)
+
+    def configure(self, tenants: Sequence[TenantConfig]) -> None:
+        """Go by other limits from now on; what has begun goes on, and counts."""
+        now_s = self._clock()
+        before, self._tenants = self._tenants, {}
+        for config in tenants:
+            known = self._tenants[config.name] = before.get(config.name) or _Tenant(config, self._ingresses, now_s)
+            known.configure(config, now_s)
+
+    def left(self, tenant: str) -> LimitsLeft | None:
+        """Return what a tenant may still ask for; None where its requests and tokens have no limit."""
+        known = self._tenants.get(tenant)
+        return known.left(self._clock()) if known is not None else None
+
+    def begin(self, tenant: str) -> Allowance:
+        """Count a request that has just come. Raises RateLimited, counting nothing, where it is one too many."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            return Allowance(None, self._clock)
+        most = known.most_running
+        if most is not None and known.running >= most:
+            wait_s = min(60.0, max(1.0, known.mean_s / most))
+            raise _refusal(f"requests at once, at most {most} here", wait_s)
+        if known.requests is not None:
+            now_s = self._clock()
+            wait_s = known.requests.wait_s(1, now_s)
+            if wait_s:
+                raise _refusal(f"requests, at most {known.config.requests_per_second:g} a second", wait_s)
+            known.requests.take(1, now_s)
+        return Allowance(known, self._clock)
+
+
+class Allowance:
+    """What one request holds of its tenant's limits until its ``end``."""
+
+    __slots__ = ("_begun_s", "_clock", "_reserved", "_tenant", "_used")
+
+    def __init__(self, tenant: _Tenant | None, clock: Callable[[], float]) -> None:
+        self._tenant = tenant
+        self._clock = clock
+        self._begun_s = clock()
+        self._reserved = self._used = 0
+        if tenant is not None:
+            tenant.running += 1
+
+    def reserve(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Take a prompt and all that may be generated out of the tokens. Raises RateLimited, taking nothing.
+
+        Cached tokens of the prompt count as others do (OpenAI's rule).
+        """
+        tenant = self._tenant
+        if tenant is None or tenant.tokens is None:
+            return
+        wanted, most = prompt_tokens + output_tokens, tenant.config.tokens_per_minute
+        if most is not None and wanted > most:
+            raise RateLimited(
+                f"This request asks for {wanted} tokens, {prompt_tokens} of prompt and {output_tokens} of answer; "
+                f"your limit is {most} a minute, so it can never be answered: shorten the prompt or lower max_tokens."
+            )
+        now_s = self._clock()
+        wait_s = tenant.tokens.wait_s(wanted, now_s)
+        if wait_s:
+            raise _refusal(f"tokens, at most {most} a minute, and this request asks for {wanted}", wait_s)
+        tenant.tokens.take(wanted, now_s)
+        self._reserved, self._used = wanted, prompt_tokens
+
+    def generated(self, tokens: int) -> None:
+        """Count tokens of the answer."""
+        self._used += tokens
+
+    def end(self, *, refused: bool = False) -> None:
+        """Give back what was reserved and not used, all of it where the request was ``refused``; again is harmless."""
+        tenant, self._tenant = self._tenant, None
+        if tenant is None:
+            return
+        tenant.running -= 1
+        now_s = self._clock()
+        if not refused:
+            tenant.mean_s += _WEIGHT * (now_s - self._begun_s - tenant.mean_s)
+        if tenant.tokens is not None and self._reserved:
+            tenant.tokens.take((0 if refused else self._used) - self._reserved, now_s)
+
+
+def _sized(bucket: Bucket | None, most: float, per_s: float, now_s: float) -> Bucket:
+    if bucket is None:
+        return Bucket(most, per_s, now_s)
+    bucket.resize(most, per_s, now_s)
+    return bucket
+
+
+def _refusal(what: str, wait_s: float) -> RateLimited:
+    sentence = f"Your limit is reached ({what}); send the request again after {max(1, ceil(wait_s))} s."
+    return RateLimited(sentence, retry_after_s=wait_s)
