@@ -31,6 +31,7 @@ from benchmarks.isolation.hostile.watch import Ask, Seen, Watched
 HIT_RATE, TTFT = 0.98, 1.5
 SYSTEM_PROMPTS, SYSTEM_WORDS = 3, 500
 EVERY_S = 2.5
+PARTS_WITHOUT = 3
 LOAD = 0.5
 """What the nine take of the replicas' prefill."""
 TOKENS_A_WORD = 1.35
@@ -46,18 +47,24 @@ KINDS_IN_TURN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 async def neighbours(stage: Stage, minutes: float) -> dict[str, Any]:
-    """Measure the nine for a third of the time without, then beside each attack for an equal part of ``minutes``."""
+    """Measure the nine beside each attack for an equal part of ``minutes``, before that as long three times without.
+
+    Their questions come at the same moments in every part: in another minute, chance alone makes p99 another.
+    """
+    part_s = minutes * 60 / len(KINDS_IN_TURN)
     words = await _question_words(stage)
     await _all(stage, words, 2 * SYSTEM_PROMPTS * EVERY_S, 0)
     # At rest the rate is that of a warm-up, without decodes beside it: half of that is more than half of what they can.
     words = await _question_words(stage)
-    without = all_served(await _all(stage, words, minutes * 60 / 3, 10_000))
+    without: list[Seen] = []
+    for number in range(PARTS_WITHOUT):
+        without += all_served(await _all(stage, words, part_s, (number + 1) * 10_000))
     beside: list[Seen] = []
     attacks: dict[str, Any] = {}
     ended_s = 0.0
     for number, (name, options) in enumerate(KINDS_IN_TURN):
         async with Attacker(name, stage.target(), **options) as attacker:
-            seen = await _all(stage, words, minutes * 60 / len(KINDS_IN_TURN), (number + 2) * 10_000)
+            seen = await _all(stage, words, part_s, (number + 1 + PARTS_WITHOUT) * 10_000)
         beside += seen
         outcome = attacker.outcome
         ended_s = outcome.ended_s
@@ -90,7 +97,7 @@ async def _question_words(stage: Stage) -> int:
 
 
 async def _all(stage: Stage, words: int, seconds: float, first: int) -> list[Seen]:
-    """Return what all nine saw in so many seconds; they begin one after another, and come alike in every phase."""
+    """Return what all nine saw in so many seconds; they begin one after another, and ask at the same moments each time."""
 
     async def one(number: int, tenant: str) -> Sequence[Seen]:
         await asyncio.sleep(EVERY_S * number / len(POLITE))
