@@ -1,16 +1,15 @@
-"""Deficit round robin over tenants: whose prompt tokens are computed next.
+"""Deficit round robin over tenants: whose prompt tokens are computed next; the turns of who used most lately are short.
 
-Owns the order of tenants and their credit, in uncached prompt tokens. Bound: a tenant that gets work is served before
-the others had more than one quantum each, so with n tenants at work it waits for at most (n - 1) quanta. A tenant
-without work has no credit: nobody saves up. Decodes are not held back, but they lengthen every step: a tenant's turn
-is the shorter, the more of them it has.
+Owns the order of tenants, their credit in uncached prompt tokens, and what each used in recent steps, decodes too: they
+are not held back, but lengthen every step. Bound: a tenant that gets work is served before the others had more than
+one quantum each, so with n tenants at work it waits for at most (n - 1) quanta. Without work nobody has credit.
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), counts generated tokens as service too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from serve_app.engine.scheduling.step_size import LEAST_STEP_TOKENS
 
@@ -18,10 +17,13 @@ QUANTUM_TOKENS = LEAST_STEP_TOKENS // 4
 """Tokens a turn, at most a quarter of a step: small enough that a step serves several tenants."""
 
 DECODE_TOKENS = 8
-"""Tokens by which a running decode shortens its tenant's turns: about what its part of a step could prefill."""
+"""Prompt tokens that a decode counts as: about what its part of a step could prefill."""
 
-SHORTEST_TURN_PART = 8
-"""A turn is at least one part in this many of a quantum: decodes make a tenant slower, and never stop it."""
+RECENT_STEPS = 100
+"""What was used counts e times less after so many steps: some seconds."""
+
+SHORTEST_TURN_PART = 16
+"""A turn is at least one part in this many of a quantum: who uses most is slower while others have work, never stopped."""
 
 
 def quantum_tokens(max_num_batched_tokens: int) -> int:
@@ -35,21 +37,31 @@ class FairQueue:
     def __init__(self, max_num_batched_tokens: int) -> None:
         self.quantum_tokens = quantum_tokens(max_num_batched_tokens)
         self._credit: OrderedDict[str, int] = OrderedDict()
-        self._decodes: Mapping[str, int] = {}
+        self._used: dict[str, float] = {}
+        self._mean_used = 0.0
+        self._awaited: Collection[str] = ()
 
     @property
     def begun(self) -> dict[str, int]:
         """The tokens that are left of turns which have begun, by tenant: of at most one, the first."""
         return {tenant: credit for tenant, credit in self._credit.items() if credit > 0}
 
-    def begin(self, tenants: Iterable[str], decodes: Mapping[str, int]) -> None:
-        """Start a step with so many ``decodes``, by tenant: who has work now keeps its place; who is new comes last."""
-        self._decodes = decodes
+    def begin(self, tenants: Iterable[str], decodes: Mapping[str, int], awaited: Collection[str] = ()) -> None:
+        """Start a step with so many ``decodes``, by tenant: who has work now keeps its place; who is new comes last.
+
+        ``awaited``: tenants whose work others wait for; their turns are not shortened.
+        """
+        self._awaited = awaited
         before, self._credit = self._credit, OrderedDict()
         at_work = dict.fromkeys(tenants)
         self._credit.update((tenant, credit) for tenant, credit in before.items() if tenant in at_work)
         for tenant in at_work:
             self._credit.setdefault(tenant, 0)
+        kept = 1 - 1 / RECENT_STEPS
+        self._used = {tenant: kept * used for tenant, used in self._used.items() if used >= 1}
+        for tenant, count in decodes.items():
+            self._used[tenant] = self._used.get(tenant, 0.0) + DECODE_TOKENS * count
+        self._mean_used = sum(self._used.values()) / len(self._used) if self._used else 0.0
 
     def head(self) -> tuple[str, int] | None:
         """Return the tenant whose turn it is and the tokens it may use; None when nobody is left."""
@@ -57,12 +69,12 @@ class FairQueue:
             return None
         tenant, credit = next(iter(self._credit.items()))
         if credit <= 0:
-            shorter = self.quantum_tokens - DECODE_TOKENS * self._decodes.get(tenant, 0)
-            credit = self._credit[tenant] = max(1, self.quantum_tokens // SHORTEST_TURN_PART, shorter)
+            credit = self._credit[tenant] = self._turn_tokens(tenant)
         return tenant, credit
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Take tokens from a tenant's credit; without any left its turn is over."""
+        self._used[tenant] = self._used.get(tenant, 0.0) + tokens
         self._credit[tenant] -= tokens
         if self._credit[tenant] <= 0:
             self._credit.move_to_end(tenant)
@@ -70,3 +82,11 @@ class FairQueue:
     def leave(self, tenant: str) -> None:
         """Take a tenant out that has nothing more to compute in this step; its credit is lost."""
         del self._credit[tenant]
+
+    def _turn_tokens(self, tenant: str) -> int:
+        used, mean = self._used.get(tenant, 0.0), self._mean_used
+        if used <= mean or not mean or tenant in self._awaited:
+            return self.quantum_tokens
+        # Squared: who used twice the mean gets a quarter, so that the others come to theirs within some steps.
+        part = max((mean / used) ** 2, 1 / SHORTEST_TURN_PART)
+        return max(1, int(self.quantum_tokens * part))

@@ -43,6 +43,11 @@ class PendingBlocks:
         """Return the ids (``id``) of the sequences that wait for a block."""
         return {id(sequence) for line in self._parked.values() for sequence in line}
 
+    def awaited_tenants(self) -> set[str]:
+        """Return the tenants whose sequences compute a block that another tenant's sequence waits for."""
+        computing = ((self._computing[block_hash].request.tenant, line) for block_hash, line in self._parked.items())
+        return {tenant for tenant, line in computing if any(each.request.tenant != tenant for each in line)}
+
     def resolve(self, sequence: SequenceState, last: int) -> None:
         """Wake whoever waits for a sequence's blocks before ``last``: they are computed, or will not be."""
         for i in range(sequence.resolved, last):

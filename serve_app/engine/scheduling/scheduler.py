@@ -194,7 +194,8 @@ class Scheduler:
             self._refresh_hint(sequence)
         for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
-        self._fair_queue.begin(lines, Counter(item.sequence.request.tenant for item in chosen))
+        decodes = Counter(item.sequence.request.tenant for item in chosen)
+        self._fair_queue.begin(lines, decodes, self._pending.awaited_tenants())
         self._stopped.clear()
         if self._claim not in candidates:
             self._claim = None
@@ -203,9 +204,8 @@ class Scheduler:
             tenant, credit = turn
             spent = self._serve(lines[tenant], min(budget, credit), plan)
             budget -= spent
-            if lines[tenant]:
-                self._fair_queue.charge(tenant, spent)
-            else:
+            self._fair_queue.charge(tenant, spent)
+            if not lines[tenant]:
                 self._fair_queue.leave(tenant)
         chosen.extend(plan.values())
 

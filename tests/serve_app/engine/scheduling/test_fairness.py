@@ -115,6 +115,7 @@ def test_only_uncached_tokens_are_charged() -> None:
     bench = Bench("warm", "cold", max_num_batched_tokens=512)
     base = prompt(1440, 7)
     bench.add("prime", "warm", base)
+    bench.add("other", "cold", prompt(1440, 8))  # so that both have used as much
     while bench.scheduler.waiting_count or bench.scheduler.running_count:
         bench.step()
     for i in range(100):
