@@ -97,7 +97,7 @@ async def _question_words(stage: Stage) -> int:
 
 
 async def _all(stage: Stage, words: int, seconds: float, first: int) -> list[Seen]:
-    """Return what all nine saw in so many seconds; they begin one after another, and ask at the same moments each time."""
+    """Return what all nine saw in so many seconds; they begin in turn, and ask at the same moments each time."""
 
     async def one(number: int, tenant: str) -> Sequence[Seen]:
         await asyncio.sleep(EVERY_S * number / len(POLITE))

@@ -23,7 +23,7 @@ RECENT_STEPS = 100
 """What was used counts e times less after so many steps: some seconds."""
 
 SHORTEST_TURN_PART = 16
-"""A turn is at least one part in this many of a quantum: who uses most is slower while others have work, never stopped."""
+"""A turn is at least one part in this many of a quantum: who uses most is slower beside others, and never stopped."""
 
 
 def quantum_tokens(max_num_batched_tokens: int) -> int:
