@@ -3,7 +3,9 @@
 `serve run serve_app.app:build_app model=PATH` and a Serve config file's ``args:`` both end here.
 """
 
-# No `from __future__ import annotations` here: Serve looks for a pydantic class in build_app's own annotation.
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -12,6 +14,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from serve_app.config.app import AppConfig
 from serve_app.config.autoscaling import MAX_REPLICAS
+from serve_app.config.live import app_config
 from serve_app.ingress.broadcast import INGRESS_NAME
 from serve_app.ingress.ingress import Ingress
 from serve_app.replica.replica import Replica
@@ -23,49 +26,54 @@ INGRESS_POLICY = "cluster.autoscaling_controller:IngressFiguresPolicy"
 """Named, not imported: they are above, and run in Serve's controller."""
 
 
-def build_app(args: AppConfig) -> Application:
-    """Return the application; nothing starts until Serve runs it."""
-    config = args.to_json()
+def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
+    """Return the application; nothing starts until Serve runs it.
+
+    ``args``: settings, or their pairs of NAME: VALUE. Raises BadSettings: Serve would check a pydantic class by itself,
+    but in words that are not ours.
+    """
+    settings = args if isinstance(args, AppConfig) else app_config(args)
+    config = settings.to_json()
     replica = serve.deployment(
         Replica,
         name=REPLICA_NAME,
-        **_scale(args),
+        **_scale(settings),
         # Engines bound their own queues, and ingresses what waits for them, by tenant; Serve's bounds know no tenants.
-        max_ongoing_requests=args.max_num_seqs + args.max_waiting_requests + 16,
+        max_ongoing_requests=settings.max_num_seqs + settings.max_waiting_requests + 16,
         max_queued_requests=-1,
-        ray_actor_options={"num_cpus": args.replica_num_cpus, "num_gpus": args.replica_num_gpus},
+        ray_actor_options={"num_cpus": settings.replica_num_cpus, "num_gpus": settings.replica_num_gpus},
         health_check_period_s=5,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+        graceful_shutdown_timeout_s=settings.graceful_shutdown_timeout_s,
         user_config={},  # never none: Serve would not tell replicas when a config file drops its user_config
         request_router_config=RequestRouterConfig(
             request_router_class="router.serve.request_router.CacheAwareRouter",
-            request_router_kwargs=args.routing(),
+            request_router_kwargs=settings.routing(),
         ),
     ).bind({**config, "public_prompts": []})
     return serve.deployment(
         Ingress,
         name=INGRESS_NAME,
-        **_ingress_scale(args),
+        **_ingress_scale(settings),
         max_ongoing_requests=4096,
-        ray_actor_options={"num_cpus": args.replica_num_cpus},
-        graceful_shutdown_timeout_s=args.shutdown_timeout_s,
+        ray_actor_options={"num_cpus": settings.replica_num_cpus},
+        graceful_shutdown_timeout_s=settings.shutdown_timeout_s,
         user_config={},
     ).bind(config, replica)
 
 
-def _scale(args: AppConfig) -> dict[str, Any]:
+def _scale(settings: AppConfig) -> dict[str, Any]:
     """Return how many replicas there are. The policy keeps to the settings in force; Serve's own bounds are wider."""
-    if args.autoscaling is None:
-        return {"num_replicas": args.replicas}
-    return {"autoscaling_config": _autoscaling(REPLICA_POLICY, args.autoscaling.min_replicas, MAX_REPLICAS)}
+    if settings.autoscaling is None:
+        return {"num_replicas": settings.replicas}
+    return {"autoscaling_config": _autoscaling(REPLICA_POLICY, settings.autoscaling.min_replicas, MAX_REPLICAS)}
 
 
-def _ingress_scale(args: AppConfig) -> dict[str, Any]:
+def _ingress_scale(settings: AppConfig) -> dict[str, Any]:
     """Return how many ingresses there are: always as many, but Serve collects figures from what has a policy alone."""
-    if args.autoscaling is None:
-        return {"num_replicas": args.ingress_replicas}
-    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, args.ingress_replicas, args.ingress_replicas)}
+    if settings.autoscaling is None:
+        return {"num_replicas": settings.ingress_replicas}
+    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, settings.ingress_replicas, settings.ingress_replicas)}
 
 
 def _autoscaling(policy: str, min_replicas: int, max_replicas: int) -> AutoscalingConfig:

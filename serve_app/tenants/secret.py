@@ -27,7 +27,7 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
     if given is not None:
         return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
     if secret_file is not None:
-        if not secret_file.is_file():
+        if not secret_file.exists():
             raise SecretError(f"there is no secret file {secret_file}; make it, or leave secret_file out")
         return _read_secret(secret_file)
     path = (state_dir if state_dir is not None else _default_state_dir()) / "secret"

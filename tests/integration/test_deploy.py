@@ -19,6 +19,9 @@ import yaml
 
 from benchmarks.common.client import stream_events
 from serve_app.cli.local_ray import held_port
+from serve_app.cli.preflight import problems
+from serve_app.cli.start_failure import innermost
+from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, eventually
 
@@ -136,6 +139,30 @@ def test_serve_deploy_of_the_config_file(cluster: dict[str, str], port: int, tmp
     subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
     wait_for_replicas(url, replicas + 1, cluster)
     assert answer(url) == before
+
+
+def messages(cluster: dict[str, str]) -> list[str]:
+    """What `serve status` tells of the app and of its deployments."""
+    status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    app = yaml.safe_load(status.stdout)["applications"]["warmpath"]
+    return [app["message"], *(one["message"] for one in app["deployments"].values())]
+
+
+@pytest.mark.usefixtures("shut_down")
+def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
+    """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has."""
+    missing, file = {"model": "/nope/model", "engine": "simulated"}, tmp_path / "serve_config.yaml"
+    with pytest.raises(BadSettings) as typo:
+        app_config({"polcy": "sglang"})
+    for args, sentence in (
+        ({"polcy": "sglang"}, str(typo.value)),
+        (missing, problems(app_config(missing)).sentences[0]),
+    ):
+        config = live_config(port, {})
+        config["applications"][0]["args"] = args
+        file.write_text(yaml.safe_dump(config))
+        subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
+        eventually(lambda sentence=sentence: sentence in map(innermost, messages(cluster)))
 
 
 @pytest.mark.usefixtures("shut_down")

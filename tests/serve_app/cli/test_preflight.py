@@ -62,7 +62,7 @@ def test_a_secret_that_cannot_be_used(demo_model_path: Path, tmp_path: Path) -> 
     assert (
         said(demo_model_path, secret_file=file) == f"there is no secret file {file}; make it, or leave secret_file out"
     )
-    assert "there is no secret file" in said(demo_model_path, secret_file=tmp_path)
+    assert "(Is a directory)" in said(demo_model_path, secret_file=tmp_path)
     file.write_text("x")
     file.chmod(0o644)
     assert "others may read" in said(demo_model_path, secret_file=file)
