@@ -24,6 +24,7 @@ MODULES = {
     "lora": "engine.lora",
     "speculation": "engine.speculation",
     "eagle_head": "engine.eagle_training",
+    "structured": "engine.structured",
     "routing": "routing.decision_latency",
     "simulate": "simulation.run",
     "simulate_day": "simulation.day.run",

@@ -83,6 +83,26 @@ def test_readme_names_every_field_that_is_refused() -> None:
     assert {field for field in fields if f"`{field}`" not in limits} == set()
 
 
+def test_the_page_of_the_api_names_every_field() -> None:
+    """For each API whether a field is taken, refused or not there; and no field that there is not."""
+    told: dict[str, list[str]] = {}
+    for line in (ROOT / "docs/api.md").read_text().splitlines():
+        if line.startswith("| `"):
+            names, *states, _ = [cell.strip() for cell in line.strip("|").split("|")]
+            told |= dict.fromkeys(_CODE.findall(names), states)
+    for column, body in enumerate((ChatBody, CompletionBody)):
+        expected = {
+            **dict.fromkeys((*body.model_fields, *body.without_effect), "taken"),
+            **dict.fromkeys(body.refused, "refused"),
+        }
+        found = {
+            name: "refused" if states[column] == "refused" else "taken"
+            for name, states in told.items()
+            if states[column] != "-"
+        }
+        assert found == expected
+
+
 def test_what_does_not_exist_is_noticed() -> None:
     """The test of the tests above."""
     assert _missing("router/nowhere.py")

@@ -33,8 +33,10 @@ from serve_app.generation.answer import choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
+from serve_app.generation.reading import AnswerReader
 from serve_app.replica import messages as wire
 from serve_app.replica.token_streams import TokenStream
+from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -54,7 +56,10 @@ class BreakingReplicas:
     ``breaks``: by a generation's id, after how many tokens each of its calls breaks; calls behind those are whole.
     """
 
-    def __init__(self, engines: Sequence[TorchEngine], core: RoutingCore, rng: random.Random) -> None:
+    def __init__(
+        self, engines: Sequence[TorchEngine], core: RoutingCore, matchers: Matchers, rng: random.Random
+    ) -> None:
+        self._matchers = matchers
         self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
         self._core = core
         self._random = rng
@@ -98,7 +103,8 @@ class BreakingReplicas:
 
         delivered = 0
         try:
-            engine.submit(call.to_engine_request(route.block_hashes, "", 0), hear)
+            matcher = self._matchers.matcher(call.grammar) if call.grammar else None
+            engine.submit(call.to_engine_request(route.block_hashes, "", 0, matcher), hear)
             while True:
                 chunk = _chunk(await stream.take())
                 if break_after is not None and (
@@ -106,7 +112,8 @@ class BreakingReplicas:
                 ):
                     kept = chunk.token_ids[: break_after - delivered]
                     if kept:
-                        yield msgspec.structs.replace(chunk, token_ids=kept, finish_reason=None)
+                        logprobs = chunk.logprobs[: len(kept)]
+                        yield msgspec.structs.replace(chunk, token_ids=kept, logprobs=logprobs, finish_reason=None)
                     self._break(engine)
                     return
                 delivered += len(chunk.token_ids)
@@ -135,6 +142,7 @@ def _chunk(outputs: Sequence[EngineOutput]) -> wire.GenerateChunk:
         cached_tokens=first.cached_tokens,
         finish_reason=last.finish_reason,
         save=first.save,
+        logprobs=tuple(told for output in outputs for told in output.logprobs),
     )
 
 
@@ -158,10 +166,15 @@ class CallCrashes:
     """Engines behind one dispatcher; answers questions, undisturbed and with breaks. Used in one event loop."""
 
     def __init__(
-        self, engines: Sequence[TorchEngine], preparer: Preparer, tokenizer: PromptTokenizer, rng: random.Random
+        self,
+        engines: Sequence[TorchEngine],
+        preparer: Preparer,
+        tokenizer: PromptTokenizer,
+        matchers: Matchers,
+        rng: random.Random,
     ) -> None:
         core = RoutingCore("crashes", RouterSettings(block_size=engines[0].settings.block_size))
-        self.replicas = BreakingReplicas(engines, core, rng)
+        self.replicas = BreakingReplicas(engines, core, matchers, rng)
         self._preparer = preparer
         self._tokenizer = tokenizer
         self._number = 0
@@ -202,7 +215,9 @@ class CallCrashes:
 
     async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0
-        pieces = choice_pieces(index, generation, self._dispatcher, self._tokenizer.decoder(), wanted.stop)
+        decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
+        reader = AnswerReader(generation.sampling, decoder, wanted.stop, include_stop=include_stop)
+        pieces = choice_pieces(index, generation, self._dispatcher, reader)
         async for piece in pieces:
             text += piece.text
             tokens += piece.new_tokens

@@ -23,6 +23,8 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PublicPrompts
+from serve_app.structured.compiler import GrammarCompiler
+from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -77,13 +79,16 @@ def call_crashes(
     tokenizer, prompts = PromptTokenizer(model), PublicPrompts([PROMPT])
     prompts.install(tokenizer)
     limits = Limits(_MAX_MODEL_LEN, 32)
-    preparer = Preparer(info, tokenizer, Tenants([], _SECRET), _SECRET, adapters, limits, prompts)
+    simulated = kind == "simulated"
+    tenants = Tenants([], _SECRET)
+    preparer = Preparer(info, tokenizer, tenants, _SECRET, adapters, limits, prompts, simulated=simulated)
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(running(engine))
             for spec in specs:
                 engine.load_adapter(spec)
-        yield CallCrashes(engines, preparer, tokenizer, rng)
+        matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
+        yield CallCrashes(engines, preparer, tokenizer, matchers, rng)
 
 
 def instance_settings(

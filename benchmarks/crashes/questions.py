@@ -19,6 +19,14 @@ MOST_TOKENS = 32
 _WORDS = "harbour ledger clause storm copper winter anchor letter bridge market captain signal garden river".split()
 
 
+_GRAMMARS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"name": {"type": "string"}, "n": {"type": "integer"}}}},
+    {"json_object": True},
+    {"regex": r"[a-z]{3,9}( [0-9]{1,3}){2,8}"},
+    {"choice": ["copper harbour", "copper storm", "déjà 木"]},
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """An answer: (text, finish reason) of each choice, in their order, and the usage."""
@@ -47,7 +55,8 @@ class Question:
 class Questions:
     """Draws questions for one deployment. ``adapters`` and ``prompt_refs``: names that it serves.
 
-    ``needs_seed``: without a seed every answer is another one.
+    ``needs_seed``: without a seed every answer is another one. ``has_logits``: there is a model, whose choice of tokens
+    rules and grammars can change.
     """
 
     def __init__(
@@ -57,11 +66,13 @@ class Questions:
         adapters: Sequence[str] = (),
         prompt_refs: Sequence[str] = (),
         needs_seed: bool = True,
+        has_logits: bool = True,
     ) -> None:
         self._random = rng
         self._adapters = adapters
         self._prompt_refs = prompt_refs
         self._needs_seed = needs_seed
+        self._has_logits = has_logits
 
     def draw(self) -> Question:
         """Return a question; its answer needs about as long as its ``max_tokens`` say."""
@@ -132,3 +143,20 @@ class Questions:
             options.append("top-p, top-k")
         if rng.random() < 0.3:
             body["ignore_eos"] = True
+        if rng.random() < 0.2:
+            body["min_tokens"] = rng.randrange(body["max_tokens"] + 1)
+            body |= {"stop_token_ids": rng.sample(range(300, 3000), 100), "include_stop_str_in_output": True}
+            options.append("stop tokens")
+        if self._has_logits and rng.random() < 0.4:
+            self._rules(body, options)
+
+    def _rules(self, body: dict[str, Any], options: list[str]) -> None:
+        rng = self._random
+        if rng.random() < 0.6:
+            body |= {"presence_penalty": rng.choice([-0.5, 1.5]), "frequency_penalty": rng.choice([0, 0.7])}
+            body |= {"repetition_penalty": rng.choice([0.9, 1.3]), "bad_words": rng.sample(_WORDS, 3)}
+            body |= {"logit_bias": {str(rng.randrange(3000)): rng.choice([-100, 4])}, "min_p": rng.choice([0, 0.05])}
+            options.append("rules")
+        if rng.random() < 0.6:
+            body["structured_outputs"] = rng.choice(_GRAMMARS)
+            options.append("grammar")

@@ -63,7 +63,12 @@ def main() -> None:
             Progress(console=Console(stderr=True)) as progress,
         ):
             directory, rng = Path(name), random.Random(arguments.seed)
-            served = {"adapters": ADAPTERS, "prompt_refs": [PROMPT.ref], "needs_seed": kind == "simulated"}
+            served = {
+                "adapters": ADAPTERS,
+                "prompt_refs": [PROMPT.ref],
+                "needs_seed": kind == "simulated",
+                "has_logits": kind == "torch",
+            }
             questions = Questions(rng, **served)  # type: ignore[arg-type]
             if arguments.breaks:
                 task = progress.add_task(f"{kind}: broken calls", total=arguments.breaks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from serve_app.api.tool_calls import CallEvent, ToolCall
 from serve_app.errors import WarmpathError
@@ -36,13 +36,32 @@ class Usage:
     cached_tokens: int
 
 
+class ShownToken(NamedTuple):
+    """A token's bytes, which need not be whole characters, and the logarithm of its probability."""
+
+    raw: bytes
+    logprob: float
+
+
+class ToldToken(NamedTuple):
+    """A token of an answer, ``offset`` characters behind its beginning, and the likeliest at its place."""
+
+    token: ShownToken
+    top: tuple[ShownToken, ...]
+    offset: int
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole."""
+    """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole.
+
+    ``logprobs``: of its tokens, None where nobody asked.
+    """
 
     text: str
     finish_reason: FinishReason
     calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[ToldToken, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +86,8 @@ class AnswerStream(Protocol):
     def opening(self, index: int, usage: Usage) -> bytes:
         """Begin choice ``index``; ``usage`` is what is known by then: the prompt and what of it was cached."""
 
-    def text(self, index: int, text: str) -> bytes:
-        """Add text to a choice."""
+    def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
+        """Add text to a choice, with its tokens where they were asked for."""
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a part of a tool call to a choice, where the API has tools."""

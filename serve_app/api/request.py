@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from serve_app.api.tool_calls import NO_TOOLS, ToolUse
 from serve_app.api.unknown import UnknownField
+from serve_app.structured.grammar import Grammar
 
 Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet compared with a vocabulary)."""
@@ -18,8 +19,10 @@ class RequestFields:
     """What both kinds of requests say of what to generate and how to answer, validated.
 
     ``model`` names the base model or a LoRA adapter; ``lora_name``, if given, the adapter.
-    ``max_tokens`` None: the deployment's default. ``top_k`` 0 switches it off. ``stop`` strings are excluded from
-    the text. ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
+    ``max_tokens`` None: the deployment's default. ``top_k`` 0 and ``min_p`` 0 switch these off. ``stop`` strings and
+    ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: how many of the
+    likeliest tokens to tell with each, None for nothing. ``grammar``: what the answer must match.
+    ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
     ``prompt_ref`` names the registered prompt that goes before everything else. ``store_kv`` False: leave nothing
     in the cache; None: as the tenant's setting says. ``unknown``: fields without effect.
     """
@@ -37,6 +40,17 @@ class RequestFields:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    grammar: Grammar | None = None
     stream: bool = False
     include_usage: bool = False
     cache_salt: str | None = None
@@ -67,6 +81,7 @@ class ChatRequest(RequestFields):
     messages: tuple[Mapping[str, Any], ...]
     apply_chat_template: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
 
@@ -78,6 +93,7 @@ class CompletionRequest(RequestFields):
     prompt_field = "prompt"
 
     prompts: tuple[Prompt, ...]
+    echo: bool = False
 
     @property
     def choices(self) -> int:

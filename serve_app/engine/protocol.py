@@ -19,39 +19,18 @@ from router.protocol.events import Event, LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
+from serve_app.engine.sampling_params import SamplingParams as SamplingParams
+from serve_app.engine.sampling_params import TokenLogprob as TokenLogprob
+from serve_app.engine.sampling_params import TokenMatcher as TokenMatcher
+from serve_app.engine.sampling_params import TokenRules as TokenRules
 
 Clock = Callable[[], float]
 """Returns the seconds since some moment; never fewer than before."""
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
-MIN_TEMPERATURE = 1e-5
-"""Lower temperatures are greedy. Source: vLLM's ``_SAMPLING_EPS``."""
-
 SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short", "failed", "off"]
 """What became of a save: "present" when it was there or on its way; the last five are warnings ("off": no cache)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to choose tokens. ``top_k`` 0 and ``top_p`` 1 switch those filters off.
-
-    The random number for the token at absolute position p depends only on (``seed``, p), so that a request sent
-    again elsewhere with the tokens it already has continues identically.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    disable_spec_decode: bool = False
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken: also at temperatures so near 0 that logits divided by them overflow."""
-        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +71,9 @@ class RemoteKv:
 class EngineRequest:
     """One generation. ``token_ids``: the prompt, int32, at least one id.
 
+    The last ``resumed_tokens`` of them are the answer's first ones, which another replica generated.
+    ``matcher``: what the answer must match, of its own; it goes before the rules where they leave no token.
+
     ``scope.lora`` names the LoRA adapter (``AdapterSpec.key``), "" the base model.
     ``root`` is the scope's keyed root hash, behind the public scope's where ``scope.public_blocks`` is not 0;
     ``block_hashes`` the packed chain of the prompt's full blocks under it (empty: the engine computes it).
@@ -114,6 +96,8 @@ class EngineRequest:
     remote_kv: RemoteKv | None = None
     timeout_s: float = math.inf
     store_kv: bool = True
+    resumed_tokens: int = 0
+    matcher: TokenMatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +120,13 @@ class EngineOutput:
 
     ``cached_tokens`` is set in a request's first output only (prompt tokens whose KV was reused), with ``queue_s``
     (arrival to first scheduling) and, where one was asked for, what became of the ``save``. The last output
-    carries ``finish_reason``; with "error" or "timeout", ``error`` says why. A stop token is not among ``token_ids``.
+    carries ``finish_reason``; with "error" or "timeout", ``error`` says why. A stop token is not among ``token_ids``,
+    unless it was asked for. ``logprobs``: one for each of them, where asked for.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int | None = None
     queue_s: float = 0.0
     save: SaveResult | None = None

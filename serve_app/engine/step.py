@@ -8,18 +8,38 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from router.protocol.block_hash import TokenArray
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
-from serve_app.engine.protocol import AdapterSpec, SamplingParams
+from serve_app.engine.protocol import AdapterSpec, SamplingParams, TokenLogprob, TokenMatcher
 
 _log = logging.getLogger(__name__)
 
 BlockRun = tuple[int, int]
 """(first block id, number of blocks): neighbours in a sequence that are neighbours in the pool too."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens before the one that is wanted, for those sequences whose rules or matcher read them.
+
+    ``prompt`` and ``answer`` [tokens], int32. The last ``guessed`` of ``answer`` are drafts, which may be wrong.
+    """
+
+    prompt: TokenArray
+    answer: TokenArray
+    matcher: TokenMatcher | None = None
+    guessed: int = 0
+
+    def guess(self, drafts: Sequence[int]) -> History:
+        """Return it with ``drafts`` after the answer."""
+        answer = np.concatenate([self.answer, np.array(drafts, dtype=np.int32)])
+        return replace(self, answer=answer, guessed=self.guessed + len(drafts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ class Segment:
     ``blocks`` and ``runs`` (the same blocks, as runs) hold the KV of positions 0 to ``end`` - 1. With ``sampling``
     the token at position ``end`` is wanted. ``drafts``: up to this many tokens may be proposed after it; ``blocks``
     reach as far. ``behind``: the tokens just before ``start`` that the drafter has not read yet (None: there is no
-    drafter). ``lora``: the adapter's key, "" for the base model.
+    drafter). ``lora``: the adapter's key, "" for the base model. ``history``: None where nothing reads it.
     """
 
     token_ids: TokenArray
@@ -40,6 +60,7 @@ class Segment:
     drafts: int = 0
     behind: TokenArray | None = None
     lora: str = ""
+    history: History | None = None
 
     @property
     def end(self) -> int:
@@ -52,7 +73,8 @@ class SegmentResult:
     """One segment's result: the sampled token, if one was wanted, or why it failed.
 
     ``accepted``: drafted tokens that were right, which come before ``token``; ``proposed``: how many there were.
-    ``drafted``: how many positions have draft KV now; None without a drafter.
+    ``drafted``: how many positions have draft KV now; None without a drafter. ``logprobs``: where they were asked for,
+    one for each of the accepted tokens and of ``token``.
     """
 
     token: int | None = None
@@ -60,6 +82,7 @@ class SegmentResult:
     accepted: tuple[int, ...] = ()
     proposed: int = 0
     drafted: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class AdapterSlots(Protocol):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve_app.api.format import FinishReason
+from serve_app.api.format import FinishReason, ToldToken
 from serve_app.api.tool_calls import CallEvent
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.waiting_line import Place
 from serve_app.generation.generation import Generation, Tokens
-from serve_app.tokenization.detokenizer import Detokenizer, StopChecker
+from serve_app.generation.reading import AnswerReader
+from serve_app.tokenization.detokenizer import Detokenizer
 
 STARTED_AT_ONCE = 4
 """Choices of one request that are sent in one round of the loop: a hundred would hold everybody else up."""
@@ -29,7 +30,10 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone."""
+    """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone.
+
+    ``logprobs``: of the tokens that begin within the text, where they were asked for.
+    """
 
     index: int
     text: str
@@ -38,51 +42,34 @@ class Piece:
     finish_reason: FinishReason | None = None
     save: SaveResult | None = None
     calls: tuple[CallEvent, ...] = ()
+    logprobs: tuple[ToldToken, ...] = ()
 
 
 Pieces = AsyncGenerator[Piece, None]
 
 
 async def choice_pieces(
-    index: int, generation: Generation, source: TokenSource, decoder: Detokenizer, stop: tuple[str, ...]
+    index: int, generation: Generation, source: TokenSource, reader: AnswerReader
 ) -> AsyncGenerator[Piece, None]:
     """Yield one choice's pieces; the last has a finish reason. Closing it cancels the generation."""
-    checker = StopChecker(stop)
+    before = generation.echo
     async with aclosing(source.generate(generation)) as stream:
         async for tokens in stream:
-            text, taken, stopped = _shown(tokens.token_ids, decoder, checker, one_by_one=bool(stop))
+            text, taken, stopped = reader.read(tokens)
             reason: FinishReason | None = None
             if not stopped and tokens.finish_reason is not None:
                 if tokens.finish_reason not in ("stop", "length"):
                     raise GenerationFailed("The generation was broken off; send the request again.")
-                rest, stopped = checker.push(decoder.flush())
-                text += rest if stopped else rest + checker.flush()
+                rest, stopped = reader.finish()
+                text += rest
                 reason = tokens.finish_reason
             if stopped:
                 reason = "stop"
-            yield Piece(index, text, taken, tokens.cached_tokens, reason, tokens.save)
+            told = reader.told(ended=reason is not None and not stopped)
+            yield Piece(index, before + text, taken, tokens.cached_tokens, reason, tokens.save, (), told)
+            before = ""
             if reason is not None:
                 return
-
-
-def _shown(
-    token_ids: Sequence[int], decoder: Detokenizer, checker: StopChecker, *, one_by_one: bool
-) -> tuple[str, int, bool]:
-    """Return (text that is safe to show, tokens read for it, whether a stop string was found).
-
-    ``one_by_one``: read no token behind the one that completes a stop string, so that usage counts the same tokens
-    however they came: how many come at once is a matter of timing.
-    """
-    if not one_by_one:
-        text, stopped = checker.push(decoder.push(token_ids))
-        return text, len(token_ids), stopped
-    shown = ""
-    for taken, token_id in enumerate(token_ids, 1):
-        text, stopped = checker.push(decoder.push((token_id,)))
-        shown += text
-        if stopped:
-            return shown, taken, True
-    return shown, len(token_ids), False
 
 
 async def answer_pieces(
@@ -92,14 +79,18 @@ async def answer_pieces(
     stop: tuple[str, ...],
     place: Place,
     reading: Callable[[Pieces], Pieces] = lambda pieces: pieces,
+    *,
+    include_stop: bool = False,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
 
-    ``reading``: what the pieces of each choice go through. One failing choice ends all; closing it cancels all.
+    ``reading``: what the pieces of each choice go through. ``include_stop``: a stop string is the last part of its
+    answer. One failing choice ends all; closing it cancels all.
     """
 
     def begin(index: int, generation: Generation) -> Pieces:
-        return reading(choice_pieces(index, generation, source, make_decoder(), stop))
+        reader = AnswerReader(generation.sampling, make_decoder(), stop, include_stop=include_stop)
+        return reading(choice_pieces(index, generation, source, reader))
 
     try:
         if len(generations) == 1:

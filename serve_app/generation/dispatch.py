@@ -99,7 +99,7 @@ class Dispatcher:
                         received.extend(chunk.token_ids)
                         first = None if cached_reported else chunk.cached_tokens
                         cached_reported = cached_reported or chunk.cached_tokens is not None
-                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save)
+                        yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save, chunk.logprobs)
                         if chunk.finish_reason is not None:
                             return
                     else:
@@ -155,6 +155,8 @@ class Dispatcher:
             timeout_s=generation.deadline_s - started_s,
             interval_s=generation.interval_s,
             store_kv=generation.store_kv,
+            grammar=generation.grammar,
+            resumed_tokens=generation.resumed_tokens,
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
@@ -281,12 +283,14 @@ def route_of(
 
 
 def _resumed(generation: Generation, received: list[int], block_size: int) -> Generation:
-    """The same generation with the tokens already received moved into the prompt."""
+    """The same generation with the tokens already received moved into the prompt, and counted as the answer's."""
     token_ids = np.concatenate([generation.token_ids, np.asarray(received, dtype=np.int32)])
     public_blocks = generation.scope.public_blocks
     hashes = extend_chain(generation.root, public_blocks, token_ids, block_size, generation.block_hashes)
     sampling = replace(generation.sampling, max_tokens=generation.sampling.max_tokens - len(received))
-    return replace(generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling)
+    return replace(
+        generation, token_ids=token_ids, block_hashes=hashes, sampling=sampling, resumed_tokens=len(received)
+    )
 
 
 def _queue_full(retry_after_s: float) -> RateLimited:

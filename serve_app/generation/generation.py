@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult
+from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,8 @@ class Generation:
 
     ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
     least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
-    its KV may stay in the cache.
+    its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
+    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer.
     """
 
     request_id: str
@@ -31,13 +32,20 @@ class Generation:
     deadline_s: float = math.inf
     interval_s: float = 0.0
     store_kv: bool = True
+    grammar: str = ""
+    resumed_tokens: int = 0
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for."""
+    """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for.
+
+    ``logprobs``: one for each token, where they were asked for.
+    """
 
     token_ids: tuple[int, ...]
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     save: SaveResult | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()

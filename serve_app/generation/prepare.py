@@ -20,10 +20,15 @@ from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_
 from serve_app.api.request import CompletionRequest, GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save
+from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
+from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
+from serve_app.generation.grammars import CheckedGrammars
+from serve_app.generation.rules import refuse_without_logits, rules_of
 from serve_app.prompts.registry import PublicPrompts
+from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
@@ -56,7 +61,10 @@ class Limits:
 
 
 class Preparer:
-    """Turns requests into generations for one model. ``adapters`` also knows the model's name."""
+    """Turns requests into generations for one model. ``adapters`` also knows the model's name.
+
+    ``workers``: threads for grammars. ``simulated``: there is no model whose logits a rule could change.
+    """
 
     def __init__(
         self,
@@ -67,6 +75,9 @@ class Preparer:
         adapters: AdapterRegistry,
         limits: Limits,
         prompts: PublicPrompts | None = None,
+        *,
+        workers: FairWorkers | None = None,
+        simulated: bool = False,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
@@ -76,6 +87,9 @@ class Preparer:
         self._limits = limits
         self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
         self._prompts = PublicPrompts() if prompts is None else prompts
+        compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
+        self._grammars = CheckedGrammars(compiler, workers or FairWorkers(Shares({})))
+        self._simulated = simulated
 
     def configure(self, limits: Limits) -> None:
         """Go by other limits from the next request on, and by what the tenants and prompts have become."""
@@ -90,17 +104,23 @@ class Preparer:
         Raises ModelNotFound, PromptNotFound, ContextLengthExceeded, or InvalidRequest from the chat template or for an
         adapter.
         """
+        if self._simulated:
+            refuse_without_logits(request)
         store_kv = _stores_kv(request, tenant)
         await self._prompts.keep_current(self._tokenizer)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         keys = self._keys(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
+        grammar = await self._grammar(request, tenant.name)
+        bad_words = await self._tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
+        rules = rules_of(request, bad_words, self._info.vocab_size)
         generations: list[Generation] = []
         async for encoded, system_text in self._encode(request, keys, tenant.name):
-            sampling = self._sampling(request, len(encoded.token_ids), seed)
+            sampling = self._sampling(request, len(encoded.token_ids), seed, rules)
             save = await self._save(request, keys.root, tenant.name, encoded, system_text)
             placement_key = self._placement_key(request, keys, encoded, system_text)
             public_blocks = encoded.public_blocks
+            echo = self._echo(request, len(generations) // request.n)
             for choice in range(request.n):
                 generations.append(
                     Generation(
@@ -119,9 +139,29 @@ class Preparer:
                         # A stop string is looked for here: until it is found the replica goes on.
                         interval_s=0.0 if request.stream or request.stop else WHOLE_INTERVAL_S,
                         store_kv=store_kv,
+                        grammar=grammar,
+                        echo=echo,
                     )
                 )
         return generations
+
+    async def _grammar(self, request: GenerateRequest, tenant: str) -> str:
+        """Return what the answer must match, in llguidance's form, "" for anything. Raises InvalidRequest."""
+        if request.grammar is None:
+            return ""
+        if not self._info.eos_token_ids:
+            raise InvalidRequest(
+                f"{request.grammar.field} needs a model with an end token, and this one names none.",
+                param=request.grammar.field,
+            )
+        return await self._grammars.form(request.grammar, tenant)
+
+    def _echo(self, request: GenerateRequest, index: int) -> str:
+        """Return what stands before the answers to a prompt, "" for nothing."""
+        if not isinstance(request, CompletionRequest) or not request.echo:
+            return ""
+        prompt = request.prompts[index]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _keys(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> _Keys:
         lora = adapter.key if adapter is not None else ""
@@ -176,6 +216,7 @@ class Preparer:
             chars,
             tools,
             add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
             **request.chat_template_kwargs,
         )
         yield await encode(rendered.text), rendered.system_text
@@ -211,8 +252,10 @@ class Preparer:
         tokens = common_tokens(alone.token_ids, encoded.token_ids)
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
 
-    def _sampling(self, request: GenerateRequest, prompt_tokens: int, seed: int) -> SamplingParams:
-        """Return the sampling values of a request's first choice. Raises ContextLengthExceeded."""
+    def _sampling(
+        self, request: GenerateRequest, prompt_tokens: int, seed: int, rules: TokenRules | None
+    ) -> SamplingParams:
+        """Return the sampling values of a request's first choice. Raises ContextLengthExceeded, InvalidRequest."""
         field = request.prompt_field
         max_model_len = self._limits.max_model_len
         room = max_model_len - prompt_tokens
@@ -231,14 +274,22 @@ class Preparer:
                 f"{prompt_tokens} and max_tokens is {max_tokens}: use at most {room}, or a shorter prompt.",
                 param="max_tokens",
             )
+        if request.min_tokens > max_tokens:
+            raise InvalidRequest(f"min_tokens must be at most max_tokens, which is {max_tokens}.", param="min_tokens")
+        # A grammar says itself where an answer ends.
+        ends = () if request.ignore_eos and request.grammar is None else self._info.eos_token_ids
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
             seed=seed,
-            stop_token_ids=() if request.ignore_eos else self._info.eos_token_ids,
+            stop_token_ids=tuple(dict.fromkeys((*ends, *request.stop_token_ids))),
             disable_spec_decode=request.disable_spec_decode,
+            min_p=request.min_p,
+            rules=rules,
+            logprobs=request.logprobs,
+            shown_stop_token_ids=request.stop_token_ids if request.include_stop_str_in_output else (),
         )
 
     def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:

@@ -100,10 +100,14 @@ class Completions:
         place = arrival.hand_over()
         try:
             decoder, reading = partial(self._tokenizer.decoder, shown), self._tool_calls.reading(use)
-            pieces = answer_pieces(generations, self._source, decoder, wanted.stop, place, reading)
+            include_stop = wanted.include_stop_str_in_output
+            pieces = answer_pieces(
+                generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
+            )
             pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes, allowance)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
-            answer = _Answer(answer_format, head, pieces, len(generations), _Usage(wanted.n, generations))
+            usage, tells = _Usage(wanted.n, generations), wanted.logprobs is not None
+            answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
             if not wanted.stream:
                 return await until_disconnect(request, _collect(answer, wanted.unknown))
             try:
@@ -212,8 +216,8 @@ class Completions:
             if piece.index not in opened:
                 opened.add(piece.index)
                 events += stream.opening(piece.index, usage.total())
-            if piece.text:
-                events += stream.text(piece.index, piece.text)
+            if piece.text or piece.logprobs:
+                events += stream.text(piece.index, piece.text, piece.logprobs)
             for call in piece.calls:
                 events += stream.call(piece.index, call)
             if piece.finish_reason is not None:
@@ -240,7 +244,7 @@ class Completions:
 
 
 async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response:
-    choices = [WholeChoice() for _ in range(answer.choices)]
+    choices = [WholeChoice(tells_logprobs=answer.tells_logprobs) for _ in range(answer.choices)]
     async with aclosing(answer.pieces) as pieces:
         async for piece in pieces:
             answer.usage.add(piece)
@@ -286,3 +290,4 @@ class _Answer:
     pieces: AsyncGenerator[Piece, None]
     choices: int
     usage: _Usage
+    tells_logprobs: bool

@@ -210,7 +210,17 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     metrics, traffic, stopping = IngressMetrics(), UsageTable(), Stopping()
     lengths = _limits(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)
-    preparer = Preparer(info, tokenizer, tenants, secret, adapters, lengths, prompts)
+    preparer = Preparer(
+        info,
+        tokenizer,
+        tenants,
+        secret,
+        adapters,
+        lengths,
+        prompts,
+        workers=workers,
+        simulated=config.engine == "simulated",
+    )
     deployment = deployment_key(context.app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))

@@ -14,7 +14,15 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope
 from router.protocol.events import LoadReport
-from serve_app.engine.protocol import EngineRequest, FinishReason, SamplingParams, Save, SaveResult
+from serve_app.engine.protocol import (
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    Save,
+    SaveResult,
+    TokenLogprob,
+    TokenMatcher,
+)
 
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "busier"]
 
@@ -26,7 +34,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
-    ``store_kv``: as in ``EngineRequest``.
+    ``store_kv``, ``resumed_tokens``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
     """
 
     request_id: str
@@ -41,9 +49,16 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float = math.inf
     interval_s: float = 0.0
     store_kv: bool = True
+    grammar: str = ""
+    resumed_tokens: int = 0
 
-    def to_engine_request(self, block_hashes: bytes, router_id: str, reservation: int) -> EngineRequest:
-        """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router."""
+    def to_engine_request(
+        self, block_hashes: bytes, router_id: str, reservation: int, matcher: TokenMatcher | None = None
+    ) -> EngineRequest:
+        """Build the engine's view of this call; ``block_hashes`` and the reservation come from the router.
+
+        ``matcher``: what ``grammar`` says.
+        """
         return EngineRequest(
             request_id=self.request_id,
             token_ids=np.frombuffer(self.token_ids, dtype="<i4"),
@@ -57,6 +72,8 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             save=self.save,
             timeout_s=self.timeout_s,
             store_kv=self.store_kv,
+            resumed_tokens=self.resumed_tokens,
+            matcher=matcher,
         )
 
 
@@ -64,7 +81,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
     ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk. ``load``:
-    what the replica has to do, where that is more than the router believed ("busier").
+    what the replica has to do, where that is more than the router believed ("busier"). ``logprobs``: one a token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -77,6 +94,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: float = 0.0
     save: SaveResult | None = None
     load: LoadReport | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 encode = msgspec.msgpack.Encoder().encode

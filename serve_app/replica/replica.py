@@ -36,12 +36,14 @@ from serve_app.engine.protocol import (
     RequestTooLong,
     SamplingParams,
     SaveResult,
+    TokenLogprob,
 )
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.autoscaling_stats import replica_figures, version_of
 from serve_app.replica.callers import Callers
+from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.lifecycle import Lifecycle, Lost
 from serve_app.replica.lifecycle.prewarm import HotOffer
 from serve_app.replica.lifecycle.takeover import Survey
@@ -49,6 +51,7 @@ from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import load_now, report
 from serve_app.replica.token_streams import TokenStream
+from serve_app.structured.compiler import GrammarError
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ class Replica:
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
         self._adapters = ReplicaAdapters(self._config, self._engine)
+        self._matchers = ReplicaMatchers(self._config, info)
         self._puller, self._exports = open_pulls(self._config, self._engine, peers)
         self._ending.push_async_callback(self._puller.stop)
         self._ending.callback(self._exports.close)
@@ -191,15 +195,21 @@ class Replica:
             yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
             return
         call = wire.decode_call(payload)
-        request = call.to_engine_request(
-            route.block_hashes if route is not None else b"",
-            decision.router_id if decision is not None else "",
-            decision.reservation if decision is not None else 0,
-        )
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             load = load_now(self._engine, self._adapters, self._puller)
             yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
             return
+        try:
+            matcher = await self._matchers.matcher(call.grammar, call.tenant) if call.grammar else None
+        except GrammarError as error:
+            yield wire.encode(self._refusal(error))
+            return
+        request = call.to_engine_request(
+            route.block_hashes if route is not None else b"",
+            decision.router_id if decision is not None else "",
+            decision.reservation if decision is not None else 0,
+            matcher,
+        )
         if request.store_kv:  # a copy would stay here for its sake
             holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
             remote_kv = self._puller.begin(request, holder, tokens)
@@ -252,11 +262,13 @@ class Replica:
 
     def _chunk(self, outputs: list[EngineOutput]) -> wire.GenerateChunk:
         token_ids: tuple[int, ...] = ()
+        logprobs: tuple[TokenLogprob, ...] = ()
         cached_tokens: int | None = None
         queue_s = 0.0
         save: SaveResult | None = None
         for output in outputs:
             token_ids += output.token_ids
+            logprobs += output.logprobs
             if output.cached_tokens is not None:
                 cached_tokens, queue_s, save = output.cached_tokens, output.queue_s, output.save
         last = outputs[-1]
@@ -273,6 +285,7 @@ class Replica:
             queue_s=queue_s,
             finish_reason=last.finish_reason,
             save=save,
+            logprobs=logprobs,
         )
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:

@@ -50,8 +50,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        continue_final_message: bool = False,
     ) -> RenderedPrompt:
         """Return a conversation as the model reads it; ``kwargs``: more variables of the template.
+
+        ``continue_final_message``: nothing of the template follows the last message, which the answer goes on with.
 
         ``system_text`` is the template applied to the leading system messages alone, as far as it is a prefix of
         the whole ("" without a system message, or if the template refuses it). With ``tools`` it is what comes before
@@ -66,7 +70,8 @@ class ChatTemplate:
         for name in kwargs:
             if name in self._reserved:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
-        text = self._apply(messages, add_generation_prompt, kwargs, tools)
+        more = {"continue_final_message": True} if continue_final_message else {}
+        text = self._apply(messages, add_generation_prompt, {**kwargs, **more}, tools)
         leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
         if tools:
             return RenderedPrompt(text, self._before_users_words(text, messages[:leading], kwargs, tools))

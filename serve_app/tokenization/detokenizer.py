@@ -64,6 +64,17 @@ class TokenTexts:
             self._bytes[token_id] = found
         return found
 
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token as a list of tokens shows it: special ones by their name."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special:
+            return (token or "").encode()
+        if self.byte_level:
+            return self.token_bytes(token_id)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a whole sequence, special tokens left out."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -86,6 +97,10 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown_ids: list[int] = []
         self._held_ids: list[int] = []
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token; see ``TokenTexts.shown_bytes``."""
+        return self._texts.shown_bytes(token_id)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
@@ -135,28 +150,41 @@ class Detokenizer:
 class StopChecker:
     """Ends a text before the first stop string in it, however the text is cut into pieces.
 
-    First means the one that is complete first; of two complete at the same character, the longer.
+    First means the one that is complete first; of two complete at the same character, the longer. ``include``: the text
+    ends behind it.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
         if "" in stop:
             raise ValueError("a stop string must not be empty")
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
+        self._include = include
         self._held = ""
+        self._early = 0
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """Return (text that is safe to show, whether a stop string was found); nothing is shown after one."""
+    def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
+        """Return (text that is safe to show, whether a stop string was found); nothing is shown after one.
+
+        ``early``: no stop string counts that is complete within this text.
+        """
         if not self._stop or self._stopped:
             return ("" if self._stopped else text), self._stopped
         seen = self._held + text
-        ends = ((start + len(stop), start) for stop in self._stop if (start := seen.find(stop)) >= 0)
+        if early:
+            self._early = len(seen)
+        ends = (
+            (start + len(stop), start)
+            for stop in self._stop
+            if (start := seen.find(stop, max(0, self._early - len(stop) + 1))) >= 0
+        )
         found = min(ends, default=None)
         if found is not None:
             self._held, self._stopped = "", True
-            return seen[: found[1]], True
+            return seen[: found[0] if self._include else found[1]], True
         held = self._held_chars(seen)
+        self._early = max(0, self._early - len(seen) + held)
         self._held = seen[len(seen) - held :]
         return seen[: len(seen) - held], False
 

@@ -143,10 +143,13 @@ class PromptTokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> RenderedPrompt:
         """Apply the checkpoint's own chat template; see ``ChatTemplate.render``. ``offered``: tools."""
-        return self._template.render(messages, add_generation_prompt, template_kwargs, offered)
+        return self._template.render(
+            messages, add_generation_prompt, template_kwargs, offered, continue_final_message=continue_final_message
+        )
 
     def unread_variables(self, names: Iterable[str]) -> Iterator[str]:
         """Yield what the chat template does not read; see ``ChatTemplate.unread``."""
@@ -172,6 +175,7 @@ class PromptTokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **template_kwargs: Any,
     ) -> RenderedPrompt:
         """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn.
@@ -180,7 +184,12 @@ class PromptTokenizer:
         """
         size = chars + MESSAGE_CHARS * len(messages)
         render = partial(
-            self.render_chat, messages, offered, add_generation_prompt=add_generation_prompt, **template_kwargs
+            self.render_chat,
+            messages,
+            offered,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
         )
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
 
@@ -216,6 +225,31 @@ class PromptTokenizer:
         public_blocks = self._public.count(token_ids) // self._block_size if public_root else 0
         root = public_root + root if public_blocks else root
         return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special ones left out."""
+        return self._texts.decode(token_ids)
+
+    async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of words at the beginning of a text and, where other tokens stand for it, within one.
+
+        Source: vLLM's ``update_from_tokenizer``.
+        """
+
+        def encode() -> tuple[tuple[int, ...], ...]:
+            found: list[tuple[int, ...]] = []
+            for word in words:
+                bare, spaced = (
+                    tuple(self._backend.encode(text, add_special_tokens=False).ids)
+                    for text in (word.lstrip(), f" {word.lstrip()}")
+                )
+                found.append(bare)
+                if bare and spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+                    found.append(spaced)
+            return tuple(ids for ids in dict.fromkeys(found) if ids)
+
+        chars = sum(map(len, words))
+        return encode() if chars <= INLINE_BYTES // 4 else await self._workers.run(tenant, chars, encode)
 
     def decoder(self, shown: Iterable[str] = ()) -> Detokenizer:
         """Return a decoder for the tokens of one answer. ``shown``: special tokens that it does not leave out."""

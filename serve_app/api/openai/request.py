@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
+from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REFUSED, SamplingBody
 from serve_app.api.openai.tools import (
     MAX_TOOL_VALUES,
     TOOL_FIELDS,
@@ -32,33 +33,12 @@ MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_TOKENS = 2**31 - 1
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-_REFUSED: Refused = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "prompt_logprobs": (),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-}
+_BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -136,7 +116,7 @@ _INNER_FIELDS = (
 )
 
 
-class GenerationBody(JsonBody):
+class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
     # OpenAI's names for whom an answer is; they change none.
@@ -187,6 +167,9 @@ class GenerationBody(JsonBody):
         options: StreamOptions | None = fields.pop("stream_options")
         if options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+        for name in ("response_format", "structured_outputs"):
+            del fields[name]
+        fields["grammar"] = self.grammar
         fields["top_k"] = max(0, self.top_k)
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
@@ -198,16 +181,15 @@ class GenerationBody(JsonBody):
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES}
-    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice"}
+    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES, **_BOUNDED}
+    instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice", **INSTEAD}
     refused: ClassVar[Refused] = {
-        **_REFUSED,
+        **REFUSED,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
-        "continue_final_message": (False,),
     }
 
     messages: Annotated[
@@ -217,8 +199,15 @@ class ChatBody(GenerationBody):
     ]
     max_tokens: Tokens = Field(None, description="default: the deployment's")
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
+    logprobs: Flag = Field(False, description="tell the log-probability of each token")
+    top_logprobs: Annotated[
+        int, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
+    ] = Field(0, description="and of as many of the likeliest at its place")  # fmt: skip
     apply_chat_template: Flag = True
-    add_generation_prompt: Flag = True
+    add_generation_prompt: Annotated[bool | None, Must("true or false")] = Field(
+        None, description="default: true, unless continue_final_message is"
+    )
+    continue_final_message: Flag = Field(False, description="the answer goes on with the last message")
     chat_template_kwargs: Annotated[dict[str, Any], Must("an object")] = Field(
         {}, description="variables of the chat template, but no special tokens"
     )
@@ -234,24 +223,38 @@ class ChatBody(GenerationBody):
         """
         if self.tools and not self.apply_chat_template:
             raise InvalidRequest("tools need apply_chat_template to be true.", param="tools")
-        for name in ("messages", "add_generation_prompt"):
+        for name in ("messages", "add_generation_prompt", "continue_final_message"):
             if name in self.chat_template_kwargs:
                 raise InvalidRequest(f"chat_template_kwargs must not set {name}.", param="chat_template_kwargs")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message does not go with add_generation_prompt.", param="continue_final_message"
+            )
+        if self.continue_final_message and not self.apply_chat_template:
+            raise InvalidRequest(
+                "continue_final_message needs apply_chat_template to be true.", param="continue_final_message"
+            )
         newer = self.max_completion_tokens
+        opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
         return ChatRequest(
             messages=tuple(_for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
             max_tokens=self.max_tokens if newer is None else newer,
             apply_chat_template=self.apply_chat_template,
-            add_generation_prompt=self.add_generation_prompt,
+            add_generation_prompt=opens,
+            continue_final_message=self.continue_final_message,
+            logprobs=self.top_logprobs if self.logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
             tool_use=self._tool_use(),
             **self.common([*ignored, *in_parts, *self._ignored_in_tools()]),
         )
 
-    def _ignored_in_tools(self) -> set[str]:
+    def _ignored_in_tools(self) -> list[str]:
         outer = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
-        return outer | {f"tools[].function.{name}" for tool in self.tools for name in tool.function.model_extra or ()}
+        inner = {f"tools[].function.{name}" for tool in self.tools for name in tool.function.model_extra or ()}
+        return [*sorted(outer), *sorted(inner)]
 
     def _tool_use(self) -> ToolUse:
         choice = self.tool_choice
@@ -266,11 +269,10 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"prompt": 1 << 20}
+    bounded: ClassVar[Mapping[str, int]] = {"prompt": 1 << 20, **_BOUNDED}
+    instead: ClassVar[Mapping[str, str]] = INSTEAD
     refused: ClassVar[Refused] = {
-        **_REFUSED,
-        "logprobs": (),  # 0 asks for the chosen tokens' own
-        "echo": (False,),
+        **REFUSED,
         "suffix": ("",),
     }
 
@@ -280,6 +282,10 @@ class CompletionBody(GenerationBody):
         Must(f"a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either"),
     ]
     max_tokens: Tokens = COMPLETION_MAX_TOKENS
+    logprobs: Annotated[
+        int | None, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
+    ] = Field(None, description="tell log-probabilities: of each token, and as many of the likeliest")  # fmt: skip
+    echo: Flag = Field(False, description="the prompt stands before the answer")
     best_of: Any = Field(None, description="only a value equal to n")
 
     def request(self) -> CompletionRequest:
@@ -289,7 +295,11 @@ class CompletionBody(GenerationBody):
         if len(self.prompt) * self.n > MAX_PROMPTS:
             most = MAX_PROMPTS // len(self.prompt)
             raise InvalidRequest(f"n must be at most {most} for {len(self.prompt)} prompts.", param="n")
-        return CompletionRequest(prompts=self.prompt, max_tokens=self.max_tokens, **self.common())
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo does not go with logprobs: a prompt's tokens have none here.", param="echo")
+        return CompletionRequest(
+            prompts=self.prompt, max_tokens=self.max_tokens, logprobs=self.logprobs, echo=self.echo, **self.common()
+        )
 
 
 def parse_chat(body: bytes) -> ChatRequest:

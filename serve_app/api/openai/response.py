@@ -6,13 +6,14 @@ A stream encodes what all its chunks share once, because there is a chunk for ne
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
 import msgspec
 
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, Usage
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
+from serve_app.api.openai.logprobs import chat_logprobs, completion_logprobs
 from serve_app.api.sse import data_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -57,7 +58,7 @@ class ChatFormat:
             {
                 "index": index,
                 "message": _message(choice),
-                "logprobs": None,
+                "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
             for index, choice in enumerate(choices)
@@ -77,7 +78,12 @@ class CompletionFormat:
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a completion that is not streamed."""
         shown = [
-            {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": None if choice.logprobs is None else completion_logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
             for index, choice in enumerate(choices)
         ]
         return {**_head("cmpl", "text_completion", head), "choices": shown, "usage": _usage(usage)}
@@ -106,10 +112,13 @@ class _Chunks(NamedTuple):
     opening: bytes
     text: bytes
     finish: bytes
+    logprobs: Callable[[Sequence[ToldToken]], dict[str, Any]]
 
 
-_CHAT_CHUNKS = _Chunks(b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}')
-_TEXT_CHUNKS = _Chunks(b"", b'"text":%b', b'"text":""')
+_CHAT_CHUNKS = _Chunks(
+    b'"delta":{"role":"assistant","content":""}', b'"delta":{"content":%b}', b'"delta":{}', chat_logprobs
+)
+_TEXT_CHUNKS = _Chunks(b"", b'"text":%b', b'"text":""', completion_logprobs)
 
 
 class _Stream:
@@ -125,8 +134,9 @@ class _Stream:
     def opening(self, index: int, usage: Usage) -> bytes:
         return self._chunk(index, self._chunks.opening, b"null") if self._chunks.opening else b""
 
-    def text(self, index: int, text: str) -> bytes:
-        return self._chunk(index, self._chunks.text % _encode(text), b"null")
+    def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
+        told = _encode(self._chunks.logprobs(logprobs)) if logprobs else b"null"
+        return self._chunk(index, self._chunks.text % _encode(text), b"null", told)
 
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a call to the choice's, with its name, or arguments to its last one."""
@@ -153,9 +163,9 @@ class _Stream:
         """End with the error in a chunk of its own, without ``[DONE]``."""
         return data_event(_encode(_error_body(error)))
 
-    def _chunk(self, index: int, choice: bytes, reason: bytes) -> bytes:
-        return b'data: %b"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]%b\n\n' % (
-            self._start, index, choice, reason, self._end,
+    def _chunk(self, index: int, choice: bytes, reason: bytes, logprobs: bytes = b"null") -> bytes:
+        return b'data: %b"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b\n\n' % (
+            self._start, index, choice, logprobs, reason, self._end,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from router.protocol.events import Event
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import EngineOutput, EventSink, FinishReason, OutputSink
+from serve_app.engine.protocol import EngineOutput, EventSink, FinishReason, OutputSink, TokenLogprob
 from serve_app.engine.scheduling.sequence import SequenceState
 
 _log = logging.getLogger(__name__)
@@ -24,9 +24,11 @@ class Outbox:
         self._meters = meters
         self._batches: dict[OutputSink, list[EngineOutput]] = {}
 
-    def progress(self, sequence: SequenceState, tokens: tuple[int, ...], now: float) -> None:
+    def progress(
+        self, sequence: SequenceState, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], now: float
+    ) -> None:
         """Add tokens of a request that goes on."""
-        self._add(sequence, self._timed(sequence, EngineOutput(sequence.request.request_id, tokens), now))
+        self._add(sequence, self._timed(sequence, EngineOutput(sequence.request.request_id, tokens, logprobs), now))
 
     def end(
         self,
@@ -34,11 +36,12 @@ class Outbox:
         reason: FinishReason,
         *,
         tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         error: str = "",
         now: float | None = None,
     ) -> None:
         """Add a request's last output. ``now``: when it ended by generating; None when it was cut short."""
-        output = EngineOutput(sequence.request.request_id, tokens, finish_reason=reason, error=error)
+        output = EngineOutput(sequence.request.request_id, tokens, logprobs, finish_reason=reason, error=error)
         self._add(sequence, output if now is None else self._timed(sequence, output, now))
         self._meters.finished[reason] += 1
 

@@ -13,7 +13,7 @@ from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import FinishReason
+from serve_app.engine.protocol import FinishReason, TokenLogprob
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.speculative.meters import SpeculationMeters
@@ -62,7 +62,10 @@ class OutputProcessor:
         if result.token is not None:
             tokens = (*result.accepted, result.token)
             taken, reason = sequence.append_tokens(tokens)
-            tokens = tokens[: taken - 1 if reason == "stop" else taken]
+            shown = taken
+            if reason == "stop" and tokens[taken - 1] not in sequence.request.sampling.shown_stop_token_ids:
+                shown -= 1
+            tokens = tokens[:shown]
             self.meters.generation_tokens += taken
         if result.drafted is not None:
             sequence.drafted = result.drafted
@@ -71,9 +74,9 @@ class OutputProcessor:
         if sequence.prefilling:
             return
         if reason is not None:
-            self.end(sequence, reason, tokens=tokens, now=now)
+            self.end(sequence, reason, tokens=tokens, logprobs=result.logprobs[: len(tokens)], now=now)
         else:
-            self.outbox.progress(sequence, tokens, now)
+            self.outbox.progress(sequence, tokens, result.logprobs[: len(tokens)], now)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str = "") -> None:
         """End a request, and the save that nobody else waits for; unknown ids are ignored."""
@@ -91,6 +94,7 @@ class OutputProcessor:
         reason: FinishReason,
         *,
         tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         error: str = "",
         now: float | None = None,
     ) -> None:
@@ -103,4 +107,4 @@ class OutputProcessor:
         self.adapters.unpin(sequence.request.scope.lora)
         self.inbox.remove_live(sequence)
         if not is_save:
-            self.outbox.end(sequence, reason, tokens=tokens, error=error, now=now)
+            self.outbox.end(sequence, reason, tokens=tokens, logprobs=logprobs, error=error, now=now)

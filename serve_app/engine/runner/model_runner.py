@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from serve_app.engine.runner.cuda_graphs import DecodeGraphs, cuda_recorder
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
+from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -161,10 +163,20 @@ class ModelRunner:
         results = [SegmentResult()] * len(segments)
         wanted = [(i, sampling) for i in step.order if (sampling := segments[i].sampling) is not None]
         if wanted:
+            told = [row for row, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
+            ruled = [(row, s, h) for row, (i, s) in enumerate(wanted) if (h := segments[i].history) is not None]
+            logprobs = raw_logprobs(logits, told) if told else None
+            failed = apply_rules(logits, ruled) if ruled else {}
             tokens = choose_tokens(logits, [sampling for _, sampling in wanted], [segments[i].end for i, _ in wanted])
-            for (i, _), token in zip(wanted, tokens, strict=True):
-                error = "the model's logits are not numbers" if token is None else ""
-                results[i] = SegmentResult(token=token, error=error)
+            for row, ((i, _), token) in enumerate(zip(wanted, tokens, strict=True)):
+                error = failed.get(row) or ("the model's logits are not numbers" if token is None else "")
+                results[i] = SegmentResult(token=None if error else token, error=error)
+            if logprobs is not None:
+                tops = [wanted[row][1].logprobs or 0 for row in told]
+                of_rows = told_logprobs(logprobs, [tokens[row] for row in told], tops)
+                for row, of_token in zip(told, of_rows, strict=True):
+                    i = wanted[row][0]
+                    results[i] = replace(results[i], logprobs=of_token)
         return results
 
     def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, batched.
+"""From logits to tokens: greedy, temperature, min-p, top-k, top-p, batched.
 
 The random numbers for position p depend on (seed, p) alone, never on the batch: a request that is sent again with the
 tokens it already has goes on identically. Each token has a number of its own, and the largest sum of logit and Gumbel
@@ -52,8 +52,8 @@ def _keys(seeds: Sequence[int], positions: Sequence[int]) -> list[int]:
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
     """Return one token a row of ``logits`` [n, vocab], None where they are not numbers.
 
-    ``positions[i]`` is where row i's token will stand. Filters apply in the order temperature, top-k, top-p. Tokens
-    tied with the last one kept are kept too, so the result does not depend on how a sort breaks ties.
+    ``positions[i]`` is where row i's token will stand. Filters apply in the order temperature, min-p, top-k, top-p.
+    Tokens tied with the last one kept are kept too, so the result does not depend on how a sort breaks ties.
     """
     if logits.device.type != "cpu":
         chosen: list[int] = sample_at_once(logits, params, positions).tolist()
@@ -67,6 +67,8 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], positi
         own = [params[i] for i in drawn]
         temperature = torch.tensor([p.temperature for p in own], dtype=torch.float64)
         scaled = logits[drawn].double().div_(temperature[:, None])
+        if any(p.min_p for p in own):
+            _drop_improbable(scaled, torch.tensor([p.min_p for p in own], dtype=torch.float64))
         noise = gumbel_noise([p.seed for p in own], [positions[i] for i in drawn], logits.shape[-1], logits.device)
         for i, token in zip(drawn, _winners(scaled, _candidates_floors(scaled, own), noise).tolist(), strict=True):
             tokens[i] = token
@@ -84,17 +86,20 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
     if drawn:
         own = [params[i] for i in drawn]
         vocab = logits.shape[-1]
-        rows, keys, top_k, temperature, top_p = upload(
+        rows, keys, top_k, temperature, top_p, min_p = upload(
             (
                 np.array(drawn, dtype=np.int64),
                 np.array(_keys([p.seed for p in own], [positions[i] for i in drawn]), dtype=np.int64),
                 np.array([p.top_k if 0 < p.top_k < vocab else vocab for p in own], dtype=np.int64),
                 np.array([p.temperature for p in own], dtype=np.float64),
                 np.array([p.top_p for p in own], dtype=np.float64),
+                np.array([p.min_p for p in own], dtype=np.float64),
             ),
             logits.device,
         )
         scaled = logits.index_select(0, rows).double().div_(temperature[:, None])
+        if any(p.min_p for p in own):
+            _drop_improbable(scaled, min_p)
         floors = _sorted_floors(scaled, top_k, top_p) if any(_filters(p, vocab) for p in own) else None
         tokens = tokens.index_copy(0, rows, _winners(scaled, floors, _noise(keys, vocab)))
     return tokens.masked_fill(broken, -1)
@@ -102,6 +107,12 @@ def sample_at_once(logits: torch.Tensor, params: Sequence[SamplingParams], posit
 
 def _filters(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0
+
+
+def _drop_improbable(scaled: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Take out, in place, the tokens whose probability is below ``min_p`` [n] times that of the likeliest."""
+    floors = scaled.amax(dim=-1, keepdim=True).add_(min_p.log()[:, None])
+    scaled.masked_fill_(scaled < floors, float("-inf"))
 
 
 def _winners(scaled: torch.Tensor, floors: torch.Tensor | None, noise: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,24 @@ Owns a request's mutable state and its chain of block hashes. Positions and toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.protocol import EngineRequest, FinishReason, OutputSink, RequestTooLong, SaveResult
-from serve_app.engine.step import BlockRun, Segment, block_runs, ceil_div
+from serve_app.engine.protocol import (
+    EngineRequest,
+    FinishReason,
+    OutputSink,
+    RequestTooLong,
+    SamplingParams,
+    SaveResult,
+)
+from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -129,6 +138,7 @@ class SequenceState:
         """Return the next ``tokens`` positions as a step's segment; the last one of the prompt wants a token."""
         end = self.computed + tokens
         wanted = end == self.length and self.request.sampling.max_tokens > 0
+        ruled = self.request.sampling.rules is not None or self.request.matcher is not None
         return Segment(
             token_ids=self._tokens[self.computed : end],
             start=self.computed,
@@ -138,6 +148,7 @@ class SequenceState:
             drafts=drafts,
             behind=None if self.drafted is None else self._tokens[self.drafted : self.computed],
             lora=self.request.scope.lora,
+            history=self._history() if wanted and ruled else None,
         )
 
     def append_token(self, token: int) -> FinishReason | None:
@@ -215,6 +226,11 @@ class SequenceState:
             tokens = self._tokens[: blocks * cache.block_size]
             self.chain = cache.prompt_chain(self.request.scope, self.request.root, tokens, self.chain)
 
+    def _history(self) -> History:
+        """Return the prompt as the client sent it, and the answer: what another replica generated is the answer's."""
+        asked = self.prompt_tokens - self.request.resumed_tokens
+        return History(self._tokens[:asked], self._tokens[asked : self.length], self.request.matcher)
+
     def _current_runs(self) -> list[BlockRun]:
         if self._runs_cover == 0:
             self._runs = []
@@ -225,6 +241,20 @@ class SequenceState:
                 self._runs.append((first, count))
         self._runs_cover = len(self.blocks)
         return self._runs
+
+
+def check_rules(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise ValueError for rules that no sampler can follow."""
+    rules = sampling.rules
+    assert rules is not None
+    named = [*sampling.stop_token_ids, *(token for token, _ in rules.logit_bias), *chain(*rules.bad_words)]
+    if any(not 0 <= token < vocab_size for token in named):
+        raise ValueError(f"token ids of rules must be 0 to {vocab_size - 1}")
+    if not all(rules.bad_words):
+        raise ValueError("bad_words must each have a token")
+    penalties = (rules.presence_penalty, rules.frequency_penalty, *(bias for _, bias in rules.logit_bias))
+    if not (all(map(math.isfinite, penalties)) and 0.0 < rules.repetition_penalty < math.inf):
+        raise ValueError("penalties and biases must be finite, and repetition_penalty over 0")
 
 
 def check_request(
@@ -242,8 +272,12 @@ def check_request(
         raise ValueError("max_tokens must not be negative")
     if not sampling.temperature >= 0.0 or sampling.temperature == float("inf"):
         raise ValueError("temperature must be a finite number of at least 0")
-    if not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0:
-        raise ValueError("top_p must be over 0 and at most 1, and top_k at least 0")
+    if not 0.0 < sampling.top_p <= 1.0 or sampling.top_k < 0 or not 0.0 <= sampling.min_p <= 1.0:
+        raise ValueError("top_p must be over 0 and at most 1, top_k at least 0, and min_p from 0 to 1")
+    if not 0 <= request.resumed_tokens < len(ids):
+        raise ValueError("resumed_tokens must leave a token of the prompt")
+    if sampling.rules is not None:
+        check_rules(sampling, vocab_size)
     if len(request.root) != (2 * HASH_BYTES if request.scope.public_blocks else HASH_BYTES):
         raise ValueError(f"root must have {HASH_BYTES} bytes, and the public scope's as many where blocks are public")
     if not 0 <= request.scope.public_blocks <= len(ids) // block_size:

@@ -8,6 +8,7 @@ drafting for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class DraftModel:
                     unread, start = np.array(drafts[-1:], dtype=np.int32), segment.start + len(drafts)
                 else:
                     unread, start = _unread(segment)
-                batch.extend(_parts(segment, unread, start, wanted=True))
+                batch.extend(_parts(segment, unread, start, wanted=True, drafts=drafts))
                 last.append(len(batch) - 1)
             results = self._runner.execute(batch)
             going_on = []
@@ -91,16 +92,21 @@ def _first_unread(segment: Segment) -> int:
     return segment.start - (0 if segment.behind is None else len(segment.behind))
 
 
-def _parts(segment: Segment, tokens: TokenArray, start: int, *, wanted: bool) -> list[Segment]:
+def _parts(
+    segment: Segment, tokens: TokenArray, start: int, *, wanted: bool, drafts: Sequence[int] = ()
+) -> list[Segment]:
     """Return ``tokens`` from position ``start`` as the draft model's segments; the last may want a token.
 
-    New segments, not copies: an adapter or whatever else concerns the base alone stays behind.
+    ``drafts``: what was drafted before it. New segments, not copies: an adapter or whatever else concerns the base
+    alone stays behind. The rules of sampling hold for drafts too, or the base would accept few.
     """
-    sampling = segment.sampling if wanted else None
+    sampling, history = (segment.sampling, segment.history) if wanted else (None, None)
+    if sampling is not None and sampling.logprobs is not None:
+        sampling = replace(sampling, logprobs=None)
+    if history is not None and drafts:
+        history = history.guess(drafts)
     if len(tokens) > ROWS_AT_MOST:
-        return [Segment(tokens, start, segment.blocks, segment.runs, sampling)]
-    last = len(tokens) - 1
-    return [
-        Segment(tokens[i : i + 1], start + i, segment.blocks, segment.runs, sampling if i == last else None)
-        for i in range(len(tokens))
-    ]
+        return [Segment(tokens, start, segment.blocks, segment.runs, sampling, history=history)]
+    parts = [Segment(tokens[i : i + 1], start + i, segment.blocks, segment.runs, None) for i in range(len(tokens))]
+    parts[-1] = replace(parts[-1], sampling=sampling, history=history)
+    return parts

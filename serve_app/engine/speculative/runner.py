@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -121,8 +122,16 @@ def verification_rows(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
     if not drafts:
         return [segment]
     ids = np.array([segment.token_ids[-1], *drafts], dtype=np.int32)
+    history = segment.history
     return [
-        replace(segment, token_ids=ids[i : i + 1], start=segment.start + i, drafts=0) for i in range(len(drafts) + 1)
+        replace(
+            segment,
+            token_ids=ids[i : i + 1],
+            start=segment.start + i,
+            drafts=0,
+            history=history.guess(drafts[:i]) if history is not None and i else history,
+        )
+        for i in range(len(drafts) + 1)
     ]
 
 
@@ -131,7 +140,8 @@ def accept(verdicts: Sequence[SegmentResult], drafts: Sequence[int]) -> SegmentR
     right = 0
     while right < len(drafts) and verdicts[right].token == drafts[right]:
         right += 1
-    return replace(verdicts[right], accepted=tuple(drafts[:right]), proposed=len(drafts))
+    logprobs = tuple(chain.from_iterable(verdict.logprobs for verdict in verdicts[: right + 1]))
+    return replace(verdicts[right], accepted=tuple(drafts[:right]), proposed=len(drafts), logprobs=logprobs)
 
 
 def erase(pool: KvPool, segment: Segment, count: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from serve_app.api.format import Choice, FinishReason
+from serve_app.api.format import Choice, FinishReason, ToldToken
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
 from serve_app.generation.answer import Piece
 from serve_app.generation.tool_calls.reader import CallReader
@@ -60,7 +60,8 @@ def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEv
 class WholeChoice:
     """Gathers the pieces of one choice. A call whose arguments are no JSON of an object is text."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_logprobs: bool = False) -> None:
+        self._told: list[ToldToken] | None = [] if tells_logprobs else None
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
         self._call_id = self._name = ""
@@ -70,6 +71,8 @@ class WholeChoice:
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
         self._texts.append(piece.text)
+        if self._told is not None:
+            self._told.extend(piece.logprobs)
         for event in piece.calls:
             if isinstance(event, CallBegun):
                 self._call_id, self._name, self._arguments = event.call_id, event.name, []
@@ -83,7 +86,8 @@ class WholeChoice:
     def choice(self) -> Choice:
         """Return what the pieces are together."""
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
-        return Choice("".join(self._texts), reason, tuple(self._calls))
+        told = None if self._told is None else tuple(self._told)
+        return Choice("".join(self._texts), reason, tuple(self._calls), told)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

@@ -51,8 +51,8 @@ def test_what_nobody_reads_is_not_decoded() -> None:
     """Millions of values in an unknown field cost nothing; refused fields are seen, whatever the size."""
     unknown = b'"metadata_of_mine": [' + b",".join([b"{}"] * 300_000) + b"]"
     assert parse_completion(b'{"model": "demo", "prompt": "a", ' + unknown + b"}").prompts == ("a",)
-    with pytest.raises(InvalidRequest, match="echo is not supported"):
-        parse_completion(b'{"model": "demo", "prompt": "a", "echo": true, ' + unknown + b"}")
+    with pytest.raises(InvalidRequest, match="suffix is not supported"):
+        parse_completion(b'{"model": "demo", "prompt": "a", "suffix": "x", ' + unknown + b"}")
 
 
 VALUES = st.recursive(

@@ -14,6 +14,7 @@ from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
 from serve_app.generation.answer import STARTED_AT_ONCE, Piece, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.reading import AnswerReader
 from tests.serve_app.generation.fake_replicas import generation
 
 PLACES = 10
@@ -110,7 +111,8 @@ def test_usage_counts_no_token_behind_a_stop_string(sizes: tuple[int, ...]) -> N
                 yield Tokens(tuple(range(sent - size, sent)), None, "length" if sent == 6 else None)
 
     async def read() -> list[Piece]:
-        stream = choice_pieces(0, generation(), Chunks(), Letters(), ("de",))  # type: ignore[arg-type]
+        reader = AnswerReader(generation().sampling, Letters(), ("de",))  # type: ignore[arg-type]
+        stream = choice_pieces(0, generation(), Chunks(), reader)
         return [piece async for piece in stream]
 
     pieces = asyncio.run(read())

@@ -96,6 +96,7 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: E
     assert second.block_hashes == hash_blocks(ROOT, resumed, BLOCK)
     assert second_call.sampling == replace(generation().sampling, max_tokens=6 - received)
     assert second_call.scope == SCOPE
+    assert second_call.resumed_tokens == received
 
 
 def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:

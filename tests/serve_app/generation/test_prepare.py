@@ -15,11 +15,13 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.prompts import PublicPromptConfig
+from serve_app.engine.protocol import TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.prompts.registry import PromptNotFound, PublicPrompts
+from serve_app.structured.grammar import Grammar
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -264,3 +266,74 @@ def test_the_first_prompt_that_is_too_long_is_the_last_that_is_read(
     with pytest.raises(ContextLengthExceeded, match="The prompt has"):
         asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
     assert len(looked_up) == 1
+
+
+def test_rules_go_with_the_request(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+    """As token ids; a grammar in llguidance's form, and the model's end tokens end it whatever the client says."""
+    plain = prepare(preparer, ("user", "Hi"))
+    assert (plain.sampling.rules, plain.sampling.logprobs, plain.grammar) == (None, None, "")
+    found = prepare(
+        preparer, ("user", "Hi"), bad_words=("the",), presence_penalty=0.5, logit_bias=((5, 1.0),), min_tokens=2,
+        stop_token_ids=(7,), include_stop_str_in_output=True, logprobs=3, min_p=0.1, ignore_eos=True,
+        grammar=Grammar.json_object("response_format"),
+    )  # fmt: skip
+    root = b"r" * 16
+    words = tuple(tuple(tokenizer.encode(text, root).token_ids.tolist()) for text in ("the", " the"))
+    assert found.sampling.rules == TokenRules(0.5, 0.0, 1.0, ((5, 1.0),), 2, words)
+    assert (found.sampling.stop_token_ids, found.sampling.shown_stop_token_ids) == ((2, 0, 7), (7,))
+    assert (found.sampling.logprobs, found.sampling.min_p) == (3, 0.1)
+    assert "object" in found.grammar
+    assert prepare(preparer, ("user", "Hi"), ignore_eos=True).sampling.stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": ((4096, 1.0),)}, "logit_bias"),
+        ({"stop_token_ids": (4096,)}, "stop_token_ids"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"grammar": Grammar.regex("(", "structured_outputs.regex")}, "structured_outputs.regex"),
+    ],
+)
+def test_rules_that_this_model_cannot_follow_are_a_400(preparer: Preparer, fields: dict[str, Any], param: str) -> None:
+    for _ in range(2):  # what is wrong is not remembered as right
+        with pytest.raises(InvalidRequest) as caught:
+            prepare(preparer, ("user", "Hi"), **fields)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.1}, {"logit_bias": ((1, 1.0),)},
+        {"min_p": 0.1}, {"bad_words": ("a",)}, {"logprobs": 0}, {"grammar": Grammar.json_object("response_format")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_simulated_engine_refuses_what_needs_logits(
+    model_path: Path, tokenizer: PromptTokenizer, fields: dict[str, Any]
+) -> None:
+    """By the field's name, and the engine's; what needs none works there."""
+    simulated = Preparer(
+        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
+        AdapterRegistry("demo"), Limits(4096, 8), simulated=True,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="engine is simulated") as caught:
+        prepare(simulated, ("user", "Hi"), **fields)
+    assert caught.value.param == ("response_format" if "grammar" in fields else next(iter(fields)))
+    assert prepare(simulated, ("user", "Hi"), min_tokens=2, stop_token_ids=(5,)).sampling.rules is not None
+
+
+def test_an_echo_is_the_prompt_as_text(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+    ids = tuple(tokenizer.encode("Beta", b"r" * 16).token_ids.tolist())
+    wanted = CompletionRequest(model="demo", prompts=("Alpha", ids), n=2, max_tokens=4, echo=True)
+    found = asyncio.run(preparer.prepare(wanted, Tenant("default"), "id"))
+    assert [one.echo for one in found] == ["Alpha", "Alpha", "Beta", "Beta"]
+
+
+def test_the_last_message_can_be_gone_on_with(preparer: Preparer, tokenizer: PromptTokenizer) -> None:
+    """Nothing of the template comes behind it."""
+    found = prepare(
+        preparer, ("user", "Hi"), ("assistant", "The answer"), add_generation_prompt=False, continue_final_message=True
+    )
+    assert tokenizer._backend.decode(found.token_ids.tolist(), skip_special_tokens=False).endswith("\nThe answer")

@@ -143,6 +143,32 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert checker.flush() == ""
 
 
+@settings(max_examples=300)
+@given(
+    pieces=st.lists(st.text("abX", max_size=3), max_size=12),
+    stop=st.lists(st.text("abX", min_size=1, max_size=3), min_size=1, max_size=3).map(tuple),
+    early=st.integers(0, 12),
+)
+def test_a_stop_string_that_is_complete_too_early_does_not_count(
+    pieces: list[str], stop: tuple[str, ...], early: int
+) -> None:
+    """The first whose last character comes behind the first ``early`` pieces ends the text, as its last part if so."""
+    text, free = "".join(pieces), len("".join(pieces[:early]))
+    ends = [(start + len(one), start) for one in stop for start in range(len(text)) if text.startswith(one, start)]
+    found = min((end for end in ends if end[0] > free), default=None)
+    for include in (False, True):
+        checker = StopChecker(stop, include=include)
+        shown, stopped = "", False
+        for number, piece in enumerate(pieces):
+            new, stopped = checker.push(piece, early=number < early)
+            shown += new
+            if stopped:
+                break
+        shown += checker.flush()
+        assert stopped == (found is not None)
+        assert shown == (text if found is None else text[: found[0] if include else found[1]])
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     """It would stop everything before it begins."""
     with pytest.raises(ValueError, match="must not be empty"):

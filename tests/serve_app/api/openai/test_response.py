@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_app import errors
 from serve_app.api import sse
-from serve_app.api.format import AnswerHead, AnswerStream, Choice, Usage
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, ShownToken, ToldToken, Usage
 from serve_app.api.openai.response import (
     DONE,
     ChatFormat,
@@ -126,6 +126,46 @@ def test_a_streamed_completion_is_what_the_sdk_reads(include_usage: bool) -> Non
     if include_usage:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.total_tokens == 35
+
+
+TOLD = (
+    ToldToken(ShownToken(b"Hi", -0.5), (ShownToken(b"Hi", -0.5), ShownToken(b"Ho", -1.5)), 0),
+    ToldToken(ShownToken(b"\xe6\x9c", float("-inf")), (ShownToken(b" x", -0.1),), 2),
+)
+
+
+def test_logprobs_of_a_chat_are_the_sdks() -> None:
+    """Whole and streamed; half a character has bytes, and what is impossible a number."""
+    body = ChatFormat().whole(HEAD, [Choice("Hi", "stop", logprobs=TOLD), Choice("Hi", "stop", logprobs=())], USAGE)
+    whole = ChatCompletion.model_validate(json.loads(json.dumps(body, allow_nan=False)), strict=True)
+    stream = ChatFormat().stream(HEAD)
+    content = stream.opening(0, USAGE) + stream.text(0, "Hi", TOLD) + stream.finish(0, "stop") + stream.usage(USAGE)
+    chunks = list(_client(200, content, sse.CONTENT_TYPE).chat.completions.create(model="m", messages=[], stream=True))
+    for told in (whole.choices[0].logprobs, chunks[1].choices[0].logprobs):
+        assert told is not None
+        assert told.content is not None
+        first, second = told.content
+        assert (first.token, first.bytes, first.logprob) == ("Hi", [72, 105], -0.5)
+        assert [(other.token, other.logprob) for other in first.top_logprobs] == [("Hi", -0.5), ("Ho", -1.5)]
+        assert (second.token, second.bytes, second.logprob) == ("\ufffd", [0xE6, 0x9C], -9999.0)
+    assert whole.choices[1].logprobs is not None
+    assert whole.choices[1].logprobs.content == []
+    assert [chunks[i].choices[0].logprobs for i in (0, 2)] == [None, None]
+
+
+def test_logprobs_of_a_completion_are_the_sdks() -> None:
+    """The older shape: lists side by side, and a token is among its own likeliest."""
+    body = CompletionFormat().whole(HEAD, [Choice("Hi", "stop", logprobs=TOLD)], USAGE)
+    whole = Completion.model_validate(json.loads(json.dumps(body, allow_nan=False)), strict=True)
+    stream = CompletionFormat().stream(HEAD)
+    content = stream.text(0, "Hi", TOLD) + stream.finish(0, "stop") + stream.usage(USAGE)
+    chunks = list(_client(200, content, sse.CONTENT_TYPE).completions.create(model="m", prompt="x", stream=True))
+    for told in (whole.choices[0].logprobs, chunks[0].choices[0].logprobs):
+        assert told is not None
+        assert told.tokens == ["Hi", "bytes:\\xe6\\x9c"]
+        assert told.token_logprobs == [-0.5, -9999.0]
+        assert told.text_offset == [0, 2]
+        assert told.top_logprobs == [{"Hi": -0.5, "Ho": -1.5}, {"bytes:\\xe6\\x9c": -9999.0, " x": -0.1}]
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), index=st.integers(0, 15))

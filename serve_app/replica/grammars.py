@@ -1,0 +1,24 @@
+"""A replica's grammars: compiled in threads of their own, in turns of tenants, before requests reach the engine."""
+
+from __future__ import annotations
+
+from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.config.app import AppConfig
+from serve_app.fairness.shares import Shares
+from serve_app.fairness.workers import FairWorkers
+from serve_app.structured.compiler import GrammarCompiler
+from serve_app.structured.matcher import AnswerMatcher, Matchers
+
+THREADS = 2
+
+
+class ReplicaMatchers:
+    """Matchers of one replica. Used from one event loop."""
+
+    def __init__(self, config: AppConfig, info: CheckpointInfo) -> None:
+        self._matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
+        self._workers = FairWorkers(Shares(config.cache_shares), THREADS)
+
+    async def matcher(self, grammar: str, tenant: str) -> AnswerMatcher:
+        """Return a matcher of its own for an answer. Raises GrammarError."""
+        return await self._workers.run(tenant, len(grammar), self._matchers.matcher, grammar)

@@ -1,0 +1,101 @@
+"""Grammars as requests name them: JSON schemas, regular expressions, choices, Lark or GBNF texts.
+
+Owns their bounds, and the sentence that says what is wrong with one. Whether a grammar is valid is for ``Grammars`` to
+say; making one costs no more than its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from serve_app.errors import InvalidRequest
+
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Of one grammar, as JSON or text."""
+MAX_GRAMMAR_DEPTH = 64
+"""Levels of objects, lists and brackets: whoever reads a grammar does so recursively."""
+MAX_CHOICES = 1024
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match. ``text``: JSON for "json" (a schema) and "choice" (strings), else the grammar itself.
+
+    ``field``: the request's field that it comes from, which errors name. Properties come in the schema's order.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any], field: str) -> Grammar:
+        """Return the grammar of JSON that a schema describes. Raises InvalidRequest where it is too large or deep."""
+        return cls("json", _bounded(_encode(schema).decode(), field), field)
+
+    @classmethod
+    def json_text(cls, schema: str, field: str) -> Grammar:
+        """Return the same for a schema as text. Raises InvalidRequest."""
+        try:
+            value = msgspec.json.decode(_bounded(schema, field))
+        except ValueError as error:
+            raise InvalidRequest(f"{field} is not valid JSON ({str(error)[:120]}).", param=field) from error
+        if not isinstance(value, dict):
+            raise InvalidRequest(f"{field} must be a JSON object.", param=field)
+        return cls.json_schema(value, field)
+
+    @classmethod
+    def json_object(cls, field: str) -> Grammar:
+        """Return the grammar of any JSON object."""
+        return cls.json_schema({"type": "object"}, field)
+
+    @classmethod
+    def regex(cls, pattern: str, field: str) -> Grammar:
+        """Return the grammar of what a whole regular expression matches. Raises InvalidRequest."""
+        return cls("regex", _bounded(pattern, field), field)
+
+    @classmethod
+    def choice(cls, strings: Sequence[str], field: str) -> Grammar:
+        """Return the grammar of one of several strings. Raises InvalidRequest."""
+        if not 1 <= len(strings) <= MAX_CHOICES or not all(isinstance(one, str) and one for one in strings):
+            raise InvalidRequest(
+                f"{field} must be a list of 1 to {MAX_CHOICES} strings that are not empty.", param=field
+            )
+        return cls("choice", _bounded(_encode(strings).decode(), field, nested=False), field)
+
+    @classmethod
+    def context_free(cls, text: str, field: str) -> Grammar:
+        """Return a Lark or GBNF (EBNF) grammar. Raises InvalidRequest."""
+        return cls("grammar", _bounded(text, field), field)
+
+
+def _bounded(text: str, field: str, *, nested: bool = True) -> str:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{field} holds a lone surrogate; send valid Unicode.", param=field) from error
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{field} must have at most {MAX_GRAMMAR_BYTES} bytes; it has {size}.", param=field)
+    if nested and _depth(text) > MAX_GRAMMAR_DEPTH:
+        raise InvalidRequest(f"{field} must be nested at most {MAX_GRAMMAR_DEPTH} levels deep.", param=field)
+    return text
+
+
+def _depth(text: str) -> int:
+    """Return the most brackets that are open at once; those in strings count too, which costs no honest grammar."""
+    depth = deepest = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}" and depth:
+            depth -= 1
+    return deepest

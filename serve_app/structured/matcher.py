@@ -1,0 +1,85 @@
+"""One answer's place in a grammar, told from its token ids alone.
+
+Owns the compiled grammars of one replica, the last used ones. Where an answer stands is never sent: whoever goes on
+with it reads its tokens again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.protocol.block_hash import TokenArray
+from serve_app.structured.compiler import GrammarCompiler, GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_COMPILED = 64
+"""Grammars that a replica keeps compiled."""
+
+
+_NOTHING: TokenArray = np.empty(0, dtype=np.int32)
+
+
+class AnswerMatcher:
+    """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``."""
+
+    def __init__(self, compiled: LLMatcher) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.deep_copy()
+        self._read: TokenArray = _NOTHING
+
+    def allowed(self, answer: TokenArray) -> NDArray[np.uint8] | None:
+        """Return a bit a token id, lowest first; None where ``answer`` does not match. Raises GrammarError."""
+        same = _common(self._read, answer)
+        if same < len(self._read) and not self._matcher.rollback(len(self._read) - same):
+            self._restart()
+            same = 0
+        new = answer[same:].tolist()
+        taken = self._matcher.try_consume_tokens(new) if new else 0
+        self._read = answer[: same + taken].copy()
+        mask = self._matcher.compute_bitmask() if taken == len(new) else b""
+        if self._matcher.is_error():
+            said = self._matcher.get_error().splitlines()[0][:200]
+            self._restart()
+            raise GrammarError(f"the grammar takes too much work here: {said}")
+        return np.frombuffer(mask, dtype=np.uint8) if mask else None
+
+    def _restart(self) -> None:
+        self._matcher = self._compiled.deep_copy()
+        self._read = _NOTHING
+
+
+def _common(read: TokenArray, answer: TokenArray) -> int:
+    """Return how many leading tokens are the same."""
+    shorter = min(len(read), len(answer))
+    different = np.flatnonzero(read[:shorter] != answer[:shorter])
+    return int(different[0]) if len(different) else shorter
+
+
+class Matchers:
+    """Makes matchers (any thread); what is not known is compiled, by the thread that asks."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._lock = Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def matcher(self, text: str) -> AnswerMatcher:
+        """Return a matcher of its own for an answer, by a grammar in llguidance's form. Raises GrammarError."""
+        with self._lock:
+            compiled = self._compiled.get(text)
+            if compiled is not None:
+                self._compiled.move_to_end(text)
+        if compiled is None:
+            compiled = self._compiler.compile(text)
+            with self._lock:
+                self._compiled[text] = compiled
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return AnswerMatcher(compiled)

@@ -1,0 +1,325 @@
+"""Rules of sampling against formulas written token by token; equal for any batch, and in an engine for any history."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
+from serve_app.engine.runner.sampling import choose_tokens, sample_at_once
+from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
+from serve_app.engine.step import History
+from tests.serve_app.conftest import MakeEngine
+from tests.serve_app.engine.tiny import VOCAB, Collector, prompt, request, run_all
+
+SMALL = 37
+
+
+class Bits:
+    """A matcher that allows the same tokens whatever the answer is."""
+
+    def __init__(self, allowed: set[int], vocab: int = SMALL) -> None:
+        self._mask = np.packbits([token in allowed for token in range(vocab)], bitorder="little")
+
+    def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
+        return self._mask
+
+
+def oracle(row: NDArray[np.float32], params: SamplingParams, history: History, allowed: set[int] | None) -> list[float]:
+    """The rules, one token and one rule after the other, as vLLM's documentation says them."""
+    rules = params.rules or TokenRules()
+    seen, answer = {*history.prompt.tolist(), *history.answer.tolist()}, history.answer.tolist()
+    banned = set(params.stop_token_ids) if len(answer) < rules.min_tokens else set()
+    for word in rules.bad_words:
+        before = list(word[:-1])
+        if len(answer) >= len(before) and answer[len(answer) - len(before) :] == before:
+            banned.add(word[-1])
+    if allowed is not None and not allowed - banned:
+        banned = set()
+    changed = []
+    for token, logit in enumerate(row):
+        logit += np.float32(dict(rules.logit_bias).get(token, 0.0))
+        if token in banned:
+            logit = np.float32(-np.inf)
+        if token in seen:
+            factor = np.float32(rules.repetition_penalty)
+            logit = logit / factor if logit > 0 else logit * factor
+        times = answer.count(token)
+        if times:
+            logit -= np.float32(times * rules.frequency_penalty + rules.presence_penalty)
+        if allowed is not None and token not in allowed:
+            logit = np.float32(-np.inf)
+        changed.append(float(logit))
+    return changed
+
+
+tokens = st.integers(0, SMALL - 1)
+penalties = st.sampled_from([0.0, -2.0, 0.3, 2.0])
+rows = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(tokens, min_size=1, max_size=20),
+        "answer": st.lists(tokens, max_size=20),
+        "allowed": st.none() | st.sets(tokens, min_size=1),
+        "stop": st.lists(tokens, max_size=3),
+        "rules": st.none()
+        | st.builds(
+            TokenRules,
+            penalties,
+            penalties,
+            st.sampled_from([1.0, 0.5, 1.7]),
+            st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 100.0]), max_size=4).map(lambda d: tuple(d.items())),
+            st.integers(0, 6),
+            st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
+        ),
+    }
+)
+
+
+@given(st.lists(rows, min_size=1, max_size=4), st.integers(0, 9), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_rows_are_the_oracles_and_no_row_depends_on_another(wanted: list[Any], seed: int, rng: Any) -> None:
+    logits = torch.randn(len(wanted) + 1, SMALL, generator=torch.Generator().manual_seed(seed)) * 3
+    ruled, expected = [], [logits[0].tolist()]
+    for row, how in enumerate(wanted, 1):
+        # Half of the bad words are about to be said.
+        rules = how["rules"]
+        if rules is not None and rules.bad_words and how["answer"] and rng.random() < 0.5:
+            rules = replace(rules, bad_words=(*rules.bad_words, (*how["answer"][-2:], rng.randrange(SMALL))))
+        params = SamplingParams(9, stop_token_ids=tuple(how["stop"]), rules=rules)
+        matcher = None if how["allowed"] is None else Bits(how["allowed"])
+        ids = [np.array(how[part], dtype=np.int32) for part in ("prompt", "answer")]
+        ruled.append((row, params, History(ids[0], ids[1], matcher)))
+        expected.append(oracle(logits[row].numpy().copy(), params, ruled[-1][2], how["allowed"]))
+    alone = []
+    for row, params, history in ruled:
+        one = logits[row : row + 1].clone()
+        assert apply_rules(one, [(0, params, history)]) == {}
+        alone.append(one[0])
+    assert apply_rules(logits, ruled) == {}
+    np.testing.assert_allclose(logits.numpy(), np.array(expected, dtype=np.float32), rtol=1e-6)
+    for row, one in enumerate(alone, 1):
+        assert torch.equal(logits[row], one)
+
+
+def test_a_matcher_that_fails_fails_its_row_alone() -> None:
+    """A history that no grammar gave fails too; a guess that is wrong has no mask, for nobody takes what follows it."""
+
+    class Failing(Bits):
+        def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
+            raise ValueError("too much work")
+
+    class Wrong(Bits):
+        def allowed(self, answer: NDArray[np.int32]) -> None:  # type: ignore[override]
+            return None
+
+    ids = np.zeros(1, dtype=np.int32)
+    logits = torch.randn(4, SMALL)
+    before = logits.clone()
+    params = SamplingParams(1)
+    histories = [History(ids, ids, matcher) for matcher in (Failing(set()), Wrong(set()), Wrong(set()), Bits({3}))]
+    histories[2] = histories[2].guess([5])
+    failed = apply_rules(logits, [(row, params, history) for row, history in enumerate(histories)])
+    assert failed == {0: "too much work", 1: "the answer so far does not match its grammar"}
+    assert torch.equal(logits[:3], before[:3])
+    assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("min_p", [0.05, 0.5, 1.0])
+def test_min_p_keeps_what_is_likely_enough(min_p: float) -> None:
+    """After temperature, before top-k and top-p; on the device path too."""
+    logits = torch.tensor([2.0, 1.9, 0.0, -3.0, 2.0])
+    probabilities = torch.softmax(logits.double() / 1.5, 0)
+    kept = set((probabilities >= min_p * probabilities.max()).nonzero().flatten().tolist())
+    params = [SamplingParams(1, temperature=1.5, min_p=min_p, seed=seed) for seed in range(300)]
+    chosen = choose_tokens(logits.repeat(300, 1), params, [0] * 300)
+    assert set(chosen) == kept
+    assert sample_at_once(logits.repeat(300, 1), params, [0] * 300).tolist() == chosen
+    narrowed = [replace(p, top_p=0.6, top_k=3) for p in params]
+    chosen = choose_tokens(logits.repeat(300, 1), narrowed, [0] * 300)
+    assert set(chosen) <= kept
+    assert sample_at_once(logits.repeat(300, 1), narrowed, [0] * 300).tolist() == chosen
+
+
+def test_logprobs_are_those_of_the_logits() -> None:
+    logits = torch.randn(3, SMALL)
+    expected = torch.log_softmax(logits.double(), -1)
+    told = told_logprobs(raw_logprobs(logits, [0, 2]), [5, None], [2, 0])
+    assert told[1] == ()
+    (one,) = told[0]
+    assert one.logprob == pytest.approx(float(expected[0, 5]), rel=1e-5)
+    best = torch.topk(expected[0], 2)
+    assert [token for token, _ in one.top] == best.indices.tolist()
+    assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), rel=1e-5)
+    ((alone,),) = told_logprobs(raw_logprobs(logits, [2]), [7], [0])
+    assert alone.top == ()
+
+
+class Steering:
+    """A matcher whose mask is a hash of the whole answer: one wrong token in it, and all that follows differs."""
+
+    def allowed(self, answer: NDArray[np.int32]) -> NDArray[np.uint8]:
+        generator = np.random.default_rng([len(answer), *answer.tolist()])
+        return np.packbits(generator.random(VOCAB) < 0.3, bitorder="little")
+
+
+RULES = [
+    TokenRules(presence_penalty=1.5),
+    TokenRules(frequency_penalty=0.7, presence_penalty=-0.5),
+    TokenRules(repetition_penalty=1.6),
+    TokenRules(logit_bias=((3, 6.0), (5, -100.0)), frequency_penalty=2.0),
+    TokenRules(min_tokens=18, bad_words=((3,), (7, 9))),
+    None,
+]
+
+
+def ruled_requests(name: str, **changes: Any) -> list[EngineRequest]:
+    """Requests with all kinds of rules, greedy and sampled, some with a matcher too."""
+    found = []
+    for number, rules in enumerate(RULES):
+        for temperature in (0.0, 1.1):
+            how: dict[str, Any] = {"temperature": temperature, "rules": rules, "min_p": 0.05, "seed": number}
+            how["stop_token_ids"] = (11, 12, 13, 14, 15, 16, 17)
+            one = request(f"{name}{number}.{temperature}", prompt(21 + number, number), 24, **how)
+            if number % 2 or rules is None:
+                one = replace(one, matcher=Steering())
+            found.append(replace(one, **changes))
+    return found
+
+
+def answers(engine: TorchEngine, requests: list[EngineRequest]) -> list[tuple[list[int], str]]:
+    found = run_all(engine, requests)
+    assert set(found.finish.values()) <= {"stop", "length"}, found.errors
+    return [(found.tokens[one.request_id], found.finish[one.request_id]) for one in requests]
+
+
+@pytest.fixture
+def expected(make_engine: MakeEngine) -> list[tuple[list[int], str]]:
+    engine = make_engine(enable_prefix_caching=False)
+    found = [answers(engine, [one])[0] for one in ruled_requests("alone")]
+    engine.stop()
+    plain = [replace(one, sampling=replace(one.sampling, rules=None), matcher=None) for one in ruled_requests("plain")]
+    assert sum(a != b for a, b in zip(found, answers(make_engine(), plain), strict=True)) >= 8, "rules change answers"
+    return found
+
+
+def test_rules_are_exact_in_batches_cached_and_resumed(
+    make_engine: MakeEngine, expected: list[tuple[list[int], str]]
+) -> None:
+    """Alone == together == from the cache == gone on with elsewhere, after any number of tokens."""
+    engine = make_engine()
+    assert answers(engine, ruled_requests("together")) == expected
+    assert answers(engine, ruled_requests("cached")) == expected
+    for cut in (1, 2, 7, 16):
+        resumed, whole = [], []
+        for one, (found, reason) in zip(ruled_requests(f"cut{cut}"), expected, strict=True):
+            if len(found) > cut:
+                ids = np.concatenate([one.token_ids, np.array(found[:cut], dtype=np.int32)])
+                sampling = replace(one.sampling, max_tokens=one.sampling.max_tokens - cut)
+                resumed.append(replace(one, token_ids=ids, sampling=sampling, resumed_tokens=cut))
+                whole.append((found[cut:], reason))
+        assert answers(engine, resumed) == whole
+
+
+def test_rules_are_exact_through_preemptions(make_engine: MakeEngine, expected: list[tuple[list[int], str]]) -> None:
+    """In a pool that is too small for all, some are begun again, with the same tokens."""
+    engine = make_engine(num_blocks=24, admission="optimistic")
+    assert answers(engine, ruled_requests("small")) == expected
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_rules_are_exact_under_speculation(
+    noise: float, make_engine: MakeEngine, expected: list[tuple[list[int], str]], checkpoints: Any, tmp_path: Any
+) -> None:
+    """Drafts are verified, and drafted, under the same rules."""
+    from tests.serve_app.engine.tiny import save_draft
+
+    draft = str(save_draft(checkpoints["qwen3"], tmp_path, noise))
+    engine = make_engine(speculative_model=draft, num_speculative_tokens=3)
+    assert answers(engine, ruled_requests("drafted")) == expected
+    counted = {name: value for name, _, value in engine.stats().samples}
+    accepted = counted["warmpath_spec_decode_num_accepted_tokens_total"]
+    drafted = counted["warmpath_spec_decode_num_draft_tokens_total"]
+    assert accepted == drafted if noise == 0.0 else 0.1 * drafted < accepted < drafted
+
+
+def test_each_token_has_its_logprob_with_and_without_drafts(
+    make_engine: MakeEngine, checkpoints: Any, tmp_path: Any
+) -> None:
+    """As many as tokens, of the base's raw logits, though rules chose among others."""
+    from tests.serve_app.engine.tiny import save_draft
+
+    class Told(Collector):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[Any] = []
+
+        def __call__(self, outputs: Any) -> None:
+            self.told.extend(told for output in outputs for told in output.logprobs)
+            super().__call__(outputs)
+
+    found = []
+    draft = str(save_draft(checkpoints["qwen3"], tmp_path, 0.05))
+    for drafts in ({}, {"speculative_model": draft, "num_speculative_tokens": 3}):
+        collector, engine = Told(), make_engine(**drafts)
+        rules = TokenRules(repetition_penalty=1.6)
+        engine.submit(request("one", prompt(20), 24, rules=rules, logprobs=3), collector)
+        collector.wait(["one"])
+        found.append((collector.tokens["one"], collector.told))
+    (plain, of_plain), (drafted, of_drafted) = found
+    assert plain == drafted
+    assert len(of_plain) == len(of_drafted) == 24
+    for one, other in zip(of_plain, of_drafted, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert any(token != one.top[0][0] for token, one in zip(plain, of_plain, strict=True)), "a rule chose otherwise"
+
+
+def test_rules_on_every_device(device: torch.device) -> None:
+    """The same rows as on the host, and the token that is chosen of them."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(3, SMALL, generator=generator)
+    ids = [np.array(values, dtype=np.int32) for values in ((1, 2, 3), (3, 3, 5))]
+    rules = TokenRules(0.5, 0.5, 1.3, ((7, 9.0), (8, -100.0)), 9, ((3, 5, 6),))
+    params = [SamplingParams(1, temperature=0.8, seed=row, stop_token_ids=(4,), rules=rules) for row in range(3)]
+    matchers = (None, Bits({7, 9, 30}), None)
+    ruled = [(row, params[row], History(*ids, matchers[row])) for row in range(2)]
+    there = logits.to(device)
+    assert apply_rules(there, ruled) == {}
+    apply_rules(logits, ruled)
+    torch.testing.assert_close(there.cpu(), logits)
+    assert choose_tokens(there, params, range(3)) == choose_tokens(logits, params, range(3))
+
+
+def test_a_batch_without_rules_pays_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule is asked for anything, and no logprob computed, where no request has any."""
+    from serve_app.engine.runner import model_runner, sampling
+
+    def never(*_: Any) -> None:
+        raise AssertionError("extra work")
+
+    for module, name in ((model_runner, "apply_rules"), (model_runner, "raw_logprobs"), (sampling, "_drop_improbable")):
+        monkeypatch.setattr(module, name, never)
+    found = run_all(make_engine(), [request(f"r{t}", prompt(9), 4, temperature=t, top_p=0.9) for t in (0.0, 1.0)])
+    assert set(found.finish.values()) == {"length"}
+
+
+def test_rules_that_no_sampler_can_follow_are_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    for rules in (
+        TokenRules(logit_bias=((VOCAB, 1.0),)),
+        TokenRules(bad_words=((),)),
+        TokenRules(repetition_penalty=0.0),
+        TokenRules(presence_penalty=float("nan")),
+    ):
+        with pytest.raises(ValueError, match=r"rules|bad_words|penalties"):
+            engine.submit(request("bad", prompt(4), 2, rules=rules), lambda _: None)
+    with pytest.raises(ValueError, match="resumed_tokens"):
+        engine.submit(replace(request("bad", prompt(4), 2), resumed_tokens=4), lambda _: None)

@@ -1,0 +1,1 @@
+"""Tests of ``serve_app.structured``."""

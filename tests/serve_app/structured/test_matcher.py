@@ -1,0 +1,170 @@
+"""Where an answer stands is told by its tokens; grammars that are wrong, or too much work, are told in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.errors import InvalidRequest
+from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
+from serve_app.structured.grammar import Grammar
+from serve_app.structured.matcher import MAX_COMPILED, AnswerMatcher, Matchers
+from serve_app.tokenization.tokenizer import PromptTokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(demo_model_path: Path) -> GrammarCompiler:
+    info = load_checkpoint_info(demo_model_path)
+    return GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model_path: Path) -> PromptTokenizer:
+    return PromptTokenizer(demo_model_path)
+
+
+def ids_of(tokenizer: PromptTokenizer, text: str) -> np.ndarray:
+    return tokenizer.encode(text, b"r" * 16).token_ids
+
+
+def allowed_ids(matcher: AnswerMatcher, answer: np.ndarray) -> set[int] | None:
+    mask = matcher.allowed(answer)
+    return None if mask is None else set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+
+
+def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
+    """The next token of an answer that fits is allowed everywhere, and at its end an end token is, and only there."""
+    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.json_schema(SCHEMA, "f")))
+    ids = ids_of(tokenizer, json.dumps({"name": "Bo", "kind": "b", "n": 12}))
+    ends = {0, 2}
+    for count in range(len(ids) + 1):
+        found = allowed_ids(matcher, ids[:count])
+        assert found
+        assert int(ids[count]) in found if count < len(ids) else found >= ends
+        assert count == len(ids) or not found & ends
+    assert matcher.allowed(ids_of(tokenizer, "[1")) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 30), min_size=1, max_size=30), rng=st.randoms(use_true_random=False))
+def test_the_mask_depends_on_the_answer_alone(compiler: GrammarCompiler, cuts: list[int], rng: Any) -> None:
+    """Answers in any order, longer, shorter, other ones or wrong ones: as a matcher that reads this one first."""
+    matchers = Matchers(compiler)
+    form = llguidance_form(Grammar.json_schema(SCHEMA, "f"))
+    # A random walk through the grammar.
+    walk: list[int] = []
+    while len(walk) < 30:
+        found = sorted(allowed_ids(matchers.matcher(form), np.array(walk, dtype=np.int32)) or ())
+        walk.append(rng.choice(found))
+        if walk[-1] in (0, 2):
+            break
+    used = matchers.matcher(form)
+    for cut in cuts:
+        answer = np.array(walk[:cut], dtype=np.int32)
+        if rng.random() < 0.3:
+            answer = np.append(answer, np.int32(rng.randrange(4096)))
+        assert allowed_ids(used, answer) == allowed_ids(matchers.matcher(form), answer)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (Grammar.json_schema({"type": "objekt"}, "f"), "Invalid type: objekt"),
+        (Grammar.json_schema({"$ref": "#/nope"}, "f"), "does not exist"),
+        (Grammar.json_schema({"$ref": "file:///etc/passwd"}, "f"), "not present"),
+        (Grammar.json_schema({"$ref": "#"}, "f"), "nothing matches it"),
+        (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}, "f"), "Unsatisfiable"),
+        (Grammar.regex("(", "f"), "unclosed group"),
+        (Grammar.regex(r"(a)\1", "f"), "backreferences are not supported"),
+        (Grammar.context_free("start: b", "f"), "unknown name"),
+        (Grammar.context_free("start: start", "f"), "nothing matches it"),
+        (Grammar.context_free("start: " + "(" * 60 + '"a"' + ")" * 60, "f"), "too deeply nested"),
+    ],
+)
+def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str, compiler: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match=said):
+        compiler.compile(llguidance_form(grammar))
+
+
+def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
+    """Through properties, items, alternatives and definitions."""
+    wrong = {"type": "object", "properties": {"ok": {"type": "string"}, "bad": {"type": "arr"}}}
+    for schema, place in (
+        (wrong, "properties.bad"),
+        ({"type": "array", "items": {"anyOf": [{"type": "null"}, wrong]}}, "items.anyOf[1].properties.bad"),
+        ({"$ref": "#/$defs/it", "$defs": {"it": wrong}}, "$defs.it.properties.bad"),
+        ({"type": "objekt"}, ""),
+    ):
+        assert compiler.place_of_error(schema, "Invalid type: arr" if place else "Invalid type: objekt") == place
+
+
+BOMBS = [
+    Grammar.json_schema({"type": "array", "minItems": 10**6, "items": {"minItems": 10**6, "items": {}}}, "f"),
+    Grammar.json_schema({"type": "string", "pattern": "(a{1,1000}){1,1000}"}, "f"),
+    Grammar.json_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}, "f"),
+    Grammar.json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(4)]} for i in range(10)]}, "f"
+    ),
+    Grammar.regex(".*" * 3000, "f"),
+    Grammar.regex("(a|b)*a(a|b){200}", "f"),
+    Grammar.context_free(
+        "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(1000)) + '\na1000: "x"', "f"
+    ),
+    Grammar.context_free('start: start start | "a" | "aa" |', "f"),
+]
+
+
+@pytest.mark.parametrize("grammar", BOMBS, ids=range(len(BOMBS)))
+def test_a_hostile_grammar_ends_within_its_limits(
+    grammar: Grammar, compiler: GrammarCompiler, tokenizer: PromptTokenizer
+) -> None:
+    """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm."""
+    try:
+        compiled = compiler.compile(llguidance_form(grammar))
+    except GrammarError:
+        return
+    matcher, answer = AnswerMatcher(compiled), np.empty(0, dtype=np.int32)
+    for _ in range(40):
+        try:
+            found = allowed_ids(matcher, answer)
+        except GrammarError:
+            assert allowed_ids(matcher, np.empty(0, dtype=np.int32)), "it starts again"
+            return
+        assert found
+        answer = np.append(answer, np.int32(max(found - {0, 2}, default=2)))
+        if answer[-1] == 2:
+            return
+
+
+def test_a_replica_keeps_so_many_compiled_grammars(compiler: GrammarCompiler) -> None:
+    matchers = Matchers(compiler)
+    for number in range(MAX_COMPILED + 5):
+        matchers.matcher(llguidance_form(Grammar.choice([f"v{number}"], "f")))
+    assert len(matchers._compiled) == MAX_COMPILED
+
+
+def test_choices_are_told_literally(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
+    """Quotes, line breaks and letters of any language stand for themselves."""
+    for text in ('a"b\\', "x\ny", "木 déjà", "{{}}", "%"):
+        matcher = Matchers(compiler).matcher(llguidance_form(Grammar.choice([text, "other"], "f")))
+        ids = ids_of(tokenizer, text)
+        assert {0, 2} <= (allowed_ids(matcher, ids) or set())
+
+
+def test_a_lone_surrogate_is_a_400() -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        Grammar.regex("\ud800", "f")
