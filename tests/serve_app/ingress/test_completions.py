@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -53,82 +54,80 @@ class Source:
         yield Tokens((1,), 0, "length")
 
 
+class Bench:
+    """One ingress' way of answering, in front of a ``Source``, for generations that stand fast."""
+
+    def __init__(self, generations: list[Generation], limits: TenantLimits | None = None, **fields: Any) -> None:
+        self.source = Source()
+        self.door = FrontDoor(Shares({}), places=lambda: 4, max_waiting=9, max_bytes=1 << 20, limits=limits)
+        preparer, tokenizer = AsyncMock(), MagicMock()
+        preparer.prepare.return_value = generations
+        tokenizer.decoder().push.return_value = "x"
+        tokenizer.decoder().flush.return_value = ""
+        self.completions = Completions(
+            preparer,
+            self.source,
+            tokenizer,
+            ToolCalls(None, reads_tools=False),
+            IngressMetrics(),
+            UsageTable(),
+            self.door,
+            Stopping(),
+            request_timeout_s=60,
+        )
+        self.wanted = parse_chat(
+            json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+        )
+
+    def ask(self) -> None:
+        """Answer one request of the tenant acme."""
+
+        async def stays() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def answer() -> None:
+            request = Request({"type": "http", "method": "POST", "headers": []}, stays)
+            with self.door.arrive("acme") as arrival:
+                arrival.grow(1000)
+                await self.completions.respond(
+                    request, self.wanted, ChatFormat(), Tenant("acme"), arrival, time.perf_counter()
+                )
+
+        asyncio.run(answer())
+
+
 def test_a_request_that_was_not_answered_teaches_no_cost() -> None:
     """Whoever leaves, or fails, before the first token would get ever cheaper turns."""
-    source, door = Source(), FrontDoor(Shares({}), places=lambda: 4, max_waiting=9, max_bytes=1 << 20)
-    preparer, tokenizer = AsyncMock(), MagicMock()
-    preparer.prepare.return_value = [GENERATION]
-    tokenizer.decoder().push.return_value = "x"
-    tokenizer.decoder().flush.return_value = ""
-    completions = Completions(
-        preparer,
-        source,
-        tokenizer,
-        ToolCalls(None, reads_tools=False),
-        IngressMetrics(),
-        UsageTable(),
-        door,
-        Stopping(),
-        request_timeout_s=60,
-    )
-    wanted = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
-
-    async def stays() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def ask() -> None:
-        request = Request({"type": "http", "method": "POST", "headers": []}, stays)
-        with door.arrive("acme") as arrival:
-            arrival.grow(1000)
-            await completions.respond(request, wanted, ChatFormat(), Tenant("acme"), arrival, time.perf_counter())
-
-    guess = door.cost_tokens("acme", 1000)
-    source.fails = True
+    bench = Bench([GENERATION])
+    guess = bench.door.cost_tokens("acme", 1000)
+    bench.source.fails = True
     with pytest.raises(Overloaded):
-        asyncio.run(ask())
-    assert door.cost_tokens("acme", 1000) == guess
-    source.fails = False
-    asyncio.run(ask())
-    assert 100 <= door.cost_tokens("acme", 1000) < guess
+        bench.ask()
+    assert bench.door.cost_tokens("acme", 1000) == guess
+    bench.source.fails = False
+    bench.ask()
+    assert 100 <= bench.door.cost_tokens("acme", 1000) < guess
 
 
 def test_a_request_pays_for_its_prompt_and_what_was_generated() -> None:
-    """What was reserved for more is given back; who is refused before the first token pays nothing, whoever asked."""
+    """What was reserved for more is given back; who is refused before the first token pays nothing, whoever refused."""
     config = TenantConfig.model_validate({"name": "acme", "key_sha256": ["a" * 64], "tokens_per_minute": 300})
-    clock = MagicMock(return_value=0.0)
-    limits = TenantLimits([config], clock=clock)
-    door = FrontDoor(Shares({}), places=lambda: 4, max_waiting=9, max_bytes=1 << 20, limits=limits)
-    source, preparer, tokenizer = Source(), AsyncMock(), MagicMock()
-    preparer.prepare.return_value = [replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)]
-    tokenizer.decoder().push.return_value = "x"
-    tokenizer.decoder().flush.return_value = ""
-    completions = Completions(
-        preparer, source, tokenizer, IngressMetrics(), UsageTable(), door, Stopping(), request_timeout_s=60
-    )
-    wanted = parse_chat(b'{"model": "m", "n": 2, "messages": [{"role": "user", "content": "hi"}]}')
-
-    async def stays() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def ask() -> None:
-        request = Request({"type": "http", "method": "POST", "headers": []}, stays)
-        with door.arrive("acme") as arrival:
-            await completions.respond(request, wanted, ChatFormat(), Tenant("acme"), arrival, time.perf_counter())
+    limits = TenantLimits([config], clock=lambda: 0.0)
+    bench = Bench([replace(GENERATION, sampling=SamplingParams(max_tokens=50)) for _ in range(2)], limits, n=2)
 
     def left() -> int:
         found = limits.left("acme")
         assert found is not None and found.tokens is not None
         return found.tokens.remaining
 
-    source.fails = True
+    bench.source.fails = True
     with pytest.raises(Overloaded):
-        asyncio.run(ask())
+        bench.ask()
     assert left() == 300
-    source.fails = False
-    asyncio.run(ask())
+    bench.source.fails = False
+    bench.ask()
     assert left() == 300 - 100 - 2
     with pytest.raises(RateLimited, match="asks for 200") as caught:
-        asyncio.run(ask())
+        bench.ask()
     assert (left(), caught.value.retry_after_s) == (198, pytest.approx(0.4))
