@@ -311,3 +311,16 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, s
     eventually(lambda: instance.state()["notices"]["configuration"] == [])
     assert instance.processes() == before
     assert instance.chat("acme").json()["choices"][0]["message"]["content"] == undisturbed
+
+    begun = Event()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(asyncio.run, instance.stream(begun))
+        assert begun.wait(PATIENCE_S)
+        revoked = {"name": "acme", "key_sha256": [{"sha256": KEYS["acme"][1], "revoked": True}]}
+        deploy(**{**good, "tenants": [revoked, {**tenant("zeta"), "tokens_per_minute": 500}]})
+        eventually(lambda: "revoked" in instance.chat("acme", max_tokens=2).text)
+        assert stream.result() == undisturbed, "what has begun goes on"
+    assert instance.chat("acme", max_tokens=2).status_code == 401
+    too_many = instance.chat("zeta", max_tokens=400)
+    assert (too_many.status_code, too_many.headers["x-ratelimit-limit-tokens"]) == (429, "500")
+    assert instance.processes() == before

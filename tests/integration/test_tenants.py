@@ -17,7 +17,8 @@ from tests.integration.conftest import PATIENCE_S, eventually, wait_until_cached
 pytestmark = pytest.mark.integration
 
 CHAT = "/v1/chat/completions"
-KEYS = {name: make_api_key() for name in ("acme", "globex", "initech", "initrode", "operator")}
+NAMES = ("acme", "globex", "initech", "initrode", "limited", "passing", "narrow", "expired", "revoked", "operator")
+KEYS = {name: make_api_key() for name in NAMES}
 RULES = "You advise on berths and tides. Name the ship before any advice, and the hour after it. " * 6
 BODY = {
     "model": "demo",
@@ -37,6 +38,17 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tenants = [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")]
     tenants += [
         {"name": name, "key_sha256": [KEYS[name][1]], "trust_group": "init"} for name in ("initech", "initrode")
+    ]
+    keys = {name: KEYS[name][1] for name in KEYS}
+    ended = [
+        {"sha256": keys["expired"], "expires": "2001-01-01T00:00:00Z"},
+        {"sha256": keys["revoked"], "revoked": True},
+    ]
+    limits = {"requests_per_second": 0.01, "concurrent_requests": 1, "tokens_per_minute": 5000}
+    tenants += [
+        {"name": "limited", "key_sha256": [keys["limited"], *ended], **limits},
+        {"name": "passing", "key_sha256": [keys["passing"]], "store_kv": False},
+        {"name": "narrow", "key_sha256": [keys["narrow"]], "models": ["pirate"]},
     ]
     (settings.parent / "rules.txt").write_text(RULES)
     prompts = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
@@ -68,6 +80,64 @@ def test_a_key_is_needed(url: str) -> None:
         assert response.json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(url + "/v1/models", timeout=PATIENCE_S).status_code == 401
     assert httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200
+
+
+def test_only_the_holder_of_a_key_that_is_over_learns_it(url: str) -> None:
+    """Both are 401 in OpenAI's shape; nothing else tells them from a guess."""
+    said = {}
+    for name in ("expired", "revoked"):
+        response = httpx.post(url + CHAT, json=BODY, headers=auth(name), timeout=PATIENCE_S)
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert not [header for header in response.headers if header.startswith("x-ratelimit")]
+        said[name] = response.json()["error"]["message"]
+    assert "expired at 2001-01-01" in said["expired"] and "revoked" in said["revoked"]
+
+
+def test_a_tenant_beyond_its_limits_is_told_when_to_come_back(url: str) -> None:
+    """One request in a hundred seconds; what it did not generate is given back, and others have no such headers."""
+    small = {**BODY, "messages": said(("user", "Which berth?")), "max_tokens": 4}
+    first = httpx.post(url + CHAT, json=small, headers=auth("limited"), timeout=PATIENCE_S)
+    assert first.status_code == 200
+    used = first.json()["usage"]["total_tokens"]
+    assert first.headers["x-ratelimit-limit-tokens"] == "5000"
+    assert 5000 - used <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 5000
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    second = httpx.post(url + CHAT, json=small, headers=auth("limited"), timeout=PATIENCE_S)
+    assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(second.headers["retry-after"]) <= 100
+    assert "1m" in second.headers["x-ratelimit-reset-requests"]
+    listed = httpx.get(url + "/v1/models", headers=auth("limited"), timeout=PATIENCE_S)
+    assert listed.headers["x-ratelimit-remaining-requests"] == "0"
+    other = httpx.post(url + CHAT, json=small, headers=auth("acme"), timeout=PATIENCE_S)
+    assert not [header for header in other.headers if header.startswith("x-ratelimit")]
+
+
+def test_a_model_that_a_tenant_may_not_use_does_not_exist(url: str) -> None:
+    """404, and no list names it; the sentence is that for a name which nobody has."""
+    answers = [
+        httpx.post(url + CHAT, json={**BODY, "model": name}, headers=auth("narrow"), timeout=PATIENCE_S)
+        for name in ("demo", "none")
+    ]
+    assert [answer.status_code for answer in answers] == [404, 404]
+    assert answers[0].text.replace("demo", "none") == answers[1].text
+    assert httpx.get(url + "/v1/models", headers=auth("narrow"), timeout=PATIENCE_S).json()["data"] == []
+
+
+def test_a_request_that_stores_nothing_leaves_nothing(url: str) -> None:
+    """A request's own wish, and a tenant's setting: the next one of the same prompt finds what was there before."""
+    message = {"messages": said(("system", "What is passing leaves no trace. " * 30))}
+    cold, text = ask(url, "globex", store_kv=False, **message)
+    again, _ = ask(url, "globex", store_kv=False, **message)
+    stored, stored_text = ask(url, "globex", **message)
+    wait_until_held(url, "globex", 100, **message)
+    warm, warm_text = ask(url, "globex", store_kv=False, **message)
+    assert cold == again == stored == 0 < warm
+    assert text == stored_text == warm_text
+    assert [ask(url, "passing", **message)[0] for _ in range(2)] == [0, 0]
+    for tenant, wanted in (("globex", {"store_kv": False}), ("passing", {})):
+        body = {**BODY, "save_system_prompt_kv_cache": True, **wanted}
+        refused = httpx.post(url + CHAT, json=body, headers=auth(tenant), timeout=PATIENCE_S)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "save_system_prompt_kv_cache")
 
 
 def test_the_api_is_not_described_to_everyone(url: str) -> None:
