@@ -20,8 +20,6 @@ from benchmarks.common.client import RequestFailed, stream_events
 
 Outcome = Literal["whole", "lost", "cut short", "altered"]
 PATIENCE_S = 300.0
-_ON_ITS_WAY_S = 0.01
-"""A token that comes so soon after its replica's end was sent before; none can come from another one by then."""
 
 
 @dataclass(slots=True)
@@ -47,8 +45,13 @@ class Seen:
         return max(gaps, default=0.0)
 
     def pause_after(self, moment_s: float) -> float:
-        """From the end of whoever sent this stream to its next token, which is not one that was on its way then."""
-        return next((now - moment_s for now in self.token_times_s if now > moment_s + _ON_ITS_WAY_S), 0.0)
+        """From the end of whoever sent this stream to the next token from elsewhere.
+
+        One more may have been on its way at that moment: of the first two waits, the longer one is the pause.
+        """
+        times = [moment_s, *[now for now in self.token_times_s if now > moment_s][:2]]
+        waits = [(now - before, now) for before, now in pairwise(times)]
+        return max(waits)[1] - moment_s if waits else 0.0
 
 
 class Clients:

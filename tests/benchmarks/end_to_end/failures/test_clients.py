@@ -76,8 +76,9 @@ def test_the_wait_after_a_strike_begins_with_the_strike() -> None:
 
 def test_a_pause_ends_with_the_next_token_whatever_comes_later() -> None:
     """Neither with one that was on its way, nor with a longer gap behind it."""
-    seen = Seen(BODY, token_times_s=[0.0, 1.0, 1.002, 1.05, 9.0])
-    assert seen.pause_after(1.001) == pytest.approx(0.049)
+    seen = Seen(BODY, token_times_s=[0.0, 1.0, 1.02, 1.07, 1.09, 9.0])
+    assert seen.pause_after(1.01) == pytest.approx(0.06)
+    assert seen.pause_after(1.03) == pytest.approx(0.04)
     assert seen.pause_after(0.5) == pytest.approx(0.5)
     assert seen.pause_after(9.5) == 0.0
 
