@@ -43,9 +43,11 @@ class Runs:
 
     def replica_held(self) -> dict[str, Any]:
         """SIGKILL of a replica under streams whose prefix every replica holds."""
-        asked = strikes.bodies(REQUESTS, self._next(), 20, 120, shared_tokens=strikes.COLD_TOKENS)
-        strikes.spread_prefix(self._cluster, asked[0])
-        return self._replica(asked, warm=True)
+        return self._replica_held(REQUESTS)
+
+    def replica_held_alone(self) -> dict[str, Any]:
+        """The same under one stream."""
+        return self._replica_held(1)
 
     def replica_first_byte(self) -> dict[str, Any]:
         """SIGKILL of a replica that computes long prompts."""
@@ -88,6 +90,11 @@ class Runs:
     def haproxy(self) -> dict[str, Any]:
         """SIGKILL of HAProxy: until a new connection is answered."""
         return {"answers_after_s": strikes.seconds_until_http_answers(self._cluster)}
+
+    def _replica_held(self, requests: int) -> dict[str, Any]:
+        asked = strikes.bodies(requests, self._next(), 20, 120, shared_tokens=strikes.COLD_TOKENS)
+        strikes.spread_prefix(self._cluster, asked[0])
+        return self._replica(asked, warm=True)
 
     def _replica(self, asked: list[dict[str, Any]], *, warm: bool) -> dict[str, Any]:
         clients = Clients(self._cluster.url)
@@ -132,6 +139,7 @@ FAILURES: dict[str, Callable[[Runs], dict[str, Any]]] = {
     "replica": Runs.replica,
     "replica_alone": Runs.replica_alone,
     "replica_held": Runs.replica_held,
+    "replica_held_alone": Runs.replica_held_alone,
     "ingress_first_byte": Runs.ingress_first_byte,
     "node": Runs.node,
     "rolling_update": Runs.rolling_update,
