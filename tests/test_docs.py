@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.__main__ import MODULES
 from serve_app.api.openai.request import ChatBody, CompletionBody
+from serve_app.api.openai.responses.request import ResponsesBody
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -79,7 +80,7 @@ def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
 def test_readme_names_every_field_that_is_refused() -> None:
     """Whoever brings an app knows before the first 400 what will not work."""
     _, limits = (ROOT / "README.md").read_text().split("## Limits")
-    fields = {*ChatBody.refused, *CompletionBody.refused}
+    fields = {*ChatBody.refused, *CompletionBody.refused, *ResponsesBody.refused}
     assert {field for field in fields if f"`{field}`" not in limits} == set()
 
 
@@ -90,7 +91,7 @@ def test_the_page_of_the_api_names_every_field() -> None:
         if line.startswith("| `"):
             names, *states, _ = [cell.strip() for cell in line.strip("|").split("|")]
             told |= dict.fromkeys(_CODE.findall(names), states)
-    for column, body in enumerate((ChatBody, CompletionBody)):
+    for column, body in enumerate((ChatBody, CompletionBody, ResponsesBody)):
         expected = {
             **dict.fromkeys((*body.model_fields, *body.without_effect), "taken"),
             **dict.fromkeys(body.refused, "refused"),

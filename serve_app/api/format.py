@@ -5,8 +5,8 @@ An API is a pair of files: one makes requests a ``GenerateRequest``, the other h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from serve_app.api.tool_calls import CallEvent, ToolCall
@@ -19,12 +19,16 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds."""
+    """What all parts of one answer share. ``answer_id`` has no API's prefix; ``created_s`` is in Unix seconds.
+
+    ``repeated``: fields of the request that the answer repeats, as the API shows them.
+    """
 
     answer_id: str
     created_s: int
     model: str
     include_usage: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,10 @@ class RequestFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(RequestFields):
-    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``."""
+    """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``.
+
+    ``repeated``: fields that the answer repeats, as its API shows them.
+    """
 
     prompt_field = "messages"
 
@@ -84,6 +87,7 @@ class ChatRequest(RequestFields):
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

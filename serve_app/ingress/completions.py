@@ -89,7 +89,7 @@ class Completions:
 
         Raises a ``WarmpathError`` for whatever fails before that piece, ClientDisconnect when the client leaves.
         """
-        use = wanted.tool_use if isinstance(wanted, ChatRequest) else NO_TOOLS
+        use, repeated = (wanted.tool_use, wanted.repeated) if isinstance(wanted, ChatRequest) else (NO_TOOLS, {})
         self._tool_calls.check(use)
         shown = self._tool_calls.shown_tokens(use)
         # Internal ids are ours: two clients may send the same x-request-id.
@@ -105,7 +105,7 @@ class Completions:
                 generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
             )
             pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes, allowance)
-            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage)
+            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             usage, tells = _Usage(wanted.n, generations), wanted.logprobs is not None
             answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
             if not wanted.stream:

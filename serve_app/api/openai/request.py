@@ -38,7 +38,7 @@ COMPLETION_MAX_TOKENS = 16
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-_BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
+BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _prompt(value: Any) -> Prompt:
     return tuple(value)
 
 
-_TEXT_PART = {
+_TEXT_PART: dict[str, Any] = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
@@ -107,11 +107,11 @@ class StreamOptions(JsonBody):
 
 
 _MESSAGE_FIELDS = frozenset(Message.__annotations__)
-_PART_FIELDS = frozenset(_TEXT_PART["properties"])
+_PART_FIELDS = frozenset({*_TEXT_PART["properties"], "prompt_cache_breakpoint"})
 _INNER_FIELDS = (
     *(f"stream_options.{name}" for name in StreamOptions.model_fields),
     *(f"messages[].{name}" for name in _MESSAGE_FIELDS),
-    *(f"messages[].content[].{name}" for name in _PART_FIELDS),
+    *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),
     *TOOL_FIELDS,
 )
 
@@ -119,8 +119,11 @@ _INNER_FIELDS = (
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's names for whom an answer is; they change none.
-    without_effect: ClassVar[frozenset[str]] = frozenset({"user", "safety_identifier", "metadata"})
+    # OpenAI's names for whom an answer is, and for how long to keep it or its prefix: they change no answer, nothing is
+    # stored, and KV stays as long as there is room.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
+    )
 
     model: Annotated[
         str,
@@ -158,10 +161,10 @@ class GenerationBody(SamplingBody):
         None, description="false: read the cache and leave nothing in it; default: the tenant's setting"
     )
 
-    def common(self, ignored: Iterable[str] = ()) -> dict[str, Any]:
+    def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
         """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.
 
-        ``ignored``: paths of fields inside others that nothing reads.
+        ``ignored``: paths of fields inside others that nothing reads; ``known``: those there are.
         """
         fields = {name: getattr(self, name) for name in GenerationBody.model_fields}
         options: StreamOptions | None = fields.pop("stream_options")
@@ -174,14 +177,14 @@ class GenerationBody(SamplingBody):
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]
         if inner or self.model_extra:
-            fields["unknown"] = self.unknown(inner, _INNER_FIELDS)
+            fields["unknown"] = self.unknown(inner, known)
         return fields
 
 
 class ChatBody(GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES, **_BOUNDED}
+    bounded: ClassVar[Mapping[str, int]] = {"messages": 1 << 17, "tools": MAX_TOOL_VALUES, **BOUNDED}
     instead: ClassVar[Mapping[str, str]] = {"functions": "tools", "function_call": "tool_choice", **INSTEAD}
     refused: ClassVar[Refused] = {
         **REFUSED,
@@ -269,7 +272,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
-    bounded: ClassVar[Mapping[str, int]] = {"prompt": 1 << 20, **_BOUNDED}
+    bounded: ClassVar[Mapping[str, int]] = {"prompt": 1 << 20, **BOUNDED}
     instead: ClassVar[Mapping[str, str]] = INSTEAD
     refused: ClassVar[Refused] = {
         **REFUSED,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.response import openai_error
+from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response, request_id_of
@@ -22,7 +23,7 @@ from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
-BODIES = (ChatBody, CompletionBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
+BODIES = (ChatBody, CompletionBody, ResponsesBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
 
 
 def make_application(services: Services) -> FastAPI:

@@ -8,11 +8,13 @@ from starlette.responses import Response
 
 from serve_app.api.openai.request import ChatBody, CompletionBody, parse_chat, parse_completion
 from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.api.openai.responses.request import ResponsesBody, parse_response_request
+from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.ingress.routes.handler import Front, guarded, takes
 
 router = APIRouter(tags=["generation"])
 
-CHAT, COMPLETION = ChatFormat(), CompletionFormat()
+CHAT, COMPLETION, RESPONSES = ChatFormat(), CompletionFormat(), ResponsesFormat()
 
 
 @router.post("/v1/chat/completions", **takes(ChatBody))
@@ -27,3 +29,10 @@ async def chat_completions(request: Request, services: Front) -> Response:
 async def completions(request: Request, services: Front) -> Response:
     """OpenAI's (legacy) completions."""
     return await services.generate(request, parse_completion, COMPLETION)
+
+
+@router.post("/v1/responses", **takes(ResponsesBody))
+@guarded("responses", RESPONSES.error)
+async def responses(request: Request, services: Front) -> Response:
+    """OpenAI's responses; nothing is stored."""
+    return await services.generate(request, parse_response_request, RESPONSES)

@@ -9,9 +9,10 @@ import pytest
 
 from serve_app.api.format import AnswerFormat, AnswerHead, Choice, Usage
 from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.api.openai.responses.response import ResponsesFormat
 from serve_app.errors import InvalidRequest, Overloaded, WarmpathError
 
-FORMATS: list[AnswerFormat] = [ChatFormat(), CompletionFormat()]
+FORMATS: list[AnswerFormat] = [ChatFormat(), CompletionFormat(), ResponsesFormat()]
 HEAD = AnswerHead("id-of-ours", 1700000000, "a model", include_usage=True)
 NO_USAGE = AnswerHead("id-of-ours", 1700000000, "a model")
 SOME = Usage(prompt_tokens=1234, completion_tokens=567, cached_tokens=1216)
@@ -56,15 +57,17 @@ def test_an_answer_without_text_is_an_answer(answers: AnswerFormat) -> None:
 @every_format
 @pytest.mark.parametrize("head", [HEAD, NO_USAGE], ids=["usage", "no usage"])
 def test_every_call_of_a_stream_returns_framed_events(answers: AnswerFormat, head: AnswerHead) -> None:
-    """Two choices in turn; text arrives as it was, and every event but OpenAI's last is JSON with the answer's id."""
+    """Two choices in turn, where there can be; text arrives as it was, and all but OpenAI's last is JSON with an id."""
     stream = answers.stream(head)
-    calls = [stream.opening(0, Usage(1234, 0, 1216)), stream.text(0, TEXT), stream.opening(1, Usage(1234, 3, 1216))]
-    calls += [stream.text(1, "b"), stream.finish(1, "length"), stream.finish(0, "stop"), stream.usage(SOME)]
+    calls = [stream.opening(0, Usage(1234, 0, 1216)), stream.text(0, TEXT)]
+    if not isinstance(answers, ResponsesFormat):
+        calls += [stream.opening(1, Usage(1234, 3, 1216)), stream.text(1, "b"), stream.finish(1, "length")]
+    calls += [stream.finish(0, "stop"), stream.usage(SOME)]
     sent = [data for call in calls for data in events(call) if data != b"[DONE]"]
     documents = [json.loads(data) for data in sent]
     assert TEXT in values(documents)
     assert any(str(value).endswith("id-of-ours") for value in values(documents))
-    assert (567 in values(documents)) == head.include_usage
+    assert (567 in values(documents)) == (head.include_usage or isinstance(answers, ResponsesFormat))
     assert events(calls[1])
     assert events(calls[-1])
 
@@ -73,11 +76,10 @@ def test_every_call_of_a_stream_returns_framed_events(answers: AnswerFormat, hea
 def test_two_streams_of_one_format_share_nothing(answers: AnswerFormat) -> None:
     """A format is one object for all requests of a process."""
     first, second = answers.stream(HEAD), answers.stream(AnswerHead("another", 1, "m"))
-    before = second.text(0, "x")
     first.opening(0, SOME)
     first.text(0, "y")
     first.finish(0, "stop")
-    assert second.text(0, "x") == before
+    assert second.text(0, "x") == answers.stream(AnswerHead("another", 1, "m")).text(0, "x")
 
 
 @every_format

@@ -73,6 +73,7 @@ def test_the_schema_names_the_real_bodies() -> None:
     assert bodies == {
         "/v1/chat/completions": "ChatBody",
         "/v1/completions": "CompletionBody",
+        "/v1/responses": "ResponsesBody",
         "/v1/load_lora_adapter": "LoadAdapterBody",
         "/v1/unload_lora_adapter": "UnloadAdapterBody",
         "/v1/cache/explain": "ExplainBody",

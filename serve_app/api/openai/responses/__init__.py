@@ -1,0 +1,1 @@
+"""OpenAI's responses. Nothing is stored, so nothing refers to an earlier one."""

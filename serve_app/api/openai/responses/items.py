@@ -1,0 +1,77 @@
+"""The ``input`` of a response -> messages of a chat: text, calls of functions and their results, in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from serve_app.api.openai.tools import called
+from serve_app.errors import InvalidRequest
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXTS = frozenset({"input_text", "output_text", "text"})
+_PART_FIELDS = frozenset({"type", "text", "annotations", "logprobs", "prompt_cache_breakpoint"})
+_ITEM_FIELDS = {
+    "message": frozenset({"type", "id", "status", "role", "content", "phase"}),
+    "function_call": frozenset({"type", "id", "status", "call_id", "name", "arguments"}),
+    "function_call_output": frozenset({"type", "id", "status", "call_id", "output"}),
+}
+ITEM_FIELDS = tuple(
+    f"input[].{name}" for name in sorted({*_ITEM_FIELDS["function_call"], "role", "content", "output"})
+)  # fmt: skip
+
+
+def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
+    """Return the messages that input items are; calls that follow each other, or a text, are one assistant's turn.
+
+    Adds the paths of fields that nothing reads to ``ignored``. Raises InvalidRequest for items that are no text.
+    """
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"{path} must be an object: a message, or a call's.", param=path)
+        kind = item.get("type") or "message"
+        if kind == "reasoning":
+            continue  # a client sends back whatever it got; no model here wrote it, and no template has a place for it
+        if kind not in _ITEM_FIELDS:
+            stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
+            raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
+        ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
+        if kind == "function_call":
+            call = {"type": "function", "function": called(item, path), "id": _call_id(item, path)}
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = _text(item.get("output"), f"{path}.output", ignored)
+            messages.append({"role": "tool", "content": output, "tool_call_id": _call_id(item, path)})
+        else:
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
+            messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
+    return messages
+
+
+def _call_id(item: dict[str, Any], path: str) -> str:
+    call_id = item.get("call_id")
+    if not isinstance(call_id, str) or not 1 <= len(call_id) <= 1024:
+        raise InvalidRequest(f"{path}.call_id must be a string of 1 to 1024 characters.", param=f"{path}.call_id")
+    return call_id
+
+
+def _text(content: Any, path: str, ignored: set[str]) -> str:
+    """Return the text of a message or a result; parts are joined as they are, with nothing between them."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            example = '{"type": "input_text", "text": "..."}'
+            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
+        texts.append(part["text"])
+        unread = part.keys() - _PART_FIELDS
+        ignored.update(f"input[].content[].{name}" for name in unread if part[name] not in (None, []))
+    return "".join(texts)

@@ -1,0 +1,199 @@
+"""The body of ``POST /v1/responses`` -> ChatRequest, with what the answer repeats of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text1024, Whole, refused
+from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens
+from serve_app.api.openai.responses.items import ITEM_FIELDS, messages_of
+from serve_app.api.openai.sampling import INSTEAD, REFUSED
+from serve_app.api.openai.tools import (
+    FUNCTION,
+    MAX_TOOL_VALUES,
+    MAX_TOOLS,
+    Description,
+    Function,
+    FunctionName,
+    Parameters,
+    tool_use,
+)
+from serve_app.api.request import ChatRequest
+from serve_app.errors import InvalidRequest
+from serve_app.structured.grammar import Grammar
+
+_NO_FORMAT = {"type": "text"}
+
+
+class ResponseTool(JsonBody):
+    """A function that the model may call."""
+
+    type: FUNCTION
+    name: FunctionName
+    description: Description = None
+    parameters: Parameters = None
+    strict: Flag | None = None
+
+
+class ResponseNamedChoice(JsonBody):
+    """A function that has to be called."""
+
+    type: FUNCTION
+    name: FunctionName
+
+
+class TextConfig(JsonBody):
+    """How the text is written. ``verbosity`` changes nothing."""
+
+    format: Annotated[dict[str, Any] | None, Must("an object with type")] = None
+    verbosity: str | None = None
+
+
+class ResponseStreamOptions(StreamOptions):
+    """How to stream. ``include_obfuscation`` changes nothing: nothing is added to events."""
+
+    include_obfuscation: Flag | None = None
+
+
+_FIELDS = (*ITEM_FIELDS, *(f"tools[].{name}" for name in ResponseTool.model_fields))
+
+
+class ResponsesBody(GenerationBody):
+    """The body of ``POST /v1/responses``."""
+
+    without_effect: ClassVar[frozenset[str]] = GenerationBody.without_effect | {
+        "store", "service_tier", "max_tool_calls",
+    }  # fmt: skip
+    bounded: ClassVar[Mapping[str, int]] = {
+        **BOUNDED, "input": 1 << 17, "tools": MAX_TOOL_VALUES, "text": 1 << 14,
+    }  # fmt: skip
+    refused: ClassVar[Refused] = {
+        **REFUSED,
+        "response_format": (_NO_FORMAT,),
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "reasoning": ({}, {"effort": "none"}),
+        "top_logprobs": (0,),
+        "moderation": (),
+        "context_management": ([],),
+    }
+    instead: ClassVar[Mapping[str, str]] = {
+        **INSTEAD,
+        "response_format": "text.format",
+        "previous_response_id": "input with the whole conversation, for nothing is stored",
+        "conversation": "input with the whole conversation, for nothing is stored",
+        "prompt": "prompt_ref",
+    }
+
+    n: Annotated[int, Field(ge=1, le=1), Whole, Must("1: a response is one answer")] = 1
+    input: Annotated[str | list[Any], Must("a string or a list of items")]
+    instructions: Annotated[str | None, Must("a string")] = Field(None, description="a system message before the input")
+    max_output_tokens: Tokens = Field(None, description="default: the deployment's")
+    stream_options: ResponseStreamOptions | None = None
+    text: Annotated[TextConfig, Must("an object with format")] = TextConfig()
+    metadata: Annotated[dict[str, Any], Must("an object")] = Field({}, description="given back as it came")
+    prompt_cache_retention: Text1024 = Field(None, description="changes nothing; given back as it came")
+    prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = None
+    include: Annotated[list[str], Must("a list of strings")] = Field([], description="nothing more than there is")
+    user: Text1024 = None
+    safety_identifier: Text1024 = None
+    tools: Annotated[
+        list[Annotated[ResponseTool, Must("an object with type and name")]],
+        Field(max_length=MAX_TOOLS),
+        Must(f"a list of at most {MAX_TOOLS} tools"),
+    ] = Field([], description="functions that the model may call")
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ResponseNamedChoice,
+        Must('"none", "auto", "required", or {"type": "function", "name": "..."}'),
+    ] = Field("auto", description="whether the model may or must call, and what")
+    parallel_tool_calls: Flag = Field(True, description="false: the answer ends with its first call")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; None: anything. Raises InvalidRequest."""
+        asked, other = _of_text_format(self.text.format or _NO_FORMAT), super().grammar
+        if asked is not None and other is not None:
+            raise InvalidRequest("structured_outputs does not go with text.format.", param="structured_outputs")
+        return asked or other
+
+    def request(self) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        if "message.output_text.logprobs" in self.include:
+            raise refused("include")
+        ignored = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = messages_of(items, ignored)
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not messages:
+            raise InvalidRequest("input must hold at least one item.", param="input")
+        functions = [Function(tool.name, tool.description, tool.parameters) for tool in self.tools]
+        choice = self.tool_choice
+        named = "" if isinstance(choice, str) else choice.name
+        return ChatRequest(
+            messages=tuple(messages),
+            max_tokens=self.max_output_tokens,
+            tool_use=tool_use(
+                functions, choice if isinstance(choice, str) else "auto", named, parallel=self.parallel_tool_calls
+            ),
+            repeated=self._repeated(),
+            **self.common(ignored, _FIELDS),
+        )
+
+    def _repeated(self) -> dict[str, Any]:
+        """Return the fields that an answer repeats, in OpenAI's shape; ``store`` as it is, not as it was asked for."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
+            "reasoning": {"effort": None, "summary": None},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": self.temperature,
+            "text": {"format": self.text.format or _NO_FORMAT},
+            "tool_choice": self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump(),
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict,
+                }
+                for tool in self.tools
+            ],
+            "top_logprobs": 0,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+            "background": False,
+            "user": self.user,
+        }
+
+
+def _of_text_format(asked: Mapping[str, Any]) -> Grammar | None:
+    match asked.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Grammar.json_object("text.format")
+        case "json_schema":
+            if not isinstance(asked.get("schema"), dict):
+                raise InvalidRequest("text.format.schema must be an object.", param="text.format.schema")
+            return Grammar.json_schema(asked["schema"], "text.format.schema")
+    raise InvalidRequest("text.format.type must be text, json_object or json_schema.", param="text.format.type")
+
+
+def parse_response_request(body: bytes) -> ChatRequest:
+    """Read the body of ``POST /v1/responses``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    return ResponsesBody.parse(body).request()

@@ -1,0 +1,179 @@
+"""Answers in the shape of OpenAI's responses: one object, or events that are numbered and end with that object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
+from serve_app.api.openai.response import openai_error
+from serve_app.api.sse import named_event
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
+from serve_app.errors import WarmpathError
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponsesFormat:
+    """Responses; an ``AnswerFormat`` of answers with one choice."""
+
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
+        choice = choices[0]
+        items = _Items(head.answer_id)
+        output = [items.message(choice.text)] if choice.text or not choice.calls else []
+        output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
+        if choice.finish_reason == "length":
+            output[-1]["status"] = "incomplete"
+        return _response(head, output, choice.finish_reason, usage)
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin a response in events."""
+        return _Stream(head)
+
+    error = staticmethod(openai_error)
+
+
+class _Items:
+    """Makes the items of one response, with ids of their own."""
+
+    def __init__(self, answer_id: str) -> None:
+        self._answer_id = answer_id
+        self._made = 0
+
+    def message(self, text: str) -> dict[str, Any]:
+        text_part = {"role": "assistant", "content": [_part(text)]}
+        return {"id": self._id("msg"), "type": "message", "status": "completed", **text_part}
+
+    def call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        call = {"call_id": call_id, "name": name, "arguments": arguments}
+        return {"id": self._id("fc"), "type": "function_call", "status": "completed", **call}
+
+    def _id(self, prefix: str) -> str:
+        self._made += 1
+        return f"{prefix}_{self._answer_id}_{self._made}"
+
+
+class _Stream:
+    """The events of one streamed response; an ``AnswerStream``."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._items = _Items(head.answer_id)
+        self._output: list[dict[str, Any]] = []
+        self._parts: list[str] = []
+        self._open = False
+        self._number = 0
+        self._reason: FinishReason = "length"
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        begun = _response(self._head, [], None, None)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
+        events = b"" if self._open and self._item["type"] == "message" else self._close() + self._open_message()
+        self._parts.append(text)
+        return events + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+
+    def call(self, index: int, event: CallEvent) -> bytes:
+        if isinstance(event, CallBegun):
+            events = self._close()
+            return events + self._open_item(self._items.call(event.call_id, event.name, ""))
+        if isinstance(event, CallArguments):
+            self._parts.append(event.json)
+            return self._item_event("response.function_call_arguments.delta", delta=event.json)
+        return b""  # what ends the item tells whether it is complete
+
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        self._reason = reason
+        events = b"" if self._output else self._open_message()
+        return events + self._close("incomplete" if reason == "length" else "completed")
+
+    def usage(self, usage: Usage) -> bytes:
+        """End with the whole response; usage is always in it."""
+        response = _response(self._head, self._output, self._reason, usage)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: WarmpathError) -> bytes:
+        """End with an error: OpenAI documents its fields, and its clients raise what is under ``error``."""
+        shown = {"code": error.code, "message": error.message, "param": error.param}
+        return self._event("error", **shown, error={"type": error.type, **shown})
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        return self._output[-1]
+
+    def _open_item(self, item: dict[str, Any]) -> bytes:
+        self._output.append(item)
+        self._parts, self._open = [], True
+        return self._event(
+            "response.output_item.added", output_index=len(self._output) - 1, item={**item, "status": "in_progress"}
+        )
+
+    def _open_message(self) -> bytes:
+        item = self._items.message("")
+        part = item["content"].pop()
+        return self._open_item(item) + self._part_event("response.content_part.added", part=part)
+
+    def _close(self, status: str = "completed") -> bytes:
+        """End the item that is open, if one is."""
+        if not self._open:
+            return b""
+        self._open = False
+        item, text = self._item, "".join(self._parts)
+        item["status"] = status
+        if item["type"] == "message":
+            item["content"] = [_part(text)]
+            events = self._part_event("response.output_text.done", text=text, logprobs=[])
+            events += self._part_event("response.content_part.done", part=item["content"][0])
+        else:
+            item["arguments"] = text
+            events = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+        return events + self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._item["id"], output_index=len(self._output) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named_event(kind, _encode(event))
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response(
+    head: AnswerHead, output: list[dict[str, Any]], reason: FinishReason | None, usage: Usage | None
+) -> dict[str, Any]:
+    """Return a response; ``reason`` None: it is in progress."""
+    cut = reason == "length"
+    return {
+        "id": f"resp_{head.answer_id}",
+        "object": "response",
+        "created_at": head.created_s,
+        "status": "in_progress" if reason is None else "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": head.model,
+        "output": output,
+        "usage": None if usage is None else _usage(usage),
+        **head.repeated,
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return usage; nothing is charged for a write to the cache, and no model here reasons apart from its text."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

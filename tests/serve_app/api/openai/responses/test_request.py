@@ -1,0 +1,161 @@
+"""Bodies of responses become chats, or a 400 that names the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.api.openai.request import parse_chat
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.request import ChatRequest
+from serve_app.api.tool_calls import ToolUse
+from serve_app.errors import InvalidRequest
+
+SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
+
+
+def parse(**fields: Any) -> ChatRequest:
+    return parse_response_request(json.dumps({"model": "demo", "input": "Hi", **fields}).encode())
+
+
+def test_text_is_a_users_message() -> None:
+    """With instructions before it; whatever else is absent has a chat's defaults."""
+    assert parse().messages == ({"role": "user", "content": "Hi"},)
+    request = parse(instructions="Be brief.", max_output_tokens=7, temperature=0, top_p=0.5, prompt_cache_key="k")
+    assert request.messages[0] == {"role": "system", "content": "Be brief."}
+    assert (request.max_tokens, request.temperature, request.top_p, request.prompt_cache_key) == (7, 0, 0.5, "k")
+    assert parse().tool_use == ToolUse()
+
+
+def test_items_are_a_conversation() -> None:
+    """As clients send it back: calls join the assistant's text, results are a tool's, reasoning is left out."""
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Ra"},
+                                                        {"type": "input_text", "text": "in?"}]},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"id": "m", "type": "message", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "f1", "call_id": "c1", "name": "search", "arguments": '{"q": 1}'},
+        {"type": "function_call", "id": "f2", "call_id": "c2", "name": "search", "arguments": ""},
+        {"type": "function_call_output", "call_id": "c1", "output": "yes"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no"}]},
+    ]  # fmt: skip
+    request = parse(input=items)
+
+    def call(call_id: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "search", "arguments": arguments}, "id": call_id}
+
+    assert request.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "Wait.", "tool_calls": [call("c1", {"q": 1}), call("c2", {})]},
+        {"role": "tool", "content": "yes", "tool_call_id": "c1"},
+        {"role": "tool", "content": "no", "tool_call_id": "c2"},
+    )
+    assert request.unknown == ()
+
+
+def test_tools_are_a_chats() -> None:
+    """The same prompt, so the same KV."""
+    function = {name: SEARCH[name] for name in ("name", "parameters")}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    chat = parse_chat(json.dumps({**body, "tools": [{"type": "function", "function": function}]}).encode())
+    assert parse(tools=[SEARCH]).tool_use == chat.tool_use
+    named = parse(tools=[SEARCH], tool_choice={"type": "function", "name": "search"}).tool_use
+    assert (named.must_call, named.only) == (True, "search")
+
+
+def test_what_clients_send_by_default_passes() -> None:
+    """Hints change nothing, and are no unknown fields; an answer says what is true of storing."""
+    request = parse(
+        store=True, metadata={"a": "b"}, include=["reasoning.encrypted_content"], truncation="disabled", user="u",
+        service_tier="auto", background=False, reasoning=None, text={"format": {"type": "text"}, "verbosity": "low"},
+        prompt_cache_retention="24h", prompt_cache_options={"mode": "explicit"}, stream=True,
+        stream_options={"include_obfuscation": False},
+        input=[{"role": "user", "content": [{"type": "input_text", "text": "Hi",
+                                             "prompt_cache_breakpoint": {"mode": "explicit"}}]}],
+    )  # fmt: skip
+    assert request.unknown == ()
+    assert request.repeated["store"] is False
+    assert request.repeated["metadata"] == {"a": "b"}
+    assert request.messages == parse().messages
+
+
+def test_cache_hints_of_chats_pass_too() -> None:
+    """As OpenAI's clients send them."""
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    fields = {"prompt_cache_retention": "in_memory", "prompt_cache_options": {"ttl": "30m"}, "store": True}
+    body = {"model": "demo", "messages": [{"role": "user", "content": [part]}], **fields}
+    assert parse_chat(json.dumps(body).encode()).unknown == ()
+
+
+def test_unknown_fields_are_named() -> None:
+    """In the body, its items and tools."""
+    request = parse(instrctions="x", input=[{"role": "user", "content": "Hi", "nme": 1}], tools=[{**SEARCH, "x": 1}])
+    assert {field.name for field in request.unknown} == {"instrctions", "input[].nme", "tools[].x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": None}, "input", "missing"), ({"input": []}, "input", "at least one"),
+        ({"input": 3}, "input", "string"),
+        ({"input": ["x"]}, "input[0]", "object"),
+        ({"input": [{"type": "item_reference", "id": "m"}]}, "input[0]", "nothing is stored"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "one of message"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role", "one of"),
+        ({"input": [{"role": ["user"], "content": "x"}]}, "input[0].role", "one of"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "string"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "text only"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+         "input[0].arguments", "JSON of an object"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "1 to 1024"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "string"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+        ({"conversation": "c"}, "conversation", "nothing is stored"),
+        ({"background": True}, "background", "leave it out"),
+        ({"prompt": {"id": "p"}}, "prompt", "use prompt_ref"), ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"), ({"n": 2}, "n", "one answer"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among tools"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "whole number"),
+        ({"instructions": 3}, "instructions", "string"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_a_400(fields: dict[str, Any], param: str, words: str) -> None:
+    """It names the field, and says what to do."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert len(caught.value.message) < 300
+
+
+NAMES = st.sampled_from(
+    "model input instructions tools tool_choice text stream metadata type role content call_id name arguments output "
+    "input_text function_call message format include".split()
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | NAMES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=5),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=400)
+@given(fields=st.dictionaries(NAMES, VALUES, max_size=5))
+def test_any_json_parses_or_is_refused(fields: dict[str, Any]) -> None:
+    """No other exception gets out of the parser."""
+    try:
+        request = parse(**fields)
+    except InvalidRequest as error:
+        assert error.message
+    else:
+        assert request.messages
+        assert all(isinstance(message["content"], str) for message in request.messages)
