@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.response import openai_error
@@ -24,6 +25,8 @@ from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
 BODIES = (ChatBody, CompletionBody, ResponsesBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
+ROUTERS = tuple(routes.router for routes in (openai, models, adapters, operations))
+PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
 def make_application(services: Services) -> FastAPI:
@@ -38,8 +41,8 @@ def make_application(services: Services) -> FastAPI:
     )
     application.add_middleware(CountAnswers, stopping=services.stopping)
     application.state.services = services
-    for routes in (openai, models, adapters, operations):
-        application.include_router(routes.router)
+    for router in ROUTERS:
+        application.include_router(router)
     _add_docs(application, services)
     return application
 
@@ -82,8 +85,23 @@ class MethodNotAllowed(NotFound):
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
-    shown: WarmpathError = NotFound(f"There is no {request.url.path[:200]} here; GET /v1/models lists what is served.")
+    path = request.url.path
+    shown: WarmpathError
     if isinstance(error, HTTPException) and error.status_code == 405:
-        shown = MethodNotAllowed(f"{request.method} is not allowed on {request.url.path[:200]}.")
+        shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {_allowed(error)}.")
+    else:
+        shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
     answer = openai_error(shown, request_id_of(request))
     return json_response(answer.body, answer.status)
+
+
+def _allowed(error: HTTPException) -> str:
+    return (error.headers or {}).get("Allow", "another method")
+
+
+def _advice(path: str) -> str:
+    """Say where a path may lead: base URLs of clients lack /v1, have it twice, or have it where no API of OpenAI is."""
+    for other in (f"/v1{path}", path.removeprefix("/v1")):
+        if other != path and other in PATHS:
+            return f"did you mean {other}?"
+    return "GET /v1/models lists what is served."

@@ -130,6 +130,21 @@ def test_errors_have_openais_shape(method: str, path: str, status: int) -> None:
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "did you mean /v1/models?"),
+        ("/v1/health", "did you mean /health?"),
+        ("/v1/docs", "GET /v1/models lists what is served."),
+        ("/v1/completions", "GET is not allowed on /v1/completions; use POST."),
+    ],
+)
+def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None:
+    """What is not published by itself is not told either."""
+    assert get(path, AppConfig()).json()["error"]["message"].endswith(advice)
+
+
 def test_the_version_is_told_to_everybody() -> None:
     assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath")}
 
