@@ -1,6 +1,6 @@
 """Peers that die, or are full, in the middle of a pre-warm or a hand-over: it goes on, and no answer is another one.
 
-The replicas are mortal ones, which a rolling update brings: it is the first test here.
+The replicas are mortal ones, which a rolling update brings.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalClu
 def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, faults: Path) -> None:
     """It gave the beginning that all prompts share: the new replica starts with that, and within its time."""
     url = cluster.url
+    scale_mortal(cluster, 1)
     wait_for_replicas(url, 1)
     forget(url)
     (dies,) = replicas_of(url)
@@ -146,6 +147,7 @@ def test_a_full_peer_is_passed_over(cluster: LocalCluster) -> None:
 def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, faults: Path) -> None:
     """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were."""
     url = cluster.url
+    scale_mortal(cluster, 2)
     wait_for_replicas(url, 2)
     stay = set(replicas_of(url))
     scale_mortal(cluster, 3)
