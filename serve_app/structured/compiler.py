@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _SAID_CHARS = 200
 
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between two parts of JSON: a model that likes it too much would write nothing else."""
+
 _NOTHING_MATCHES = ("NoExtension", "NoExtensionBias")
 
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -112,7 +115,7 @@ def llguidance_form(grammar: Grammar) -> str:
     try:
         match grammar.kind:
             case "json":
-                return LLMatcher.grammar_from_json_schema(grammar.text)
+                return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": _WHITESPACE})
             case "regex":
                 return LLMatcher.grammar_from_regex(grammar.text)
             case "choice":

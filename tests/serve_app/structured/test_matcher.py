@@ -100,6 +100,15 @@ def test_a_grammar_that_cannot_be_followed_says_why(grammar: Grammar, said: str,
         compiler.compile(llguidance_form(grammar))
 
 
+def test_whitespace_ends(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
+    """A model that likes it too much gets on with its JSON."""
+    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.json_schema(SCHEMA, "f")))
+    (space,), (brace,) = (tokenizer.encode(text, b"r" * 16).token_ids.tolist() for text in (" ", "{"))
+    for count in (1, 31, 32):
+        found = allowed_ids(matcher, np.array([brace, *[space] * count], dtype=np.int32))
+        assert (space in (found or ())) == (count < 32)
+
+
 def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
     """Through properties, items, alternatives and definitions."""
     wrong = {"type": "object", "properties": {"ok": {"type": "string"}, "bad": {"type": "arr"}}}
