@@ -122,6 +122,9 @@ class Dispatcher:
                     avoid = (*avoid, lost)
                     if not isinstance(error, _ReplicaLeaves):
                         dead = (*dead, lost)
+                if received and received[-1] in generation.sampling.shown_stop_token_ids:
+                    yield Tokens((), None, "stop")
+                    return
                 if len(received) >= generation.sampling.max_tokens:
                     yield Tokens((), None, "length")
                     return

@@ -102,11 +102,18 @@ def root_of(public_blocks: int) -> bytes:
     return b"p" * 16 + ROOT if public_blocks else ROOT
 
 
-def run(handle: FakeHandle, max_tokens: int = 6, public_blocks: int = 0, deadline_s: float = math.inf) -> list[Tokens]:
+def run(
+    handle: FakeHandle,
+    max_tokens: int = 6,
+    public_blocks: int = 0,
+    deadline_s: float = math.inf,
+    shown_stop_token_ids: tuple[int, ...] = (),
+) -> list[Tokens]:
     """Dispatch one generation and return all of its tokens; nothing stays reserved, however it ends."""
 
     async def collect() -> list[Tokens]:
         asked = replace(generation(max_tokens, public_blocks), deadline_s=deadline_s)
+        asked = replace(asked, sampling=replace(asked.sampling, shown_stop_token_ids=shown_stop_token_ids))
         return [tokens async for tokens in handle.dispatcher.generate(asked)]
 
     try:

@@ -144,6 +144,13 @@ def test_everything_received_before_the_loss_is_not_asked_again() -> None:
     assert len(handle.calls) == 1
 
 
+def test_a_shown_stop_token_ends_an_answer_also_where_its_replica_died_before_saying_so() -> None:
+    """What is received of an answer never goes on behind the token that ended it."""
+    handle = FakeHandle(lost_once(4, error=ActorDiedError()))
+    got = run(handle, shown_stop_token_ids=(whole()[3],))
+    assert (ids(got), got[-1].finish_reason, len(handle.calls)) == (whole()[:4], "stop", 1)
+
+
 def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
     """A bounded number of attempts, each avoiding the lost ones, then 503 with Retry-After."""
     handle = FakeHandle(raising(ActorDiedError()))
