@@ -18,6 +18,7 @@ from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
+from serve_app.config.usage import UsageSection
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -27,7 +28,9 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).is_dir()
 
 
-class AppConfig(TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection):
+class AppConfig(
+    UsageSection, TenantsSection, LoraSection, LifecycleSection, RoutingSection, CacheSection, EngineSection
+):
     """Everything ``build_app`` takes. Unknown names are refused, so that a typo is an error and not a default."""
 
     model_config = ConfigDict(extra="forbid")

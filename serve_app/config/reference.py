@@ -23,6 +23,7 @@ from serve_app.config.prompts import PublicPromptConfig
 from serve_app.config.quantities import shown_bytes, shown_seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
+from serve_app.config.usage import PricesConfig, UsageSection
 
 _INTRODUCTION = f"""\
 # Settings
@@ -50,12 +51,14 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "Routing": RoutingSection,
     "Joining and leaving": LifecycleSection,
     "Tenants and keys": TenantsSection,
+    "Usage": UsageSection,
 }
 ENTRIES: dict[str, type[BaseModel]] = {
     "The fields of `autoscaling`": AutoscalingConfig,
     "An entry of `tenants`": TenantConfig,
     "An entry of `key_sha256`": ApiKeyConfig,
     "An entry of `public_prompts`": PublicPromptConfig,
+    "The fields of `prices`": PricesConfig,
 }
 
 
@@ -89,6 +92,8 @@ EXAMPLES = {
     text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
     "secret_file": "secret",
+    "usage_file": "usage.sqlite",
+    "prices": "{input_per_million: 3, output_per_million: 15}",
 }
 """What to write in place of defaults that say little."""
 

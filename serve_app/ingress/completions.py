@@ -33,6 +33,7 @@ from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,9 @@ class Completions:
         stopping: Stopping,
         *,
         request_timeout_s: float,
+        ledger: Ledger | None = None,
     ) -> None:
+        self._ledger = ledger or Ledger(None, 0)
         self._preparer = preparer
         self._source = source
         self._tokenizer = tokenizer
@@ -104,7 +107,7 @@ class Completions:
             pieces = answer_pieces(
                 generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
             )
-            pieces = self._timed(pieces, generations, tenant, arrived_s, timeout_s, body_bytes, allowance)
+            pieces = self._timed(pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             usage, tells = _Usage(wanted.n, generations), wanted.logprobs is not None
             answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
@@ -153,6 +156,7 @@ class Completions:
         self,
         pieces: AsyncGenerator[Piece, None],
         generations: list[Generation],
+        wanted: GenerateRequest,
         tenant: Tenant,
         arrived_s: float,
         timeout_s: float,
@@ -161,7 +165,8 @@ class Completions:
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
-        uncached_tokens = 0
+        uncached_tokens = output_tokens = 0
+        used = (name, wanted.answering_model, wanted.prompt_ref or "")
         refused = False
         deadline_s = arrived_s + timeout_s
         last_s: dict[int, float] = {}
@@ -178,6 +183,7 @@ class Completions:
                         raise self._out_of_time(timeout_s) from error
                     now_s = time.perf_counter()
                     allowance.generated(piece.new_tokens)
+                    output_tokens += piece.new_tokens
                     if piece.cached_tokens is not None:
                         generation = generations[piece.index]
                         prompt_tokens = len(generation.token_ids)
@@ -186,6 +192,11 @@ class Completions:
                         metrics.prompt_tokens.labels(name).inc(prompt_tokens)
                         metrics.cached_tokens.labels(name).inc(piece.cached_tokens)
                         self._traffic.add(name, generation.placement_key, prompt_tokens, piece.cached_tokens)
+                        if piece.index % wanted.n == 0:
+                            written_tokens = self._ledger.prompt(
+                                *used, prompt_tokens, piece.cached_tokens, stored=generation.store_kv
+                            )
+                            metrics.written_tokens.labels(name).inc(written_tokens)
                     elif piece.new_tokens and piece.index in last_s:
                         metrics.inter_token_s.labels(name).observe((now_s - last_s[piece.index]) / piece.new_tokens)
                     last_s[piece.index] = now_s
@@ -198,6 +209,7 @@ class Completions:
             metrics.in_flight.dec()
             allowance.end(refused=refused)
             if last_s:  # where nothing was answered, what it cost is not known, and it was not free
+                self._ledger.answer(*used, output_tokens)
                 self._front_door.learn(name, body_bytes, uncached_tokens)
 
     def _out_of_time(self, timeout_s: float) -> WarmpathError:

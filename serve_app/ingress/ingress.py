@@ -12,6 +12,7 @@ from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
 from serve_app.reconfigure import LiveSettings
+from serve_app.usage.report import Rows
 
 
 @serve.ingress()
@@ -43,7 +44,9 @@ class Ingress:
 
     async def stop(self, timeout_s: float) -> int:
         """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
-        return await self._services.stopping.run(timeout_s)
+        ended = await self._services.stopping.run(timeout_s)
+        await self._services.usage.flush()
+        return ended
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:
         """Take in what another ingress knows of adapters."""
@@ -52,6 +55,10 @@ class Ingress:
     async def known_adapters(self) -> tuple[AdapterEntry, ...]:
         """Say which adapters this ingress knows, to one that has just started."""
         return self._services.adapters.entries()
+
+    async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
+        """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""
+        return await self._services.usage.here(first_day, last_day, tenant)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """This ingress' name and samples; called by whichever ingress is asked for /metrics."""

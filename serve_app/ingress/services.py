@@ -50,11 +50,13 @@ from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
 from serve_app.ingress.stopping import Stopping
+from serve_app.ingress.usage import UsageBook
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ class Services:
     completions: Completions
     health: Health
     stopping: Stopping
+    usage: UsageBook
 
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""
@@ -227,6 +230,8 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     caller = ray.get_runtime_context().get_actor_name() or ""
     dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
+    block_size = config.block_size if config.enable_prefix_caching else 0
+    ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -271,9 +276,11 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             front_door,
             stopping,
             request_timeout_s=config.request_timeout_s,
+            ledger=ledger,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
         stopping=stopping,
+        usage=UsageBook(ledger, broadcast.ingresses),
     )
     return services
 

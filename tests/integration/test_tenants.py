@@ -53,9 +53,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     (settings.parent / "rules.txt").write_text(RULES)
     prompts = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
     operators = [KEYS["operator"][1]]
+    prices = {"input_per_million": 3, "output_per_million": 15}
+    usage = {"usage_file": str(settings.parent / "usage.sqlite"), "prices": prices}
     settings.write_text(
         yaml.safe_dump(
-            {"model": "demo", "tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators}
+            {"model": "demo", "tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators, **usage}
         )
     )
     with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
@@ -230,6 +232,27 @@ def test_a_conversation_returns_to_its_history(url: str) -> None:
 
 def metrics(url: str) -> str:
     return httpx.get(url + "/metrics", headers=auth("operator"), timeout=PATIENCE_S).text
+
+
+def test_usage_adds_up_and_is_a_tenants_own(url: str) -> None:
+    """What the answers told is what the ledger has; the operator sees everybody's."""
+
+    def row(key: str) -> dict[str, int]:
+        found = httpx.get(url + "/v1/usage", headers=auth(key), timeout=PATIENCE_S).raise_for_status().json()
+        assert key == "operator" or {each["tenant"] for each in found["data"]} <= {key}
+        mine = [each for each in found["data"] if (each["tenant"], each["prompt"]) == ("initrode", "rules@2")]
+        return mine[0] if mine else {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
+
+    before = row("initrode")
+    told = [chat(url, "initrode", ("user", "Which berth is free? " * 8), prompt_ref="rules@2") for _ in range(2)]
+    after = row("initrode")
+    assert after["requests"] == before["requests"] + 2
+    assert after["prompt_tokens"] == before["prompt_tokens"] + sum(tokens for tokens, _, _ in told)
+    assert after["cached_tokens"] == before["cached_tokens"] + sum(cached for _, cached, _ in told)
+    assert after["output_tokens"] == before["output_tokens"] + 2 * 4
+    assert after["uncached_tokens"] >= 0 and after["cost"]["openai"] > 0  # type: ignore[index]
+    assert row("operator") == after
+    assert row("acme")["requests"] == 0
 
 
 def test_operator_endpoints_need_the_operator_key(url: str) -> None:

@@ -33,6 +33,7 @@ class IngressMetrics:
         self.inter_token_s = self._histogram("warmpath_inter_token_latency_seconds", ITL_BUCKETS_S)
         self.prompt_tokens = self._counter("warmpath_tenant_prompt_tokens_total")
         self.cached_tokens = self._counter("warmpath_tenant_cached_prompt_tokens_total")
+        self.written_tokens = self._counter("warmpath_tenant_written_prompt_tokens_total")
         self.completion_tokens = self._counter("warmpath_tenant_completion_tokens_total")
         self.retries = self._counter("warmpath_request_retries_total")
         self.disconnects = self._counter("warmpath_client_disconnects_total")

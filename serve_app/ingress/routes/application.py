@@ -19,13 +19,13 @@ from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
-from serve_app.ingress.routes import adapters, models, openai, operations
+from serve_app.ingress.routes import adapters, models, openai, operations, usage
 from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
 BODIES = (ChatBody, CompletionBody, ResponsesBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
-ROUTERS = tuple(routes.router for routes in (openai, models, adapters, operations))
+ROUTERS = tuple(routes.router for routes in (openai, models, adapters, usage, operations))
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 

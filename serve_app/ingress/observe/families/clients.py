@@ -56,6 +56,11 @@ SECTIONS = (
                 "Of warmpath_tenant_prompt_tokens_total those that were served from cache, as `usage` told the client.",
                 "tenant",
             ),
+            _of(
+                "warmpath_tenant_written_prompt_tokens_total",
+                "Prompt tokens computed in whole blocks which stay cached, once for all choices of a request.",
+                "tenant",
+            ),
             _of("warmpath_tenant_completion_tokens_total", "Tokens generated and received by the ingress.", "tenant"),
             _of(
                 "warmpath_request_retries_total",

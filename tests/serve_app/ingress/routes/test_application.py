@@ -23,6 +23,8 @@ from serve_app.ingress.routes.application import BODIES, make_application
 from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenants, make_api_key
+from serve_app.usage.counts import Counts, UsageKey
+from serve_app.usage.report import Rows
 
 ACME = TenantConfig(name="acme", key_sha256=["a" * 64])
 
@@ -34,6 +36,7 @@ def get(
     headers: dict[str, str] | None = None,
     body: str = "",
     adapters: Sequence[AdapterEntry] = (),
+    usage: Usage | None = None,
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
@@ -42,7 +45,7 @@ def get(
     registry = AdapterRegistry("demo")
     registry.merge(adapters)
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": registry}
-    parts["stopping"] = Stopping()
+    parts |= {"stopping": Stopping(), "usage": usage}
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
 
     async def ask() -> httpx.Response:
@@ -147,6 +150,36 @@ def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None
 
 def test_the_version_is_told_to_everybody() -> None:
     assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath")}
+
+
+class Usage:
+    """Remembers for whom it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> Rows:
+        self.asked.append((first_day, last_day, tenant))
+        return [(UsageKey(last_day, tenant or "all", "demo", ""), Counts(requests=1))]
+
+
+def test_usage_is_a_tenants_own_and_the_operators_to_see_whole() -> None:
+    """Without a key there is none; what the query asks wrongly is a 400."""
+    (operator, operator_hash), (key, key_hash), usage = make_api_key(), make_api_key(), Usage()
+    tenant = TenantConfig.model_validate({"name": "acme", "key_sha256": [key_hash]})
+    config = AppConfig(tenants=[tenant], operator_key_sha256=[operator_hash])
+
+    def ask(query: str, key: str = "") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return get(f"/v1/usage{query}", config, headers=headers, usage=usage)
+
+    week = "?start_date=2027-01-25&end_date=2027-01-31"
+    assert ask(week).status_code == 401
+    assert ask(week, key).json()["data"][0]["tenant"] == "acme"
+    assert "2027-01-31,all,demo" in ask(week + "&format=csv", operator).text
+    assert usage.asked == [("2027-01-25", "2027-01-31", "acme"), ("2027-01-25", "2027-01-31", None)]
+    for wrong in ("?format=xml", "?start_date=yesterday"):
+        assert ask(wrong, key).status_code == 400
 
 
 def test_a_tenant_sees_the_models_that_it_may_use() -> None:

@@ -1,0 +1,176 @@
+"""Usage is counted once, survives restarts, adds up over processes, and costs what the vendors' rules say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sqlite3
+import stat
+from collections import defaultdict
+from dataclasses import astuple
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.config.usage import PricesConfig
+from serve_app.errors import InvalidRequest
+from serve_app.usage import ledger as ledgers
+from serve_app.usage.counts import Counts, UsageKey, costs
+from serve_app.usage.ledger import OTHERS, Ledger, LedgerError
+from serve_app.usage.report import Rows, days, merged, usage_csv, usage_document
+
+PRICES = PricesConfig(input_per_million=10, output_per_million=50)
+
+
+class Now:
+    """A day that can be changed."""
+
+    day = datetime(2027, 1, 31, tzinfo=UTC)
+
+    def __call__(self) -> datetime:
+        return self.day
+
+
+def ledger_of(file: Path | None, now: Now | None = None, block_size: int = 16) -> Ledger:
+    return Ledger(file, block_size, now=now or Now())
+
+
+def everything(ledger: Ledger, tenant: str | None = None) -> Rows:
+    return ledger.read("0000-00-00", "9999-99-99", tenant)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.sampled_from(["acme", "zeta"]),
+            st.sampled_from(["", "clerk@1"]),
+            st.integers(1, 200),
+            st.integers(0, 1),
+            st.booleans(),
+            st.integers(0, 50),
+        ),
+        max_size=30,
+    )
+)
+def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int, bool, int]]) -> None:
+    """Over two files: read, written and uncached tokens are the prompt's, for each tenant and prompt, none negative."""
+    both = [ledger_of(None), ledger_of(None)]
+    expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for which, tenant, prompt, tokens, cached_blocks, stored, output in asked:
+        cached = min(cached_blocks * 16, (tokens - 1) // 16 * 16)
+        both[which].prompt(tenant, "m", prompt, tokens, cached, stored=stored)
+        both[which].answer(tenant, "m", prompt, output)
+        if output % 2:
+            both[which].flush()
+        sums = expected[tenant, prompt]
+        expected[tenant, prompt] = [sums[0] + tokens, sums[1] + cached, sums[2] + output]
+    rows = merged([(one.file_id, everything(one)) for one in (*both, both[0])])  # the same file again counts once
+    assert {
+        (key.tenant, key.prompt): [counts.prompt_tokens, counts.cached_tokens, counts.output_tokens]
+        for key, counts in rows
+    } == expected
+    for _, counts in rows:
+        assert counts.prompt_tokens == counts.cached_tokens + counts.written_tokens + counts.uncached_tokens
+        assert min(astuple(counts)) >= 0 <= counts.uncached_tokens
+    for tenant in ("acme", "zeta"):
+        assert {key.tenant for key, _ in everything(both[0], tenant)} <= {tenant}
+
+
+def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
+    """Two ingresses add to one private file, and the next process finds it all."""
+    file = tmp_path / "usage.sqlite"
+    one, other = ledger_of(file), ledger_of(file)
+    for ledger in (one, other):
+        ledger.prompt("acme", "m", "", 100, 0, stored=True)
+        ledger.answer("acme", "m", "", 5)
+    readings = [(ledger.file_id, everything(ledger)) for ledger in (one, other)]
+    assert [counts.requests for _, counts in merged(readings)] == [2]
+    one.close()
+    other.close()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    later = ledger_of(file)
+    assert everything(later) == [(UsageKey("2027-01-31", "acme", "m", ""), Counts(2, 0, 200, 0, 192, 10))]
+    assert later.file_id == one.file_id
+    later.close()
+
+
+def test_what_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that fails for a while loses nothing."""
+    ledger = ledger_of(tmp_path / "usage.sqlite")
+    ledger.answer("acme", "m", "", 5)
+    working = ledger._database
+
+    class Failing:
+        def __enter__(self) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(ledger, "_database", Failing())
+    ledger.flush()
+    monkeypatch.setattr(ledger, "_database", working)
+    ledger.answer("acme", "m", "", 5)
+    assert [counts.output_tokens for _, counts in everything(ledger)] == [10]
+    ledger.close()
+
+
+def test_a_file_that_cannot_be_used_is_told() -> None:
+    with pytest.raises(LedgerError, match="usage_file"):
+        ledger_of(Path("/nowhere/usage.sqlite"))
+
+
+def test_rows_are_bounded_by_day_and_days_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is beyond the bound is still counted; what is too old goes."""
+    monkeypatch.setattr(ledgers, "MAX_ROWS_A_DAY", 3)
+    now = Now()
+    ledger = ledger_of(None, now)
+    for number in range(9):
+        ledger.answer("acme", "m", f"p@{number}", 1)
+    rows = everything(ledger)
+    assert sum(counts.requests for _, counts in rows) == 9
+    assert [counts.requests for key, counts in rows if key.prompt == OTHERS] == [6]
+    now.day = datetime(2028, 12, 31, tzinfo=UTC)
+    ledger.answer("acme", "m", "", 1)
+    assert [key.day for key, _ in everything(ledger)] == ["2028-12-31"]
+
+
+def test_costs_are_the_vendors() -> None:
+    """A million tokens each, read, written and neither, and a million of answer."""
+    million = 10**6
+    counts = Counts(1, 1, 3 * million, million, million, million)
+    found = costs(counts, PRICES)
+    assert found == {"without_cache": 80, "anthropic_5m": 50 + 10 + 12.5 + 1, "anthropic_1h": 81, "openai": 75}
+    # Break-even: at five minutes one re-use pays, at an hour two.
+    for rule, reuses in (("anthropic_5m", 1), ("anthropic_1h", 2)):
+        for times in (reuses - 1, reuses):
+            again = Counts(prompt_tokens=(1 + times) * million, cached_tokens=times * million, written_tokens=million)
+            priced = costs(again, PRICES)
+            assert (priced[rule] < priced["without_cache"]) == (times == reuses)
+
+
+def test_documents() -> None:
+    """JSON and CSV have the same rows; without prices there are no costs."""
+    rows = [(UsageKey("2027-01-31", "acme", "m", "clerk@1"), Counts(2, 1, 200, 96, 96, 10))]
+    document: dict[str, Any] = usage_document("2027-01-31", "2027-01-31", rows, PRICES)
+    (row,) = document["data"]
+    assert (row["uncached_tokens"], row["cost"]["openai"]) == (8, costs(rows[0][1], PRICES)["openai"])
+    assert document["total"]["requests"] == 2
+    (line,) = csv.DictReader(io.StringIO(usage_csv(rows, PRICES)))
+    assert (line["tenant"], line["prompt_tokens"], float(line["cost_openai"])) == ("acme", "200", row["cost"]["openai"])
+    assert "cost" not in usage_document("a", "b", rows, None)["data"][0]
+    assert "cost" not in usage_csv([], None)
+
+
+def test_days() -> None:
+    """The last thirty by default; what is no range is a 400."""
+    today = date(2027, 1, 31)
+    assert days(None, None, today) == ("2027-01-02", "2027-01-31")
+    assert days("2026-12-31", "2027-01-01", today) == ("2026-12-31", "2027-01-01")
+    for start, end in (("x", None), ("2027-02-01", None), ("2020-01-01", None), (None, "31.1.2027")):
+        with pytest.raises(InvalidRequest):
+            days(start, end, today)
