@@ -1,8 +1,8 @@
 """Built-in demo checkpoints: a recipe -> a directory that looks like any Hugging Face checkpoint.
 
 Owns the recipes (Qwen3-style decoders with random weights from a fixed seed, a byte-level BPE tokenizer trained on text
-that Python ships, a ChatML template) and their place on disk. Needs no torch and no network, so that building takes
-seconds.
+that Python ships, a ChatML template with tools) and their place on disk. Needs no torch and no network, so that
+building takes seconds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,24 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raised whenever the same recipe would give other bytes, so that an old cached build is not taken for it."""
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 
-CHAT_TEMPLATE = """{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' -}}
+CHAT_TEMPLATE = """{%- if tools -%}
+{{- '<|im_start|>system\\nFunctions, called as <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>:\\n' -}}
+{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments | tojson + '}</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
+from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.pieces import WholeChoice
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.http import TimedStream, json_response, until_disconnect
@@ -94,6 +95,8 @@ class Completions:
         """
         use, repeated = (wanted.tool_use, wanted.repeated) if isinstance(wanted, ChatRequest) else (NO_TOOLS, {})
         self._tool_calls.check(use)
+        if use.must_call:
+            wanted = replace(wanted, grammar=forced_calls(use))
         shown = self._tool_calls.shown_tokens(use)
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex

@@ -85,9 +85,7 @@ class ToolCalls:
                 "This model's chat template ignores tools; use a model whose template has them, or tool_choice none.",
                 param="tools",
             )
-        if use.must_call:
-            raise InvalidRequest("tool_choice must be auto or none in this version.", param="tool_choice")
-        if self._parser is None:
+        if self._parser is None and not use.must_call:
             raise InvalidRequest(
                 "The format of this model's tool calls is not known; the setting tool_parser names it, "
                 f"one of {', '.join(PARSERS)}.",
@@ -96,12 +94,13 @@ class ToolCalls:
 
     def shown_tokens(self, use: ToolUse) -> frozenset[str]:
         """Return the special tokens that belong to an answer's text."""
-        return self._parser.shown if use.may_call and use and self._parser is not None else frozenset()
+        parser = self._parser_of(use)
+        return frozenset() if parser is None else parser.shown
 
     def reading(self, use: ToolUse) -> Callable[[Pieces], Pieces]:
         """Return what reads the calls out of a choice's pieces; nothing does where answers are text alone."""
-        parser = self._parser
-        if not use or not use.may_call or parser is None:
+        parser = self._parser_of(use)
+        if parser is None:
             return lambda pieces: pieces
 
         def read(pieces: Pieces) -> Pieces:
@@ -109,6 +108,15 @@ class ToolCalls:
             return pieces_with_calls(pieces, reader, parallel=use.parallel)
 
         return read
+
+    def _parser_of(self, use: ToolUse) -> ToolParser | None:
+        if not use or not use.may_call:
+            return None
+        if use.must_call:
+            return ToolParser(
+                grammars.json_list, frozenset(), _call_id if self._parser is None else self._parser.make_id
+            )
+        return self._parser
 
 
 def tool_calls_of(tokenizer: PromptTokenizer, parser: ParserName | Literal["auto"]) -> ToolCalls:

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from serve_app.checkpoints import demo_model
 from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
+from serve_app.generation.tool_calls.tool_calls import find_parser
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.serve_app.tool_templates.families import SEARCH
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -99,3 +102,16 @@ def test_the_chat_template_is_chatml(demo_model_path: Path) -> None:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer("<|im_end|>").input_ids == [tokenizer.eos_token_id]
+
+
+def test_the_chat_template_knows_tools(demo_model_path: Path) -> None:
+    """Before everything else, and calls as Hermes models write them; so tools can be tried without another model."""
+    tokenizer = PromptTokenizer(demo_model_path)
+    assert find_parser(tokenizer.template.source, tokenizer.special_tokens) == "hermes"
+    call = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rendered = tokenizer.render_chat(messages, [SEARCH], add_generation_prompt=False)
+    assert rendered.system_text.count('"name": "search"') == 1
+    assert rendered.system_text.endswith("<|im_start|>user\n")
+    calls = '<tool_call>{"name": "search", "arguments": {"q": 1}}</tool_call><|im_end|>\n'
+    assert rendered.text == f"{rendered.system_text}U<|im_end|>\n<|im_start|>assistant\n{calls}"

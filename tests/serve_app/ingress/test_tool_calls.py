@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 
 from tests.serve_app.ingress.scripted import Script, scripted
-from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, call_text, family
+from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, call_text, family, without_tools
 
 ASKED: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Rain in Oslo?"}]}
 ARGUMENTS = {"city": "Oslo ☂", "days": 2}
@@ -172,9 +172,28 @@ def test_special_tokens_of_calls_are_hidden_where_there_are_no_tools(served: Ser
     assert served.client.chat.completions.create(**ASKED).choices[0].message.content == special[served.name]
 
 
-def test_a_model_whose_template_ignores_tools_says_so(demo_model_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "search"}}])
+def test_an_answer_that_must_call_is_read_by_its_grammar(served: Served, choice: Any) -> None:
+    """In whatever format the model's own calls are."""
+    parallel = choice == "required"
+    calls = [{"name": "get_weather", "parameters": ARGUMENTS}, {"name": "search", "parameters": {}}]
+    served.script.text = json.dumps(calls if parallel else calls[1:])
+    fields: dict[str, Any] = {**ASKED, "tools": [WEATHER, SEARCH], "tool_choice": choice}
+    whole = served.client.chat.completions.create(**fields).choices[0]
+    assert json.loads(served.script.asked[-1].grammar)
+    with served.client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for found in (whole, streamed):
+        assert found.finish_reason == "tool_calls"
+        assert not found.message.content
+        named = [call.function.name for call in found.message.tool_calls or []]
+        assert named == (["get_weather", "search"] if parallel else ["search"])
+
+
+def test_a_model_whose_template_ignores_tools_says_so(demo_model_path: Path, tmp_path: Path) -> None:
     """A 400, unless none is to be called: then there is nothing to ignore."""
-    with scripted(demo_model_path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
+    path = without_tools(demo_model_path, tmp_path / "model")
+    with scripted(path) as (url, script), OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="chat template ignores tools"):
             client.chat.completions.create(**ASKED, tools=[WEATHER])
         script.text = "Hello"

@@ -12,7 +12,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.generation.tool_calls.tool_calls import find_parser
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
-from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
+from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family, without_tools
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Rain?"}
@@ -41,9 +41,9 @@ def test_a_template_with_tools_is_known_and_its_format_too(name: str, load: Load
     assert find_parser(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
 
 
-def test_a_template_without_tools_is_known(demo_model_path: Path) -> None:
-    """The demo model's, say; no format is guessed for it."""
-    tokenizer = PromptTokenizer(demo_model_path)
+def test_a_template_without_tools_is_known(demo_model_path: Path, tmp_path: Path) -> None:
+    """No format is guessed for it."""
+    tokenizer = PromptTokenizer(without_tools(demo_model_path, tmp_path / "model"))
     assert not tokenizer.template.reads_tools
     assert find_parser(tokenizer.template.source, tokenizer.special_tokens) is None
 

@@ -47,6 +47,15 @@ def family(name: str, source: Path, target: Path) -> Path:
     return target
 
 
+def without_tools(source: Path, target: Path) -> Path:
+    """Copy a checkpoint, with a template that writes contents alone."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    for weights in source.glob("*.safetensors"):
+        (target / weights.name).symlink_to(weights)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
+    return target
+
+
 def call_text(name: str, arguments: dict[str, Any], family: str) -> str:
     """How a model of the family writes a call."""
     key = "parameters" if family == "llama3" else "arguments"
