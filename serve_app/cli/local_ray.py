@@ -90,6 +90,8 @@ def local_environment(
     os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CLIENT_HEADERS)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # gRPC, by which ingresses call replicas, would ask a proxy of http_proxy for every address of this machine.
+    os.environ.setdefault("no_grpc_proxy", "localhost,0.0.0.0/0,::/0")
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
     # of its own, an instance would silently be given a share of another's requests.
     with ExitStack() as ending:

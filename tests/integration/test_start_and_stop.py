@@ -35,6 +35,8 @@ SIMULATED = [
     "--set",
     f"simulated_decode_step_s={STEP_S}",
 ]
+NO_PROXY = "http://127.0.0.1:9"
+"""As in many a company's environment; but nothing listens there, and nothing of an instance may ask it."""
 RAYS_WORDS = ("raylet", "GCS", "ray.kill", "Traceback", "rpc_client")
 
 
@@ -50,6 +52,7 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "http_proxy": NO_PROXY, "HTTP_PROXY": NO_PROXY},
             start_new_session=True,
         )
 
