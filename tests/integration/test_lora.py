@@ -72,6 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
                 "allow_runtime_lora": True,
                 "max_lora_rank": 16,
                 "ingress_replicas": 2,
+                "usage_file": str(root / "usage.sqlite"),
                 "dtype": "float32",
                 "kv_cache_bytes": 64 * 1024 * 1024,
             }
@@ -190,6 +191,21 @@ def test_only_operators_change_adapters_and_only_inside_the_root(served: Instanc
     assert refused.status_code == 400
     assert "over max_lora_rank 16" in refused.json()["error"]["message"]
     assert ask(served.client(), "pirate")[0]
+
+
+def test_usage_is_that_of_both_ingresses_whichever_is_asked(served: Instance) -> None:
+    """They share a file, and each request counts once."""
+
+    def requests() -> int:
+        headers = {"authorization": f"Bearer {KEYS['operator'][0]}"}
+        found = httpx.get(f"{served.url}/v1/usage", headers=headers, timeout=PATIENCE_S).raise_for_status().json()
+        rows = [row for row in found["data"] if (row["tenant"], row["model"]) == ("globex", "pirate")]
+        return sum(row["requests"] for row in rows)
+
+    before = requests()
+    for _ in range(8):
+        ask(served.client("globex"), "pirate")
+    assert [requests() for _ in range(4)] == [before + 8] * 4
 
 
 def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Instance) -> None:
