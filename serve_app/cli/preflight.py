@@ -72,6 +72,7 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
         checks.append(lambda: load_secret(secret_file=settings.secret_file))
     if not elsewhere:
         checks += [lambda: _check_memory(settings, info), lambda: _check_disk(settings)]
+        checks.append(lambda: _check_usage_file(settings))
     for check in checks:
         try:
             check()
@@ -136,6 +137,16 @@ def _memory_bytes() -> int:
         return min(machine_bytes, int(_CGROUP_MEMORY.read_text()))
     except (OSError, ValueError):  # no container, or no limit: "max"
         return machine_bytes
+
+
+def _check_usage_file(settings: AppConfig) -> None:
+    """Raise ValueError where the file of usage could not be made or written; nothing is made here."""
+    if settings.usage_file is None:
+        return
+    file = settings.usage_file.expanduser().absolute()
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(f"usage_file={file} is no file that this user may write; name another one")
 
 
 def _check_disk(settings: AppConfig) -> None:

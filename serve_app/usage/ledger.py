@@ -64,6 +64,7 @@ class Ledger:
         self._cleaned = ""
         try:
             if file is not None:  # it names tenants
+                file = file.expanduser()
                 os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
             self._database = sqlite3.connect(file or ":memory:", timeout=10, check_same_thread=False)
             with self._database:

@@ -96,6 +96,8 @@ def test_budgets_that_cannot_fit(demo_model_path: Path, tmp_path: Path, monkeypa
     assert "is no directory that this user may write to" in said(demo_model_path, **disk)
     disk = {"disk_cache_bytes": 1 << 60, "disk_cache_dir": tmp_path}
     assert "GiB, and the disk of" in said(demo_model_path, **disk)
+    for wrong in (tmp_path, tmp_path / "none" / "usage.sqlite"):
+        assert "is no file that this user may write" in said(demo_model_path, usage_file=wrong)
     monkeypatch.setattr(preflight, "_CGROUP_MEMORY", tmp_path / "memory.max")
     (tmp_path / "memory.max").write_text("1048576\n")
     assert "this machine has 0.0 GiB" in said(demo_model_path, engine="torch")
