@@ -61,11 +61,23 @@ def apply_rules(logits: torch.Tensor, ruled: Sequence[Ruled]) -> dict[int, str]:
         found = torch.where(found > 0, found / factor, found * factor).sub_(minus)
         logits.index_put_(tuple(place), found)
     if masks:
-        rows, packed = upload((np.array(masked, dtype=np.int64), np.stack(masks)), logits.device)
-        bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        forbidden = (packed[:, :, None] >> bits).bitwise_and_(1).view(len(masks), -1)[:, :vocab] == 0
-        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, float("-inf")))
+        _apply_masks(logits, masked, np.stack(masks))
     return failed
+
+
+def _apply_masks(logits: torch.Tensor, rows: Sequence[int], masks: NDArray[np.uint8]) -> None:
+    """Forbid in the given rows, in place, what ``masks`` [rows, bytes] do not allow."""
+    vocab = logits.shape[-1]
+    if logits.device.type == "cpu":
+        # Row by row in this thread: that takes less time than waking others, and a seventh of the operations below.
+        shared, forbidden = logits.numpy(), np.unpackbits(~masks, axis=1, bitorder="little").view(np.bool_)
+        for row, tokens in zip(rows, forbidden, strict=True):
+            np.copyto(shared[row], -np.inf, where=tokens[:vocab])
+        return
+    there, packed = upload((np.array(rows, dtype=np.int64), masks), logits.device)
+    bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    unset = (packed[:, :, None] >> bits).bitwise_and_(1).view(len(rows), -1)[:, :vocab] == 0
+    logits.index_copy_(0, there, logits.index_select(0, there).masked_fill_(unset, float("-inf")))
 
 
 def _fitted(mask: NDArray[np.uint8], vocab: int) -> NDArray[np.uint8]:
