@@ -39,8 +39,8 @@ from serve_app.usage.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 _SAVE_WARNINGS = {
-    "over_budget": "not saved: it needs {needed_tokens} tokens of KV, and your saves hold {held_tokens} of the "
-    "{budget_tokens} that a replica's pin budget (pin_budget) has for you",
+    "over_budget": "not saved: it needs {needed_tokens} tokens of KV beside the {held_tokens} that your saves hold, "
+    "and your part of a replica's pin budget (pin_budget) is {budget_tokens}",
     "too_large": "not saved: it needs {needed_tokens} tokens of KV, and a replica's whole pin budget (pin_budget) is "
     "{budget_tokens}",
     "too_short": "not saved, because the system prompt does not fill a KV block",

@@ -100,7 +100,7 @@ def test_a_save_over_the_budget_warns_and_is_answered(client: OpenAI, url: str) 
         _, text, warning = ask(client, f"Prompt {number}. " + RULES, "Due?", **SAVE)
         assert text
     assert warning is not None
-    told = re.search(r"it needs (\d+) tokens of KV, and your saves hold (\d+) of the (\d+) that a replica's", warning)
+    told = re.search(r"it needs (\d+) tokens of KV beside the (\d+) that your saves hold, .*\) is (\d+)$", warning)
     assert told is not None, warning
     needed, held, budget = map(int, told.groups())
     assert budget == 60 * 16 and 0 < held <= budget < needed + held
