@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,8 +23,10 @@ class Bench:
         self.cache = PrefixCache(self.settings.num_blocks, self.settings.block_size)
         self.scheduler = Scheduler(self.settings, self.cache)
 
-    def add(self, name: str, ids: np.ndarray, max_tokens: int = 4, arrival_s: float = 0.0) -> SequenceState:
-        item = request(name, ids, max_tokens)
+    def add(
+        self, name: str, ids: np.ndarray, max_tokens: int = 4, arrival_s: float = 0.0, *, store_kv: bool = True
+    ) -> SequenceState:
+        item = replace(request(name, ids, max_tokens), store_kv=store_kv)
         sequence = SequenceState(item, lambda _: None, self.cache.chain(item.root, item.token_ids), arrival_s)
         self.scheduler.add(sequence)
         return sequence
@@ -145,6 +149,20 @@ def test_a_shared_prefix_in_flight_is_waited_for_chunk_by_chunk() -> None:
     assert bench.step() == [("one", 33)]
     assert bench.step() == [("one", 1), ("two", 1)]
     assert two.cached_tokens == 160
+
+
+def test_nobody_waits_for_what_will_not_be_stored() -> None:
+    """Who stores computes beside it, and who comes later and stores nothing waits for the one who stores."""
+    bench = Bench()
+    bench.add("passing", np.append(prompt(160), 1), store_kv=False)
+    assert bench.step() == [("passing", 64)]
+    bench.add("storing", np.append(prompt(160), 1))
+    assert bench.step() == [("passing", 64)]
+    assert bench.step() == [("passing", 33), ("storing", 31)]
+    later = bench.add("later", np.append(prompt(160), 2), store_kv=False)
+    while not later.blocks:
+        bench.step()
+    assert later.cached_tokens == 160
 
 
 def test_a_different_prompt_is_not_held_up_by_someone_elses_flight() -> None:
