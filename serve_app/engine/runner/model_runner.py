@@ -20,7 +20,7 @@ from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.attention.interface import IMPLEMENTATION
 from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
-from serve_app.engine.attention.supported import refuse_unsupported, served_config
+from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
 from serve_app.engine.cpu.packed_linears import pack_linears
 from serve_app.engine.cpu.packed_products import amx_packing
 from serve_app.engine.lora.layers import LoraLayers
@@ -197,6 +197,7 @@ def load_model(
     """Load a local checkpoint onto ``device``.
 
     ``random``: only its config is read, and weights are drawn on the device, the same ones for the same device.
+    Raises UnsupportedModel where its files lack weights that its config asks for: transformers would draw them.
     """
     model: torch.nn.Module
     if random:
@@ -204,7 +205,13 @@ def load_model(
             torch.manual_seed(_DUMMY_SEED)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True
+        model, told = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
         )
+        missing = sorted(told["missing_keys"])
+        if missing:
+            raise UnsupportedModel(
+                f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of what that needs "
+                f"({missing[0]}, ...); one of the two belongs to another model"
+            )
     return model.to(device)

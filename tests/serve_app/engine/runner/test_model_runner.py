@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
+from serve_app.engine.attention.supported import UnsupportedModel
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.model_runner import ModelRunner, choose_dtype
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.tiny import prompt, request, run_all
+
+_GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_head": 4, "n_embd": 64}
 
 
 def test_kv_bytes_are_the_pools(checkpoints: dict[str, Path]) -> None:
@@ -41,6 +46,16 @@ def test_an_explicit_dtype_is_obeyed_and_an_unknown_one_refused() -> None:
 def test_a_missing_checkpoint_is_an_error_at_load(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="config"):
         ModelRunner(tmp_path, EngineSettings())
+
+
+def test_weights_of_another_model_than_the_configs_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Else what is missing would be drawn at random, and the answers nonsense."""
+    shutil.copytree(checkpoints["qwen3"], tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    for changed in ({"num_hidden_layers": fields["num_hidden_layers"] + 1, "layer_types": None}, _GPT2):
+        (tmp_path / "config.json").write_text(json.dumps(fields | changed))
+        with pytest.raises(UnsupportedModel, match=r"the weights lack \d+ of what that needs"):
+            ModelRunner(tmp_path, EngineSettings(num_blocks=4))
 
 
 def test_logits_that_are_no_numbers_fail_their_sequence_alone(make_engine: MakeEngine, reference: Reference) -> None:
