@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import MODULES
+from serve_app.api.anthropic.request import MessagesBody
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.responses.request import ResponsesBody
 
@@ -91,7 +92,7 @@ def test_the_page_of_the_api_names_every_field() -> None:
         if line.startswith("| `"):
             names, *states, _ = [cell.strip() for cell in line.strip("|").split("|")]
             told |= dict.fromkeys(_CODE.findall(names), states)
-    for column, body in enumerate((ChatBody, CompletionBody, ResponsesBody)):
+    for column, body in enumerate((ChatBody, CompletionBody, ResponsesBody, MessagesBody)):
         expected = {
             **dict.fromkeys((*body.model_fields, *body.without_effect), "taken"),
             **dict.fromkeys(body.refused, "refused"),

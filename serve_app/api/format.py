@@ -33,11 +33,16 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused."""
+    """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused.
+
+    ``kept_5m_tokens``, ``kept_1h_tokens``: other tokens of the prompt, kept for so long because it was asked for.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    kept_5m_tokens: int = 0
+    kept_1h_tokens: int = 0
 
 
 class ShownToken(NamedTuple):
@@ -59,13 +64,14 @@ class ToldToken(NamedTuple):
 class Choice:
     """One finished answer. ``calls``: the tool calls that came after or between its text, each one whole.
 
-    ``logprobs``: of its tokens, None where nobody asked.
+    ``logprobs``: of its tokens, None where nobody asked. ``stop_sequence``: the stop string that ended it, "" for none.
     """
 
     text: str
     finish_reason: FinishReason
     calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[ToldToken, ...] | None = None
+    stop_sequence: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,8 @@ class AnswerStream(Protocol):
     def call(self, index: int, event: CallEvent) -> bytes:
         """Add a part of a tool call to a choice, where the API has tools."""
 
-    def finish(self, index: int, reason: FinishReason) -> bytes:
-        """End a choice."""
+    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+        """End a choice. ``stop_sequence``: the stop string that did, "" for none."""
 
     def usage(self, usage: Usage) -> bytes:
         """End the stream, with usage where the API or the client wants it."""

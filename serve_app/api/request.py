@@ -14,6 +14,17 @@ Prompt = str | tuple[int, ...]
 """Text to tokenize, or token ids (not yet compared with a vocabulary)."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheMark:
+    """A place in a conversation: what leads to it stays cached for ``ttl_s`` after its last read.
+
+    ``messages``: the conversation as far as the mark, the last message cut there; none: the tools alone.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    ttl_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFields:
     """What both kinds of requests say of what to generate and how to answer, validated.
@@ -76,7 +87,7 @@ class RequestFields:
 class ChatRequest(RequestFields):
     """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``.
 
-    ``repeated``: fields that the answer repeats, as its API shows them.
+    ``repeated``: fields that the answer repeats, as its API shows them. ``marks``: places up to which to keep its KV.
     """
 
     prompt_field = "messages"
@@ -88,6 +99,7 @@ class ChatRequest(RequestFields):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    marks: tuple[CacheMark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,17 @@ class Save:
     ttl_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """Keep the full blocks of a request's first ``tokens`` tokens once the request has computed them, and not apart.
+
+    ``ttl_s`` counts from the last read.
+    """
+
+    tokens: int
+    ttl_s: float
+
+
 class RemoteKv:
     """KV that is on its way to a request, which starts when that is ``done`` and not before.
 
@@ -98,11 +109,12 @@ class EngineRequest:
     store_kv: bool = True
     resumed_tokens: int = 0
     matcher: TokenMatcher | None = None
+    keep: tuple[KeptPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What became of the save that a request asked for.
+    """What became of the save that a request asked for, or of the prefixes to keep: of the first that did not fit.
 
     Of one that does not fit also ``needed_tokens``, which it would have kept in addition; ``held_tokens``, which the
     tenant's saves keep; and ``budget_tokens``, which they may: its share of the budget, with "too_large" the whole one.

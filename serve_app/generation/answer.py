@@ -32,7 +32,8 @@ class TokenSource(Protocol):
 class Piece:
     """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone.
 
-    ``logprobs``: of the tokens that begin within the text, where they were asked for.
+    ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
+    string ended the choice, in its last.
     """
 
     index: int
@@ -43,6 +44,7 @@ class Piece:
     save: SaveResult | None = None
     calls: tuple[CallEvent, ...] = ()
     logprobs: tuple[ToldToken, ...] = ()
+    stop_sequence: str = ""
 
 
 Pieces = AsyncGenerator[Piece, None]
@@ -66,7 +68,8 @@ async def choice_pieces(
             if stopped:
                 reason = "stop"
             told = reader.told(ended=reason is not None and not stopped)
-            yield Piece(index, before + text, taken, tokens.cached_tokens, reason, tokens.save, (), told)
+            ended_by = reader.stop_sequence if stopped else ""
+            yield Piece(index, before + text, taken, tokens.cached_tokens, reason, tokens.save, (), told, ended_by)
             before = ""
             if reason is not None:
                 return

@@ -160,6 +160,7 @@ class Dispatcher:
             store_kv=generation.store_kv,
             grammar=generation.grammar,
             resumed_tokens=generation.resumed_tokens,
+            keep=generation.keep,
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.engine.protocol import FinishReason, SamplingParams, Save, SaveResult, TokenLogprob
+from serve_app.engine.protocol import FinishReason, KeptPrefix, SamplingParams, Save, SaveResult, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,8 @@ class Generation:
     ``deadline_s``: the moment of ``time.perf_counter`` after which nobody waits for it any more. ``interval_s``: at
     least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
     its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
-    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer.
+    prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
+    to keep, the shortest first.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Generation:
     grammar: str = ""
     resumed_tokens: int = 0
     echo: str = ""
+    keep: tuple[KeptPrefix, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

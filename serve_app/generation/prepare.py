@@ -16,16 +16,17 @@ from itertools import takewhile
 
 import xxhash
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
-from serve_app.api.request import CompletionRequest, GenerateRequest
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, system_prompt_key
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import AdapterSpec, SamplingParams, Save, TokenRules
+from serve_app.engine.protocol import AdapterSpec, KeptPrefix, SamplingParams, Save, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
 from serve_app.generation.grammars import CheckedGrammars
+from serve_app.generation.marks import kept_prefixes
 from serve_app.generation.rules import refuse_without_logits, rules_of
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.structured.compiler import GrammarCompiler
@@ -118,6 +119,7 @@ class Preparer:
         async for encoded, system_text in self._encode(request, keys, tenant.name):
             sampling = self._sampling(request, len(encoded.token_ids), seed, rules)
             save = await self._save(request, keys.root, tenant.name, encoded, system_text)
+            keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
             placement_key = self._placement_key(request, keys, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
@@ -141,6 +143,7 @@ class Preparer:
                         store_kv=store_kv,
                         grammar=grammar,
                         echo=echo,
+                        keep=keep,
                     )
                 )
         return generations
@@ -251,6 +254,28 @@ class Preparer:
         )
         tokens = common_tokens(alone.token_ids, encoded.token_ids)
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
+
+    async def _keep(
+        self, request: GenerateRequest, keys: _Keys, tenant: str, encoded: EncodedPrompt
+    ) -> tuple[KeptPrefix, ...]:
+        """Return what a request's marks ask to keep of its prompt."""
+        if isinstance(request, CompletionRequest) or not request.marks:
+            return ()
+
+        async def encode(part: ChatRequest) -> TokenArray:
+            async for prompt, _ in self._encode(replace(part, add_generation_prompt=False), keys, tenant):
+                return prompt.token_ids
+            raise AssertionError("a chat is one prompt")
+
+        size = self._tokenizer.block_size
+        return tuple(await kept_prefixes(request, encoded.token_ids, encode, size))
+
+    async def count(self, request: ChatRequest, tenant: Tenant) -> int:
+        """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""
+        await self._prompts.keep_current(self._tokenizer)
+        adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
+        keys = self._keys(tenant, request.cache_salt, adapter)
+        return sum([len(encoded.token_ids) async for encoded, _ in self._encode(request, keys, tenant.name)])
 
     def _sampling(
         self, request: GenerateRequest, prompt_tokens: int, seed: int, rules: TokenRules | None

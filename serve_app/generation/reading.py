@@ -51,6 +51,11 @@ class AnswerReader:
         self._shown_chars += len(rest)
         return rest, stopped
 
+    @property
+    def stop_sequence(self) -> str:
+        """The stop string that ended the choice, "" where none did."""
+        return self._checker.found
+
     def told(self, *, ended: bool = False) -> tuple[ToldToken, ...]:
         """Return what is told of tokens that begin within the text so far; ``ended``: of all."""
         found = []

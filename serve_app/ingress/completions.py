@@ -18,7 +18,7 @@ from serve_app.api.format import AnswerFormat, AnswerHead, Usage
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import UnknownField, ignored_fields
-from serve_app.engine.protocol import SaveResult
+from serve_app.engine.protocol import KeptPrefix, SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import Allowance
@@ -37,6 +37,8 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+
+SAVE_FIELD = "save_system_prompt_kv_cache"
 
 _SAVE_WARNINGS = {
     "over_budget": "not saved: it needs {needed_tokens} tokens of KV beside the {held_tokens} that your saves hold, "
@@ -126,7 +128,7 @@ class Completions:
             place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
             allowance.end()
             raise
-        headers = {**sse.HEADERS, **warning_headers(first.save, wanted.unknown)}
+        headers = {**sse.HEADERS, **warning_headers(first.save, wanted.unknown, usage.asked_by)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + timeout_s + LAST_EVENT_S
         return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
@@ -236,7 +238,7 @@ class Completions:
             for call in piece.calls:
                 events += stream.call(piece.index, call)
             if piece.finish_reason is not None:
-                events += stream.finish(piece.index, piece.finish_reason)
+                events += stream.finish(piece.index, piece.finish_reason, piece.stop_sequence)
             return events
 
         try:
@@ -265,15 +267,27 @@ async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response
             answer.usage.add(piece)
             choices[piece.index].add(piece)
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], answer.usage.total())
-    return json_response(body, headers=warning_headers(answer.usage.save, unknown))
+    return json_response(body, headers=warning_headers(answer.usage.save, unknown, answer.usage.asked_by))
 
 
-def warning_headers(save: SaveResult | None, unknown: Sequence[UnknownField]) -> dict[str, str]:
-    """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole."""
+def warning_headers(
+    save: SaveResult | None, unknown: Sequence[UnknownField], asked_by: str = SAVE_FIELD
+) -> dict[str, str]:
+    """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole.
+
+    ``asked_by``: the field that asked to save.
+    """
     reason = _SAVE_WARNINGS.get(save.outcome) if save is not None else None
-    not_saved = f"save_system_prompt_kv_cache: {reason.format(**asdict(save))}" if save is not None and reason else ""
+    not_saved = f"{asked_by}: {reason.format(**asdict(save))}" if save is not None and reason else ""
     warning = "; ".join(filter(None, (not_saved, ignored_fields(unknown))))
     return {"x-warmpath-warning": warning} if warning else {}
+
+
+def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, int]:
+    """Return how many tokens that were not cached are kept now: for minutes, and for an hour."""
+    hour = max((kept.tokens for kept in keep if kept.ttl_s >= 3600), default=0)
+    most = max((kept.tokens for kept in keep), default=0)
+    return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
 
 
 class _Usage:
@@ -284,16 +298,21 @@ class _Usage:
         self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
         self._completion_tokens = 0
         self._cached_tokens = 0
+        self._keep = generations[0].keep
+        self._kept = (0, 0)
         self.save: SaveResult | None = None
+        self.asked_by = "cache_control" if self._keep else SAVE_FIELD
 
     def add(self, piece: Piece) -> None:
         self._completion_tokens += piece.new_tokens
         self.save = self.save or piece.save
         if piece.cached_tokens is not None and piece.index % self._choices == 0:
             self._cached_tokens += piece.cached_tokens
+            if self._keep and (piece.save is None or piece.save.outcome != "off"):
+                self._kept = kept_tokens(self._keep, piece.cached_tokens)
 
     def total(self) -> Usage:
-        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from serve_app.api.format import RenderError, RenderLimits
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.browsers import refuse_foreign_page
-from serve_app.ingress.http import error_headers, json_response, request_id_of
+from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
@@ -44,12 +44,12 @@ class RouteGuard:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
         tenant: Tenant | None = getattr(request.state, "tenant", None)
         if tenant is None:
-            tenant = request.state.tenant = self._tenants.authenticate(request.headers.get("authorization"))
+            tenant = request.state.tenant = self._tenants.authenticate(credentials(request))
         return tenant
 
     def sees_all(self, request: Request) -> bool:
         """Whether the caller may see every tenant: an operator key, or a deployment open to everyone."""
-        if self._tenants.is_operator(request.headers.get("authorization")):
+        if self._tenants.is_operator(credentials(request)):
             return True
         return self._tenants.open and not self._tenants.has_operators
 
@@ -59,7 +59,7 @@ class RouteGuard:
             return
         if not self._tenants.open:
             self.tenant(request)
-        elif not request.headers.get("authorization"):
+        elif not credentials(request):
             raise AuthenticationFailed("An operator key is needed; send it as `Authorization: Bearer KEY`.")
         raise PermissionDenied("This needs an operator key (operator_key_sha256 in the settings).")
 

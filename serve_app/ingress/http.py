@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -14,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from serve_app.errors import InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
+from serve_app.errors import AuthenticationFailed, InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
 
 T = TypeVar("T")
 
@@ -27,6 +28,20 @@ def request_id_of(request: Request) -> str:
     """Return the id that Serve answers with as ``x-request-id``: the client's own, or one Serve made."""
     context = _get_serve_request_context()
     return str(context.request_id or request.headers.get("x-request-id", ""))[:128]
+
+
+def credentials(request: Request) -> str | None:
+    """Return the Authorization header, or what it would be for a key in ``x-api-key``, Anthropic's header.
+
+    Raises AuthenticationFailed where both are there and differ.
+    """
+    authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
+    if key is None:
+        return authorization
+    scheme, _, other = (authorization or "").strip().partition(" ")
+    if authorization and (scheme.lower() != "bearer" or not hmac.compare_digest(other.strip().encode(), key.encode())):
+        raise AuthenticationFailed("Authorization and x-api-key hold different keys; send one of them.")
+    return f"Bearer {key}"
 
 
 async def read_body(

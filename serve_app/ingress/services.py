@@ -22,6 +22,7 @@ from router.serve.core_registry import core_for, decisions_for
 from router.serve.notices import read
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
+from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.format import AnswerFormat
 from serve_app.api.openai.response import adapter_body, model_body
 from serve_app.api.request import ChatRequest, GenerateRequest
@@ -30,7 +31,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_a
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.config.app import AppConfig
-from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -41,7 +42,7 @@ from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
-from serve_app.ingress.http import read_body
+from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
 from serve_app.ingress.observe.cache_state import NOTICES, cache_state
@@ -53,7 +54,7 @@ from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.tenants.secret import load_secret
-from serve_app.tenants.tenants import Tenants
+from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage.ledger import Ledger
@@ -97,6 +98,7 @@ class Services:
     completions: Completions
     health: Health
     stopping: Stopping
+    history: MessageHistory
     usage: UsageBook
 
     async def configure(self, config: AppConfig) -> None:
@@ -122,19 +124,33 @@ class Services:
         arrived_s = time.perf_counter()
         tenant = self.guard.tenant(request)
         with self.front_door.arrive(tenant.name) as arrival:
-            body = await read_body(request, self.config.max_body_bytes, arrival.grow)
-            if len(body) <= INLINE_BODY_BYTES:
-                wanted = parse(body)
-            else:
-                wanted = await self.workers.run(tenant.name, len(body), parse, body)
-            del body
-            if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
-                unread = self.tokenizer.unread_variables(wanted.chat_template_kwargs)
-                more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
-                wanted = replace(wanted, unknown=(*wanted.unknown, *more))
-            if self.config.strict:
-                require_none(wanted.unknown)
+            wanted = await self._wanted(request, tenant, arrival, parse)
             return await self.completions.respond(request, wanted, answer_format, tenant, arrival, arrived_s)
+
+    async def count_tokens(self, request: Request, parse: Callable[[bytes], ChatRequest]) -> int:
+        """Return how many tokens the prompt of a request has. Raises a ``WarmpathError``."""
+        tenant = self.guard.tenant(request)
+        with self.front_door.arrive(tenant.name) as arrival:
+            wanted = await self._wanted(request, tenant, arrival, parse)
+            assert isinstance(wanted, ChatRequest)
+            return await self.preparer.count(wanted, tenant)
+
+    async def _wanted(
+        self, request: Request, tenant: Tenant, arrival: Arrival, parse: Callable[[bytes], GenerateRequest]
+    ) -> GenerateRequest:
+        """Return what a request's body asks for. Raises a ``WarmpathError``."""
+        body = await read_body(request, self.config.max_body_bytes, arrival.grow)
+        if len(body) <= INLINE_BODY_BYTES:
+            wanted = parse(body)
+        else:
+            wanted = await self.workers.run(tenant.name, len(body), parse, body)
+        if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
+            unread = self.tokenizer.unread_variables(wanted.chat_template_kwargs)
+            more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
+            wanted = replace(wanted, unknown=(*wanted.unknown, *more))
+        if self.config.strict:
+            require_none(wanted.unknown)
+        return wanted
 
     async def body(self, request: Request) -> bytes:
         """Return the request's body. Raises RequestTooLarge and RequestTimeout."""
@@ -142,7 +158,7 @@ class Services:
 
     def models(self, request: Request) -> list[dict[str, Any]]:
         """Return the models of whoever asks; where files lie is shown to operators, and where nobody else is."""
-        operator = self.tenants.is_operator(request.headers.get("authorization"))
+        operator = self.tenants.is_operator(credentials(request))
         tenant = None if operator else self.guard.tenant(request)
         names = None if tenant is None else tenant.models
         specs = self.adapters.visible(None if tenant is None else tenant.name, names)
@@ -280,6 +296,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
         stopping=stopping,
+        history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=UsageBook(ledger, broadcast.ingresses),
     )
     return services

@@ -17,6 +17,7 @@ from router.protocol.events import LoadReport
 from serve_app.engine.protocol import (
     EngineRequest,
     FinishReason,
+    KeptPrefix,
     SamplingParams,
     Save,
     SaveResult,
@@ -34,7 +35,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
-    ``store_kv``, ``resumed_tokens``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
+    ``store_kv``, ``resumed_tokens``, ``keep``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     store_kv: bool = True
     grammar: str = ""
     resumed_tokens: int = 0
+    keep: tuple[KeptPrefix, ...] = ()
 
     def to_engine_request(
         self, block_hashes: bytes, router_id: str, reservation: int, matcher: TokenMatcher | None = None
@@ -74,6 +76,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
             store_kv=self.store_kv,
             resumed_tokens=self.resumed_tokens,
             matcher=matcher,
+            keep=self.keep,
         )
 
 

@@ -151,7 +151,7 @@ class StopChecker:
     """Ends a text before the first stop string in it, however the text is cut into pieces.
 
     First means the one that is complete first; of two complete at the same character, the longer. ``include``: the text
-    ends behind it.
+    ends behind it. ``found``: the stop string that ended it, "" before.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
@@ -163,6 +163,7 @@ class StopChecker:
         self._held = ""
         self._early = 0
         self._stopped = False
+        self.found = ""
 
     def push(self, text: str, *, early: bool = False) -> tuple[str, bool]:
         """Return (text that is safe to show, whether a stop string was found); nothing is shown after one.
@@ -182,6 +183,7 @@ class StopChecker:
         found = min(ends, default=None)
         if found is not None:
             self._held, self._stopped = "", True
+            self.found = seen[found[1] : found[0]]
             return seen[: found[0] if self._include else found[1]], True
         held = self._held_chars(seen)
         self._early = max(0, self._early - len(seen) + held)

@@ -103,7 +103,7 @@ class PromptTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend: Any = backend
-        self._block_size = block_size
+        self.block_size = block_size
         self._segmenter = Segmenter(backend)
         self._prefix, self._suffix = self._find_template_ids()
         self._cache = SegmentCache(cache_bytes)
@@ -222,9 +222,9 @@ class PromptTokenizer:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise InvalidRequest(f"Token ids must be from 0 to {self.vocab_size - 1}.", param="prompt")
         token_ids = np.array(ids, dtype=np.int32)
-        public_blocks = self._public.count(token_ids) // self._block_size if public_root else 0
+        public_blocks = self._public.count(token_ids) // self.block_size if public_root else 0
         root = public_root + root if public_blocks else root
-        return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self._block_size), public_blocks)
+        return EncodedPrompt(token_ids, extend_chain(root, public_blocks, token_ids, self.block_size), public_blocks)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special ones left out."""
@@ -311,13 +311,13 @@ class PromptTokenizer:
         known = [segment for segment in lookup.ids if segment is not None]
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
         token_ids: TokenArray = np.concatenate((prefix, *known, suffix))
-        public_blocks = lookup.public.count(token_ids) // self._block_size if lookup.public_root else 0
+        public_blocks = lookup.public.count(token_ids) // self.block_size if lookup.public_root else 0
         root = lookup.public_root + lookup.root if public_blocks else lookup.root
 
         def hash_from(chain: bytes | bytearray, end: int) -> bytes:
             """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
             done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
-            return next_hashes(root, public_blocks, token_ids[:end], self._block_size, done, last)
+            return next_hashes(root, public_blocks, token_ids[:end], self.block_size, done, last)
 
         new_hashes = self._fill_hashes(lookup, known, len(prefix), hash_from)
         if lookup.missing or new_hashes:

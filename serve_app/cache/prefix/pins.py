@@ -97,6 +97,11 @@ class Pins:
         """Return the distinct blocks each tenant has pinned (any thread)."""
         return {tenant: len(account.counts) for tenant, account in self._accounts.copy().items()}
 
+    def of_tenant(self, tenant: str) -> int:
+        """Return how many prefixes a tenant has pinned."""
+        account = self._accounts.get(tenant)
+        return len(account.pins) if account is not None else 0
+
     def pinned_leading(self, blocks: Iterable[int], tenant: str | None = None) -> int:
         """Return how many leading blocks of a prefix are pinned, by anybody or by one tenant."""
         account = self._accounts.get(tenant) if tenant is not None else None

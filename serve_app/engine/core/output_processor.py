@@ -73,6 +73,8 @@ class OutputProcessor:
         self.scheduler.computed(item, max(taken - 1, 0))
         if sequence.prefilling:
             return
+        if sequence.request.keep and sequence.first_token_s is None:
+            self.saves.keep(sequence)
         if reason is not None:
             self.end(sequence, reason, tokens=tokens, logprobs=result.logprobs[: len(tokens)], now=now)
         else:

@@ -1,4 +1,4 @@
-"""Explicit saves: a prefix is computed before the request that asks for it, and pinned.
+"""Explicit saves: a prefix is computed before the request that asks for it, and pinned; or after, what it computed.
 
 Owns the saves under way: each is a sequence of its own, without a client. In: sequences that arrive or end; out: the
 sequence to run first, pins in the cache, and each request's outcome. A save that fails is a warning, never the
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from router.protocol.block_hash import HASH_BYTES
+from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
@@ -23,6 +23,9 @@ from serve_app.engine.protocol import FinishReason, Save, SaveOutcome, SaveResul
 from serve_app.engine.scheduling.sequence import SequenceState
 
 _log = logging.getLogger(__name__)
+
+MAX_KEPT_PREFIXES = 256
+"""Pins that one tenant's requests may add to its others: each remembers all of its blocks."""
 
 Write = Callable[[list[CachedBlock], float | None], bool]
 
@@ -95,6 +98,35 @@ class PromptSaves:
             outcome = "present" if outcome == "saved" else outcome
         return True
 
+    def keep(self, sequence: SequenceState) -> None:
+        """Pin the prefixes that a request asks to keep, as far as they fit, now that all of its prompt has KV."""
+        cache, tenant = self._cache, sequence.request.tenant
+        if not cache.enabled:
+            self._record_outcome(sequence, "off")
+            return
+        outcomes: list[SaveOutcome] = []
+        for kept in sequence.request.keep:
+            blocks = min(kept.tokens // cache.block_size, sequence.published)
+            if not blocks:
+                continue
+            # Equal prefixes are one pin; nobody's request renews another tenant's.
+            key = hash_at(sequence.chain, blocks - 1) + tenant.encode()
+            if cache.renew_pin(key, kept.ttl_s):
+                outcomes.append("present")
+            elif blocks > cache.pins.budget_blocks:
+                self._record_outcome(sequence, "too_large", (blocks, 0, cache.pins.budget_blocks))
+                return
+            elif (
+                cache.pins.of_tenant(tenant) >= MAX_KEPT_PREFIXES
+                or cache.pin(key, sequence.blocks[:blocks], kept.ttl_s, tenant=tenant) == "over_budget"
+            ):
+                self._record_outcome(sequence, "over_budget", self._room(sequence, blocks))
+                return
+            else:
+                outcomes.append("saved")
+        if outcomes:
+            self._record_outcome(sequence, "saved" if "saved" in outcomes else "present")
+
     def take_over(self, saved: SavedPrefix, blocks: list[int]) -> PinOutcome:
         """Keep what another replica kept as a save; ``blocks``: all of the prefix."""
         outcome = self._cache.pin(saved.key, blocks, saved.ttl_s, tenant=saved.tenant, unread_s=saved.unread_s)
@@ -120,6 +152,7 @@ class PromptSaves:
             block_hashes=chain,
             sampling=replace(request.sampling, max_tokens=0),
             save=None,
+            keep=(),
             timeout_s=math.inf,
         )
         self._under_way[first.request_id] = _UnderWay(save, blocks)

@@ -33,11 +33,12 @@ async def pieces_with_calls(
                     events, reason = events[:end], "stop"
             if reason == "stop" and reader.calls:
                 reason = "tool_calls"
+            stop_sequence = piece.stop_sequence
             *first, last = _in_order(events)
             for text, calls in first:
                 yield replace(piece, text=text, calls=calls, finish_reason=None)
                 piece = Piece(piece.index, "")
-            yield replace(piece, text=last[0], calls=last[1], finish_reason=reason)
+            yield replace(piece, text=last[0], calls=last[1], finish_reason=reason, stop_sequence=stop_sequence)
             if reason is not None:
                 return
 
@@ -67,6 +68,7 @@ class WholeChoice:
         self._call_id = self._name = ""
         self._arguments: list[str] = []
         self._reason: FinishReason = "length"
+        self._stop_sequence = ""
 
     def add(self, piece: Piece) -> None:
         """Take the next piece."""
@@ -81,13 +83,13 @@ class WholeChoice:
             else:
                 self._end(event)
         if piece.finish_reason is not None:
-            self._reason = piece.finish_reason
+            self._reason, self._stop_sequence = piece.finish_reason, piece.stop_sequence
 
     def choice(self) -> Choice:
         """Return what the pieces are together."""
         reason: FinishReason = "stop" if self._reason == "tool_calls" and not self._calls else self._reason
         told = None if self._told is None else tuple(self._told)
-        return Choice("".join(self._texts), reason, tuple(self._calls), told)
+        return Choice("".join(self._texts), reason, tuple(self._calls), told, self._stop_sequence)
 
     def _end(self, event: CallEnded) -> None:
         arguments = "".join(self._arguments)

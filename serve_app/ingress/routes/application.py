@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from serve_app.api.anthropic.request import CountTokensBody, MessagesBody
+from serve_app.api.anthropic.response import anthropic_error
 from serve_app.api.openai.request import ChatBody, CompletionBody
 from serve_app.api.openai.response import openai_error
 from serve_app.api.openai.responses.request import ResponsesBody
@@ -19,13 +21,16 @@ from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
-from serve_app.ingress.routes import adapters, models, openai, operations, usage
+from serve_app.ingress.routes import adapters, anthropic, models, openai, operations, usage
 from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
-BODIES = (ChatBody, CompletionBody, ResponsesBody, LoadAdapterBody, UnloadAdapterBody, ExplainBody)
-ROUTERS = tuple(routes.router for routes in (openai, models, adapters, usage, operations))
+BODIES = (
+    ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody,
+    LoadAdapterBody, UnloadAdapterBody, ExplainBody,
+)  # fmt: skip
+ROUTERS = tuple(routes.router for routes in (openai, anthropic, models, adapters, usage, operations))
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 
@@ -91,7 +96,11 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         shown = MethodNotAllowed(f"{request.method} is not allowed on {path[:200]}; use {_allowed(error)}.")
     else:
         shown = NotFound(f"There is no {path[:200]} here; {_advice(path)}")
-    answer = openai_error(shown, request_id_of(request))
+    request_id = request_id_of(request)
+    if path == anthropic.PATH or path.startswith(f"{anthropic.PATH}/"):
+        answer = anthropic_error(shown, request_id)
+        return json_response(answer.body, answer.status, {"request-id": request_id})
+    answer = openai_error(shown, request_id)
     return json_response(answer.body, answer.status)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
@@ -79,7 +80,9 @@ def scripted(path: Path) -> Iterator[tuple[str, Script]]:
         "config": config,
         "tenants": tenants,
         "tokenizer": tokenizer,
+        "preparer": preparer,
         "stopping": stopping,
+        "history": MessageHistory(),
         "front_door": front_door,
         "workers": FairWorkers(shares),
         "guard": RouteGuard(tenants, metrics, stopping),

@@ -86,7 +86,7 @@ class _Stream:
             return self._item_event("response.function_call_arguments.delta", delta=event.json)
         return b""  # what ends the item tells whether it is complete
 
-    def finish(self, index: int, reason: FinishReason) -> bytes:
+    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
         self._reason = reason
         events = b"" if self._output else self._open_message()
         return events + self._close("incomplete" if reason == "length" else "completed")

@@ -77,6 +77,8 @@ def test_the_schema_names_the_real_bodies() -> None:
         "/v1/chat/completions": "ChatBody",
         "/v1/completions": "CompletionBody",
         "/v1/responses": "ResponsesBody",
+        "/v1/messages": "MessagesBody",
+        "/v1/messages/count_tokens": "CountTokensBody",
         "/v1/load_lora_adapter": "LoadAdapterBody",
         "/v1/unload_lora_adapter": "UnloadAdapterBody",
         "/v1/cache/explain": "ExplainBody",

@@ -1,0 +1,183 @@
+"""Anthropic's system prompt, messages and blocks -> messages as templates read them, and the places that are marked.
+
+Owns the rules of ``cache_control``: how many marks, in which order, on what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from serve_app.api.request import CacheMark
+from serve_app.errors import InvalidRequest
+
+MAX_MARKS = 4
+TTLS_S = {"5m": 300.0, "1h": 3600.0}
+MAX_ID_CHARS = 1024
+ROLES = ("user", "assistant", "system")
+CALL_PREFIX = "toolu_"
+
+_FIELDS = {
+    "text": frozenset({"type", "text", "cache_control", "citations"}),
+    "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
+    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
+}
+BLOCK_FIELDS = tuple(f"messages[].content[].{name}" for name in sorted(frozenset().union(*_FIELDS.values())))
+_UNSHOWN = frozenset({"thinking", "redacted_thinking"})
+
+
+class Conversation:
+    """A conversation that is read block by block: tools, then the system prompt, then messages.
+
+    ``messages``: as templates read them. ``marks``: places up to which to keep KV. ``ignored``: paths of fields that
+    nothing reads.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.marks: list[CacheMark] = []
+        self.ignored: set[str] = set()
+        self._shorter = False
+        self._marked_last = 0.0
+
+    def add_tools(self, controls: Iterable[Any]) -> None:
+        """Take the ``cache_control`` of each tool. Raises InvalidRequest, as everything here."""
+        for index, control in enumerate(controls):
+            self._mark(control, f"tools[{index}]")
+
+    def add_system(self, system: str | list[Any]) -> None:
+        """Take the system prompt; blocks are joined as they are, with nothing between them."""
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        if not blocks or system == "":
+            return
+        self.messages.append({"role": "system", "content": ""})
+        for index, block in enumerate(blocks):
+            path = f"system[{index}]"
+            if _kind(block, path) != "text":
+                raise InvalidRequest(f"{path} must be a text block.", param=path)
+            self._add_text(block, path)
+
+    def add_message(self, message: Any, index: int) -> None:
+        """Take a message. A result of a tool is a message of its own, for templates have a role for it."""
+        path = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise InvalidRequest(f"{path} must be an object whose role is one of {', '.join(ROLES)}.", param=path)
+        self.ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
+        if isinstance(content, str):
+            self.messages.append({"role": role, "content": content})
+            self._marked_last = 0.0
+            return
+        where = f"{path}.content"
+        if not isinstance(content, list) or not content:
+            raise InvalidRequest(f"{where} must be a string or a list of at least one block.", param=where)
+        began = len(self.messages)
+        for number, block in enumerate(content):
+            self._add_block(role, block, f"{where}[{number}]", began)
+
+    def mark_all(self, control: Any) -> None:
+        """Take the body's own ``cache_control``, which marks the last block there is."""
+        ttl_s = _ttl_s(control, "cache_control")
+        if ttl_s and ttl_s == self._marked_last:
+            return  # it says so itself
+        if ttl_s and self._marked_last:
+            raise InvalidRequest("cache_control must have the ttl of the last block's own.", param="cache_control")
+        last = self.messages[-1]
+        if last["content"] or "tool_calls" in last or last["role"] == "tool":
+            self._mark(control, "")
+
+    def _add_block(self, role: str, block: Any, path: str, began: int) -> None:
+        kind = _kind(block, path)
+        if kind in _UNSHOWN:
+            return  # no model here wrote it, and no template has a place for it
+        allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use"), "system": ("text",)}[role]
+        if kind not in allowed:
+            raise InvalidRequest(
+                f"{path} has the type {str(kind)[:64]!r}; this version takes {' and '.join(allowed)} from {role}.",
+                param=path,
+            )
+        self.ignored.update(
+            f"messages[].content[].{name}"
+            for name in block.keys() - _FIELDS[kind]
+            if block[name] not in (None, [], False)
+        )
+        if kind == "tool_result":
+            result = _result_text(block.get("content"), f"{path}.content")
+            call_id = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
+            self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
+            self._mark(block.get("cache_control"), path)
+            return
+        if len(self.messages) == began or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        if kind == "text":
+            self._add_text(block, path)
+            return
+        name, arguments = block.get("name"), block.get("input")
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raise InvalidRequest(f"{path} must have a name, and an input that is an object.", param=path)
+        call_id = _call_id(block.get("id"), f"{path}.id")
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        last = self.messages[-1]
+        last["tool_calls"] = [*last.get("tool_calls", ()), call]
+        self._mark(block.get("cache_control"), path)
+
+    def _add_text(self, block: dict[str, Any], path: str) -> None:
+        text = block.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{path}.text must be a string.", param=f"{path}.text")
+        self.messages[-1]["content"] += text
+        if not text and block.get("cache_control") is not None:
+            field = f"{path}.cache_control"
+            raise InvalidRequest(f"{field} cannot be set for empty text blocks.", param=field)
+        self._mark(block.get("cache_control"), path)
+
+    def _mark(self, control: Any, path: str) -> None:
+        field = f"{path}.cache_control" if path else "cache_control"
+        ttl_s = self._marked_last = _ttl_s(control, field)
+        if not ttl_s:
+            return
+        if len(self.marks) == MAX_MARKS:
+            raise InvalidRequest(f"{field} is one more than the {MAX_MARKS} that there may be.", param=field)
+        if ttl_s > TTLS_S["5m"] and self._shorter:
+            raise InvalidRequest(f"{field} has the ttl 1h, and must come before all that have 5m.", param=field)
+        self._shorter = self._shorter or ttl_s == TTLS_S["5m"]
+        self.marks.append(CacheMark(tuple(dict(message) for message in self.messages), ttl_s))
+
+
+def _kind(block: Any, path: str) -> Any:
+    if not isinstance(block, dict):
+        raise InvalidRequest(f'{path} must be an object, as {{"type": "text", "text": "..."}}.', param=path)
+    return block.get("type")
+
+
+def _ttl_s(control: Any, field: str) -> float:
+    """Return how long a mark keeps, 0 where there is none."""
+    if control is None:
+        return 0.0
+    ttl = control.get("ttl") or "5m" if isinstance(control, Mapping) and control.get("type") == "ephemeral" else None
+    if not isinstance(ttl, str) or ttl not in TTLS_S:
+        raise InvalidRequest(f'{field} must be {{"type": "ephemeral"}}, with a ttl of "5m" or "1h".', param=field)
+    return TTLS_S[ttl]
+
+
+def _call_id(call_id: Any, path: str) -> str:
+    if not isinstance(call_id, str) or not 1 <= len(call_id) <= MAX_ID_CHARS:
+        raise InvalidRequest(f"{path} must be a string of 1 to {MAX_ID_CHARS} characters.", param=path)
+    return call_id.removeprefix(CALL_PREFIX)  # some templates refuse ids that are not of the model's own form
+
+
+def _result_text(content: Any, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path} must be a string or a list of text blocks.", param=path)
+    texts: list[str] = []
+    for index, block in enumerate(content):
+        if _kind(block, f"{path}[{index}]") != "text" or not isinstance(block.get("text"), str):
+            raise InvalidRequest(f"{path}[{index}] must be a text block: this version reads no other.", param=path)
+        if block.get("cache_control") is not None:
+            where = f"{path}[{index}].cache_control"
+            raise InvalidRequest(f"{where} is not supported by this version; mark the tool_result itself.", param=where)
+        texts.append(block["text"])
+    return "".join(texts)

@@ -1,0 +1,227 @@
+"""The bodies of ``POST /v1/messages`` and ``/v1/messages/count_tokens`` -> ChatRequest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from serve_app.api.anthropic.conversation import BLOCK_FIELDS, Conversation
+from serve_app.api.anthropic.history import Asked, digest, digests
+from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text256, Text1024, Whole
+from serve_app.api.openai.sampling import MAX_TOKENS
+from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
+from serve_app.api.request import ChatRequest
+from serve_app.api.tool_calls import ToolUse
+from serve_app.errors import InvalidRequest
+from serve_app.structured.grammar import Grammar
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+NOT_THINKING = {"type": "disabled"}
+
+Control = Annotated[Any, Field(description='{"type": "ephemeral"}, with a ttl of "5m" or "1h"')]
+
+
+class MessageTool(JsonBody):
+    """A function that the model may call."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"allowed_callers", "eager_input_streaming"})
+
+    type: Annotated[
+        Literal["custom"] | None, Must('"custom", or left out: other tools are not supported by this version')
+    ] = None
+    name: FunctionName
+    description: Description = None
+    input_schema: Annotated[dict[str, Any], Must("an object, the JSON Schema of the input")]
+    cache_control: Control = None
+    strict: Flag | None = Field(None, description="holds where the answer must call; elsewhere the model is free")
+
+
+class MessageToolChoice(JsonBody):
+    """Whether the answer may or must call, and what."""
+
+    type: Annotated[Literal["auto", "any", "tool", "none"], Must("auto, any, tool or none")]
+    name: Annotated[str | None, Must("the name of a tool")] = None
+    disable_parallel_tool_use: Flag | None = Field(None, description="true: the answer ends with its first call")
+
+
+class OutputConfig(JsonBody):
+    """What the answer must look like. ``effort`` changes nothing."""
+
+    effort: str | None = None
+    format: Annotated[dict[str, Any] | None, Must("an object with type and schema")] = None
+
+
+class DiagnosticsBody(JsonBody):
+    """Ask why the cache was missed."""
+
+    previous_message_id: Text256 = Field(None, description="the id of the answer to compare with")
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_STOPS:
+        raise ValueError
+    if not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in value):
+        raise ValueError
+    return tuple(dict.fromkeys(value))
+
+
+_INNER_FIELDS = (
+    *BLOCK_FIELDS,
+    *(f"tools[].{name}" for name in MessageTool.model_fields),
+)
+
+
+class CountTokensBody(JsonBody):
+    """The body of ``POST /v1/messages/count_tokens``: all that a prompt is made of."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id"}
+    )
+    bounded: ClassVar[Mapping[str, int]] = {
+        "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
+        "stop_sequences": 1 << 10,
+    }  # fmt: skip
+    refused: ClassVar[Refused] = {
+        "thinking": (NOT_THINKING,),
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": ({},),
+        "speed": ("standard",),
+        "output_format": (),
+    }
+    instead: ClassVar[Mapping[str, str]] = {"output_format": "output_config.format"}
+
+    model: Annotated[
+        str,
+        Field(min_length=1, max_length=256),
+        Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
+    ] = Field(description="the served model, or a LoRA adapter")
+    messages: Annotated[
+        list[Any], Field(min_length=1), Must("a list of at least one message")
+    ] = Field(description="text, calls of tools, their results; a last assistant's text goes on")  # fmt: skip
+    system: Annotated[str | list[Any], Must("a string or a list of text blocks")] = ""
+    tools: Annotated[
+        list[Annotated[MessageTool, Must("an object with name and input_schema")]],
+        Field(max_length=MAX_TOOLS),
+        Must(f"a list of at most {MAX_TOOLS} tools"),
+    ] = Field([], description="functions that the model may call")
+    tool_choice: Annotated[
+        MessageToolChoice | None, Must("an object whose type is auto, any, tool or none")
+    ] = Field(None, description="whether the model may or must call, and what")  # fmt: skip
+    cache_control: Control = None
+    output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
+    cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
+
+    def request(self) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        read = Conversation()
+        read.add_tools(tool.cache_control for tool in self.tools)
+        read.add_system(self.system)
+        for index, message in enumerate(self.messages):
+            read.add_message(message, index)
+        if not read.messages or read.messages[-1]["role"] == "system":
+            raise InvalidRequest("messages must end with words of user or assistant.", param="messages")
+        read.mark_all(self.cache_control)
+        for tool in self.tools:
+            read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
+        goes_on = read.messages[-1]["role"] == "assistant" and "tool_calls" not in read.messages[-1]
+        use = self._tool_use()
+        return ChatRequest(
+            model=self.model,
+            messages=tuple(read.messages),
+            marks=tuple(read.marks),
+            tool_use=use,
+            add_generation_prompt=not goes_on,
+            continue_final_message=goes_on,
+            grammar=self._grammar(),
+            cache_salt=self.cache_salt,
+            unknown=self.unknown(sorted(read.ignored), _INNER_FIELDS),
+        )
+
+    def _tool_use(self) -> ToolUse:
+        functions = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]
+        choice = self.tool_choice
+        if choice is None:
+            return tool_use(functions, "auto")
+        if (choice.type == "tool") != (choice.name is not None):
+            raise InvalidRequest("tool_choice has a name where its type is tool, and there alone.", param="tool_choice")
+        kind = {"any": "required", "tool": "auto"}.get(choice.type, choice.type)
+        return tool_use(functions, kind, choice.name or "", parallel=not choice.disable_parallel_tool_use)
+
+    def _grammar(self) -> Grammar | None:
+        asked, field = self.output_config.format, "output_config.format"
+        if asked is None:
+            return None
+        if asked.get("type") != "json_schema" or not isinstance(asked.get("schema"), dict):
+            raise InvalidRequest(f"{field} must have the type json_schema and a schema, an object.", param=field)
+        return Grammar.json_schema(asked["schema"], f"{field}.schema")
+
+
+class MessagesBody(CountTokensBody):
+    """The body of ``POST /v1/messages``."""
+
+    max_tokens: Annotated[
+        int, Field(ge=0, le=MAX_TOKENS), Whole, Must(f"a whole number from 0 to {MAX_TOKENS}")
+    ] = Field(description="0: compute and cache the prompt, answer nothing")  # fmt: skip
+    temperature: Annotated[
+        float, Field(ge=0, le=1, description="below 0.00001: greedy"), Must("a number from 0 to 1")
+    ] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1), Must("a number above 0 and at most 1")] = 1.0
+    top_k: Annotated[
+        int, Field(ge=0, le=MAX_TOKENS), Whole, Must(f"a whole number from 0 to {MAX_TOKENS}")
+    ] = Field(0, description="0: all tokens")  # fmt: skip
+    stop_sequences: Annotated[
+        tuple[str, ...],
+        PlainValidator(_stops, json_schema_input_type=list[str]),
+        Must(f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
+    ] = Field((), description="strings that end the answer and are no part of it")
+    stream: Flag = False
+    diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
+    store_kv: Annotated[bool | None, Must("true or false")] = Field(
+        None, description="false: read the cache and leave nothing in it; default: the tenant's setting"
+    )
+
+    def request(self) -> ChatRequest:
+        """Return the validated request. Raises InvalidRequest where fields do not go together."""
+        if self.stream and not self.max_tokens:
+            raise InvalidRequest("max_tokens must be at least 1 where stream is true.", param="max_tokens")
+        prompt = super().request()
+        return replace(
+            prompt,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences,
+            stream=self.stream,
+            store_kv=self.store_kv,
+            repeated={"diagnostics": self._asked(prompt)},
+        )
+
+    def _asked(self, prompt: ChatRequest) -> Asked:
+        """Return what the answer's format compares with an earlier request."""
+        messages = prompt.messages
+        at = 1 if messages[0]["role"] == "system" else 0
+        previous = self.diagnostics.previous_message_id if self.diagnostics is not None else None
+        return Asked(
+            digest([self.model, self.cache_salt]),
+            digest(messages[:at]),
+            digest(prompt.tool_use.tools),
+            digests(messages[at:]),
+            previous is not None,
+            previous or "",
+        )
+
+
+def parse_messages(body: bytes) -> ChatRequest:
+    """Read the body of ``POST /v1/messages``. Raises InvalidRequest, and nothing else, when it is wrong."""
+    return MessagesBody.parse(body).request()
+
+
+def parse_count(body: bytes) -> ChatRequest:
+    """Read the body of ``POST /v1/messages/count_tokens``. Raises InvalidRequest, and nothing else."""
+    return CountTokensBody.parse(body).request()

@@ -1,0 +1,214 @@
+"""Answers in the shapes of Anthropic's messages: one message, or events that build it; errors, limits, models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from serve_app.api.anthropic.conversation import CALL_PREFIX
+from serve_app.api.anthropic.history import Asked, TenantHistory
+from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
+from serve_app.api.sse import named_event
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
+from serve_app.errors import WarmpathError
+from serve_app.fairness.rate_limits import LimitsLeft
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+def anthropic_error(error: WarmpathError, request_id: str) -> ErrorAnswer:
+    """Return an error as Anthropic shows it; a deployment that can take nothing now is a 529."""
+    status = 529 if error.status == 503 else error.status
+    return ErrorAnswer(status, {**_error_body(error, status), "request_id": request_id})
+
+
+def anthropic_limits(left: LimitsLeft) -> dict[str, str]:
+    """Return Anthropic's headers of what is left of a tenant's limits."""
+    headers: dict[str, str] = {}
+    for name, one in (("requests", left.requests), ("tokens", left.tokens)):
+        if one is not None:
+            headers[f"anthropic-ratelimit-{name}-limit"] = str(one.limit)
+            headers[f"anthropic-ratelimit-{name}-remaining"] = str(one.remaining)
+            headers[f"anthropic-ratelimit-{name}-reset"] = _moment(datetime.now(UTC) + timedelta(seconds=one.reset_s))
+    return headers
+
+
+def anthropic_model(model: dict[str, Any]) -> dict[str, Any]:
+    """Return one of OpenAI's models as Anthropic shows it."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": _moment(datetime.fromtimestamp(model["created"], UTC)),
+        "lifecycle": "active",
+        "max_input_tokens": model["max_model_len"],
+        "max_tokens": model["max_model_len"],
+    }
+
+
+def anthropic_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the list of models, all on one page."""
+    ids = [model["id"] for model in models]
+    return {
+        "data": [anthropic_model(model) for model in models],
+        "has_more": False,
+        "first_id": ids[0] if ids else None,
+        "last_id": ids[-1] if ids else None,
+    }
+
+
+class MessagesFormat:
+    """Messages; an ``AnswerFormat`` of answers with one choice. ``history``: of the tenant that asks."""
+
+    def __init__(self, history: TenantHistory) -> None:
+        self._history = history
+
+    def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of a message that is not streamed."""
+        choice = choices[0]
+        content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
+        content += [
+            {
+                "type": "tool_use",
+                "id": _shown_id(call.call_id),
+                "name": call.name,
+                "input": msgspec.json.decode(call.arguments),
+            }
+            for call in choice.calls
+        ]
+        return {
+            **message_head(head, usage, self._history),
+            "content": content,
+            **_stop(choice.finish_reason, choice.stop_sequence),
+        }
+
+    def stream(self, head: AnswerHead) -> AnswerStream:
+        """Begin a message in events."""
+        return _Stream(head, self._history)
+
+    error = staticmethod(anthropic_error)
+
+
+class _Stream:
+    """The events of one streamed message; an ``AnswerStream``."""
+
+    def __init__(self, head: AnswerHead, history: TenantHistory) -> None:
+        self._head = head
+        self._history = history
+        self._blocks = 0
+        self._open = ""
+        self._stop: dict[str, Any] = {}
+
+    def opening(self, index: int, usage: Usage) -> bytes:
+        message = {
+            **message_head(self._head, usage, self._history),
+            "content": [], "stop_reason": None, "stop_sequence": None,
+        }  # fmt: skip
+        return _event("message_start", message=message)
+
+    def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
+        begun = b"" if self._open == "text" else self._begin({"type": "text", "text": ""})
+        return begun + self._delta({"type": "text_delta", "text": text})
+
+    def call(self, index: int, event: CallEvent) -> bytes:
+        if isinstance(event, CallBegun):
+            block = {"type": "tool_use", "id": _shown_id(event.call_id), "name": event.name, "input": {}}
+            return self._begin(block)
+        if isinstance(event, CallArguments):
+            return self._delta({"type": "input_json_delta", "partial_json": event.json})
+        return self._end()
+
+    def finish(self, index: int, reason: FinishReason, stop_sequence: str = "") -> bytes:
+        self._stop = _stop(reason, stop_sequence)
+        return self._end()
+
+    def usage(self, usage: Usage) -> bytes:
+        """End with why it ended and with usage, which is always told."""
+        shown = {name: value for name, value in _usage(usage).items() if name.endswith("_tokens")}
+        return _event("message_delta", delta=self._stop, usage=shown) + _event("message_stop")
+
+    def error(self, error: WarmpathError) -> bytes:
+        """End with an event that holds the error."""
+        return named_event("error", _encode(_error_body(error, 529 if error.status == 503 else error.status)))
+
+    def _begin(self, block: dict[str, Any]) -> bytes:
+        ended = self._end()
+        self._open = block["type"]
+        self._blocks += 1
+        return ended + _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _end(self) -> bytes:
+        """End the block that is open, if one is."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def message_head(head: AnswerHead, usage: Usage, history: TenantHistory) -> dict[str, Any]:
+    """Return what a message has before its content is known; the request is remembered in ``history``."""
+    message_id, asked = f"msg_{head.answer_id}", head.repeated["diagnostics"]
+    assert isinstance(asked, Asked)
+    return {
+        "id": message_id,
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "usage": _usage(usage),
+        "diagnostics": history.compare(message_id, asked, usage),
+    }
+
+
+def _stop(reason: FinishReason, stop_sequence: str) -> dict[str, Any]:
+    shown = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reason, "end_turn")
+    if reason == "stop" and stop_sequence:
+        shown = "stop_sequence"
+    return {"stop_reason": shown, "stop_sequence": stop_sequence if shown == "stop_sequence" else None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return usage: a prompt's tokens were read, or are kept now, or neither, and each is counted once."""
+    kept_tokens = usage.kept_5m_tokens + usage.kept_1h_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept_tokens,
+        "cache_creation_input_tokens": kept_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": usage.kept_5m_tokens,
+            "ephemeral_1h_input_tokens": usage.kept_1h_tokens,
+        },
+        "output_tokens": usage.completion_tokens,
+        "service_tier": "standard",
+    }
+
+
+def _error_body(error: WarmpathError, status: int) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _shown_id(call_id: str) -> str:
+    return CALL_PREFIX + call_id.removeprefix("call_")
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, _encode({"type": kind, **fields}))
+
+
+def _moment(when: datetime) -> str:
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,110 @@
+"""Bodies of messages: what templates get, which places are marked, and what is a 400."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.api.anthropic.request import parse_messages
+from serve_app.api.request import ChatRequest
+from serve_app.errors import InvalidRequest
+
+MARK = {"type": "ephemeral"}
+HOUR = {"type": "ephemeral", "ttl": "1h"}
+
+
+def parse(**fields: Any) -> ChatRequest:
+    body = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return parse_messages(json.dumps(body).encode())
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words, **more}
+
+
+def test_blocks_become_what_templates_read() -> None:
+    """Texts are joined; calls and their results are what they are in a chat of OpenAI's."""
+    request = parse(
+        system=[text("Be "), text("brief.")],
+        messages=[
+            {"role": "user", "content": [text("Rain"), text("?")]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    text("Let me look."),
+                    {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [text("wet")]}, text("So?")],
+            },
+        ],
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    assert request.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},
+        {"role": "tool", "content": "wet", "tool_call_id": "1"},
+        {"role": "user", "content": "So?"},
+    )
+    assert request.add_generation_prompt
+    assert parse(
+        messages=[{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    ).continue_final_message
+
+
+def test_marks_hold_the_conversation_as_far_as_they_are() -> None:
+    """In the order of the prompt: tools, system, messages; the message is cut at the mark."""
+    tool = {"name": "look", "input_schema": {"type": "object"}, "cache_control": HOUR}
+    request = parse(
+        tools=[tool],
+        system=[text("One. ", cache_control=HOUR), text("Two.")],
+        messages=[{"role": "user", "content": [text("a", cache_control=MARK), text("b")]}],
+        cache_control=MARK,
+    )
+    system = {"role": "system", "content": "One. Two."}
+    assert [(mark.messages, mark.ttl_s) for mark in request.marks] == [
+        ((), 3600.0),
+        (({"role": "system", "content": "One. "},), 3600.0),
+        ((system, {"role": "user", "content": "a"}), 300.0),
+        ((system, {"role": "user", "content": "ab"}), 300.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"max_tokens": 0, "stream": True}, "max_tokens must be at least 1"),
+        ({"temperature": 1.5}, "temperature must be a number from 0 to 1"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "has the type 'image'"),
+        ({"messages": [{"role": "user", "content": []}]}, "at least one block"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, "role is one of"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "other tools are not supported"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice has a name"),
+        ({"system": [text("a", cache_control=MARK)] * 5}, "system[4].cache_control is one more than the 4"),
+        ({"system": [text("a", cache_control=MARK)] * 4, "cache_control": MARK}, "cache_control is one more"),
+        ({"system": [text("a", cache_control=MARK)], "cache_control": HOUR}, "must come before all that have 5m"),
+        ({"system": [text("", cache_control=MARK)]}, "empty text blocks"),
+        ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, 'a ttl of "5m" or "1h"'),
+        ({"cache_control": {"type": "ephemeral", "ttl": ["5m"]}}, 'a ttl of "5m" or "1h"'),
+        ({"output_config": {"format": {"type": "text"}}}, "json_schema"),
+    ],
+)
+def test_what_cannot_be_done_is_a_400_that_says_so(fields: dict[str, Any], said: str) -> None:
+    """Nothing that would change the answer is ignored."""
+    with pytest.raises(InvalidRequest) as raised:
+        parse(**fields)
+    assert said in raised.value.message
+
+
+def test_what_changes_nothing_passes() -> None:
+    """Fields that Anthropic's clients send; those that nothing here reads are named."""
+    request = parse(thinking={"type": "disabled"}, metadata={"user_id": "u"}, service_tier="auto", top_kk=4)
+    assert [field.name for field in request.unknown] == ["top_kk"]

@@ -1,0 +1,162 @@
+"""Laws of messages: every prompt token is counted once, and the events of a stream build the whole answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, TenantHistory, digest, digests
+from serve_app.api.anthropic.response import MessagesFormat, anthropic_error
+from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
+from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
+from serve_app.engine.protocol import KeptPrefix
+from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, RequestTooLarge
+from serve_app.ingress.completions import kept_tokens
+
+ASKED = Asked(b"m", b"s", b"t", (b"1",))
+HEAD = AnswerHead("1", 0, "demo", repeated={"diagnostics": ASKED})
+ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """Read server-sent events; each has a name, which its data repeat."""
+    found = []
+    for event in raw.decode().split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def built(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build a message as Anthropic's clients do; fails where events are not in their order."""
+    assert [event["type"] for event in shown[-2:]] == ["message_delta", "message_stop"]
+    message: dict[str, Any] = shown[0]["message"]
+    assert message["content"] == []
+    opened = False
+    parts: list[str] = []
+    for event in shown[1:-2]:
+        if event["type"] == "content_block_start":
+            assert not opened
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            opened, parts = True, []
+            continue
+        assert opened
+        assert event["index"] == len(message["content"]) - 1
+        if event["type"] == "content_block_stop":
+            block, opened = message["content"][-1], False
+            if block["type"] == "text":
+                block["text"] = "".join(parts)
+            elif parts:
+                block["input"] = json.loads("".join(parts))
+        else:
+            assert event["type"] == "content_block_delta"
+            parts.append(event["delta"].get("text") or event["delta"].get("partial_json"))
+    assert not opened
+    message |= shown[-2]["delta"]
+    message["usage"] |= shown[-2]["usage"]
+    return message
+
+
+@given(
+    st.text(max_size=20),
+    st.lists(st.tuples(st.text(min_size=1, max_size=8), ARGUMENTS), max_size=3),
+    st.sampled_from(["stop", "length", "tool_calls"]),
+    st.sampled_from(["", "END"]),
+    st.integers(1, 9),
+)
+def test_a_stream_builds_the_whole_answer(
+    text: str, called: list[tuple[str, dict[str, int]]], reason: FinishReason, stop: str, step: int
+) -> None:
+    """Text and calls, however they are cut, with why it ended and usage."""
+    usage = Usage(100, 7, 32, 16, 16)
+    stream = MessagesFormat(TenantHistory()).stream(HEAD)
+    raw = stream.opening(0, Usage(100, 1, 32, 16, 16))
+    for at in range(0, len(text), step):
+        raw += stream.text(0, text[at : at + step])
+    calls = []
+    for number, (name, arguments) in enumerate(called):
+        raw += stream.call(0, CallBegun(f"call_{number}", name))
+        encoded = json.dumps(arguments)
+        calls.append(ToolCall(f"call_{number}", name, encoded))
+        for at in range(0, len(encoded), step):
+            raw += stream.call(0, CallArguments(encoded[at : at + step]))
+        raw += stream.call(0, CallEnded(encoded))
+    raw += stream.finish(0, reason, stop) + stream.usage(usage)
+    whole = MessagesFormat(TenantHistory()).whole(HEAD, [Choice(text, reason, tuple(calls), stop_sequence=stop)], usage)
+    assert built(events(raw)) == whole
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.sampled_from([300.0, 3600.0])), max_size=4),
+    st.integers(0, 64),
+    st.integers(0, 100),
+)
+def test_every_token_of_a_prompt_is_counted_once(
+    marks: list[tuple[int, float]], cached_blocks: int, more_tokens: int
+) -> None:
+    """Read, written for minutes, written for an hour, or neither; what is kept longest counts as such."""
+    keep = [KeptPrefix(blocks * 16, ttl_s) for blocks, ttl_s in marks]
+    cached = cached_blocks * 16
+    prompt = max([cached, *(kept.tokens for kept in keep)]) + more_tokens
+    kept_5m, kept_1h = kept_tokens(keep, cached)
+    body = MessagesFormat(TenantHistory()).whole(HEAD, [Choice("", "stop")], Usage(prompt, 1, cached, kept_5m, kept_1h))
+    usage = body["usage"]
+    parts = (usage["input_tokens"], usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"])
+    assert min(parts) >= 0
+    assert sum(parts) == prompt
+    assert sum(usage["cache_creation"].values()) == usage["cache_creation_input_tokens"]
+    states = ["read" if at < cached else "" for at in range(prompt)]
+    for at, state in enumerate(states):
+        ttls = [kept.ttl_s for kept in keep if at < kept.tokens]
+        if not state and ttls:
+            states[at] = "1h" if max(ttls) == 3600 else "5m"
+    assert (kept_5m, kept_1h) == (states.count("5m"), states.count("1h"))
+
+
+def test_errors_have_anthropics_types() -> None:
+    """By status; what is overloaded is a 529."""
+    for error, status, kind in (
+        (AuthenticationFailed("a"), 401, "authentication_error"),
+        (RequestTooLarge("a"), 413, "request_too_large"),
+        (Overloaded("a"), 529, "overloaded_error"),
+        (GenerationFailed("a"), 500, "api_error"),
+    ):
+        shown = anthropic_error(error, "r")
+        assert shown.status == status
+        assert shown.body == {"type": "error", "error": {"type": kind, "message": "a"}, "request_id": "r"}
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_messages_changed_unless_they_go_on(before: list[int], now: list[int]) -> None:
+    """A conversation that begins with all of the earlier one has no reason to miss the cache."""
+    history = TenantHistory()
+    history.compare("msg_1", Asked(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
+    told = history.compare("msg_2", Asked(b"m", b"s", b"t", digests(now), True, "msg_1"), Usage(120, 1, 64))
+    changed = {"cache_miss_reason": {"type": "messages_changed", "cache_missed_input_tokens": 36}}
+    assert told == (None if now[: len(before)] == before else changed)
+
+
+def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> None:
+    """The first difference is told; what is forgotten, or another ingress may know, is not guessed."""
+    history = TenantHistory()
+    history.compare("msg_1", ASKED, Usage(10, 1, 0))
+
+    def reason(history: TenantHistory, model: bytes, system: bytes, tools: bytes, previous: str = "msg_1") -> str:
+        told = history.compare("msg_2", Asked(model, system, tools, (b"1",), True, previous), Usage(10, 1, 0))
+        return str(told and told["cache_miss_reason"]["type"])
+
+    assert reason(history, b"x", b"x", b"x") == "model_changed"
+    assert reason(history, b"m", b"x", b"x") == "system_changed"
+    assert reason(history, b"m", b"s", b"x") == "tools_changed"
+    assert reason(history, b"m", b"s", b"t") == "None"
+    assert reason(history, b"m", b"s", b"t", "msg_0") == "previous_message_not_found"
+    assert reason(TenantHistory(complete=False), b"m", b"s", b"t", "msg_0") == "unavailable"
+    for number in range(MAX_MESSAGES):
+        history.compare(f"msg_a{number}", ASKED, Usage(10, 1, 0))
+    assert reason(history, b"m", b"s", b"t") == "previous_message_not_found"
+    assert digest("text") != b"text"
