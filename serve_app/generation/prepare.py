@@ -31,6 +31,7 @@ from serve_app.generation.rules import refuse_without_logits, rules_of
 from serve_app.prompts.registry import PublicPrompts
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
@@ -187,10 +188,10 @@ class Preparer:
 
         The prompt that a request refers to goes before its messages, or before its text.
         """
-        before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
         root, public_root = keys.root, keys.public_root
         encode = partial(self._tokenizer.encode_async, root=root, tenant=tenant, public_root=public_root)
         if isinstance(request, CompletionRequest):
+            before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
             if before and not all(isinstance(prompt, str) for prompt in request.prompts):
                 raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
             for prompt in request.prompts:
@@ -202,18 +203,23 @@ class Preparer:
                     yield self._tokenizer.encode_ids(prompt, root, public_root), ""
                 await asyncio.sleep(0)  # many long prompts, all of them known, must not hold up the loop
             return
+        rendered = await self.formatted(request, tenant)
+        yield await encode(rendered.text, add_special_tokens=not request.apply_chat_template), rendered.system_text
+
+    async def formatted(self, request: ChatRequest, tenant: str) -> RenderedPrompt:
+        """Return a chat as the model reads it, with its formatted system prompt. Raises what ``prepare`` does."""
+        before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
         messages = request.messages if not before else ({"role": "system", "content": before}, *request.messages)
         contents = [str(message.get("content") or "") for message in messages]
         chars = sum(map(len, contents))
         self._check_size(request, chars, at_least_tokens=len(messages))
+        if not request.apply_chat_template:
+            leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
+            return RenderedPrompt("".join(contents), "".join(contents[:leading]))
         tools = request.tool_use.tools if self._tokenizer.template.reads_tools else ()
         chars += len(str(tools)) if tools else 0
         chars += sum(len(str(message["tool_calls"])) for message in messages if "tool_calls" in message)
-        if not request.apply_chat_template:
-            leading = sum(1 for _ in takewhile(lambda message: message["role"] == "system", messages))
-            yield await encode("".join(contents), add_special_tokens=True), "".join(contents[:leading])
-            return
-        rendered = await self._tokenizer.render_async(
+        return await self._tokenizer.render_async(
             messages,
             tenant,
             chars,
@@ -222,7 +228,6 @@ class Preparer:
             continue_final_message=request.continue_final_message,
             **request.chat_template_kwargs,
         )
-        yield await encode(rendered.text), rendered.system_text
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
         """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded.

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
+from serve_app.generation.saves import SAVE_FIELD, save_warning
 from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.pieces import WholeChoice
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
@@ -37,18 +38,6 @@ from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
-
-SAVE_FIELD = "save_system_prompt_kv_cache"
-
-_SAVE_WARNINGS = {
-    "over_budget": "not saved: it needs {needed_tokens} tokens of KV beside the {held_tokens} that your saves hold, "
-    "and your part of a replica's pin budget (pin_budget) is {budget_tokens}",
-    "too_large": "not saved: it needs {needed_tokens} tokens of KV, and a replica's whole pin budget (pin_budget) is "
-    "{budget_tokens}",
-    "too_short": "not saved, because the system prompt does not fill a KV block",
-    "failed": "not saved, because its prefill failed",
-    "off": "not saved, because prefix caching is switched off",
-}
 
 
 class Completions:
@@ -277,9 +266,7 @@ def warning_headers(
 
     ``asked_by``: the field that asked to save.
     """
-    reason = _SAVE_WARNINGS.get(save.outcome) if save is not None else None
-    not_saved = f"{asked_by}: {reason.format(**asdict(save))}" if save is not None and reason else ""
-    warning = "; ".join(filter(None, (not_saved, ignored_fields(unknown))))
+    warning = "; ".join(filter(None, (save_warning(save, asked_by), ignored_fields(unknown))))
     return {"x-warmpath-warning": warning} if warning else {}
 
 

@@ -35,8 +35,6 @@ from serve_app.engine.protocol import (
     QueueFull,
     RequestTooLong,
     SamplingParams,
-    SaveResult,
-    TokenLogprob,
 )
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
@@ -50,7 +48,7 @@ from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import load_now, report
-from serve_app.replica.token_streams import TokenStream
+from serve_app.replica.token_streams import TokenStream, merged
 from serve_app.structured.compiler import GrammarError
 
 logger = logging.getLogger(__name__)
@@ -261,31 +259,21 @@ class Replica:
                 stream.push(output)
 
     def _chunk(self, outputs: list[EngineOutput]) -> wire.GenerateChunk:
-        token_ids: tuple[int, ...] = ()
-        logprobs: tuple[TokenLogprob, ...] = ()
-        cached_tokens: int | None = None
-        queue_s = 0.0
-        save: SaveResult | None = None
-        for output in outputs:
-            token_ids += output.token_ids
-            logprobs += output.logprobs
-            if output.cached_tokens is not None:
-                cached_tokens, queue_s, save = output.cached_tokens, output.queue_s, output.save
-        last = outputs[-1]
-        if last.finish_reason == "timeout":
-            return wire.GenerateChunk(replica_id=self._replica_id, error="timeout", message=last.error)
-        if last.finish_reason == "error":
+        output = merged(outputs)
+        if output.finish_reason == "timeout":
+            return wire.GenerateChunk(replica_id=self._replica_id, error="timeout", message=output.error)
+        if output.finish_reason == "error":
             # A stopping replica fails what it could not finish; another replica can take it over.
             kind: wire.ChunkError = "unavailable" if self._stopping or self._lifecycle.over else "failed"
-            return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=last.error)
+            return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=output.error)
         return wire.GenerateChunk(
-            token_ids=token_ids,
-            replica_id=self._replica_id if cached_tokens is not None else "",
-            cached_tokens=cached_tokens,
-            queue_s=queue_s,
-            finish_reason=last.finish_reason,
-            save=save,
-            logprobs=logprobs,
+            token_ids=output.token_ids,
+            replica_id=self._replica_id if output.cached_tokens is not None else "",
+            cached_tokens=output.cached_tokens,
+            queue_s=output.queue_s,
+            finish_reason=output.finish_reason,
+            save=output.save,
+            logprobs=output.logprobs,
         )
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:

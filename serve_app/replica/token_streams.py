@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import EngineOutput, TokenLogprob
 
 
 class TokenStream:
@@ -37,3 +39,19 @@ class TokenStream:
         self._outputs.clear()
         self._due_s = time.monotonic() + self._interval_s
         return taken
+
+
+def merged(outputs: Sequence[EngineOutput]) -> EngineOutput:
+    """Return outputs of one request, oldest first, as one: all tokens, the first one's figures, the last one's end."""
+    if len(outputs) == 1:
+        return outputs[0]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    for output in outputs:
+        token_ids += output.token_ids
+        logprobs += output.logprobs
+    first = next((output for output in outputs if output.cached_tokens is not None), None)
+    last = replace(outputs[-1], token_ids=token_ids, logprobs=logprobs)
+    if first is None:
+        return last
+    return replace(last, cached_tokens=first.cached_tokens, queue_s=first.queue_s, save=first.save)
