@@ -17,6 +17,7 @@ from serve_app.cli import keys
 from serve_app.cli.address import BadAddress, check_address
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.infer import infer
+from serve_app.cli.plan import plan
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
@@ -24,6 +25,7 @@ from serve_app.config.reference import settings_text, settings_yaml
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
 app.command()(infer)
+app.command()(plan)
 console = Console(stderr=True, highlight=False)
 
 

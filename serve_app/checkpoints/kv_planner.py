@@ -1,0 +1,74 @@
+"""How many prefixes a cache holds: arithmetic over a model's config, its memory and the working set.
+
+Knows no files and no words. Weights are counted as a Llama-style decoder's, with experts where the config has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from serve_app.engine.runner.kv_size import dtype_bytes, kv_bytes_per_block, kv_shape
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """What fits. ``hit_rate``: expected of requests over equally popular prefixes, each at its home replica.
+
+    ``replicas_needed``: that hold the whole working set, 0 where one replica holds not one prefix.
+    """
+
+    bytes_per_token: int
+    prefix_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    tokens_per_replica: int
+    prefixes_per_replica: int
+    hit_rate: float
+    replicas_needed: int
+
+
+def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
+    """Return the bytes of a decoder's weights. Raises KeyError for a config that lacks a size."""
+    config = SimpleNamespace(**fields)
+    layers, kv_heads, head_dim = kv_shape(config)
+    hidden, heads = int(fields["hidden_size"]), int(fields["num_attention_heads"])
+    experts = int(fields.get("num_local_experts") or fields.get("num_experts") or 0)
+    inner = int((fields.get("moe_intermediate_size") if experts else None) or fields["intermediate_size"])
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    feed_forward = 3 * hidden * inner * max(1, experts) + hidden * experts
+    embeddings = int(fields["vocab_size"]) * hidden * (1 if fields.get("tie_word_embeddings") else 2)
+    return (embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden) * dtype_bytes(dtype)
+
+
+def plan_kv(
+    fields: Mapping[str, Any],
+    dtype: str,
+    *,
+    memory_bytes: int,
+    prefixes: int,
+    prefix_tokens: int,
+    replicas: int = 1,
+    block_size: int = 16,
+) -> KvPlan:
+    """Plan ``prefixes`` of ``prefix_tokens`` over replicas of ``memory_bytes`` each, which hold weights and KV.
+
+    ``fields``: of config.json. Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
+    """
+    weights = weights_bytes(fields, dtype)
+    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size)
+    kv_bytes = max(0, memory_bytes - weights)
+    blocks = kv_bytes // block_bytes
+    held = blocks // -(-prefix_tokens // block_size)
+    return KvPlan(
+        bytes_per_token=block_bytes // block_size,
+        prefix_bytes=block_bytes // block_size * prefix_tokens,
+        weights_bytes=weights,
+        kv_bytes=kv_bytes,
+        tokens_per_replica=blocks * block_size,
+        prefixes_per_replica=held,
+        hit_rate=min(1.0, held * replicas / prefixes),
+        replicas_needed=-(-prefixes // held) if held else 0,
+    )
