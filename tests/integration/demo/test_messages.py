@@ -15,6 +15,9 @@ pytestmark = pytest.mark.integration
 RULES = "You are a careful clerk. " + "Name the clause, the date and the amount before any advice. " * 40
 MARKED: list[Any] = [{"type": "text", "text": f"Messages. {RULES}", "cache_control": {"type": "ephemeral"}}]
 
+GREEDY = {"temperature": 0.0}
+"""The API has it, the client's methods no longer do."""
+
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[Anthropic]:
@@ -24,8 +27,9 @@ def client(url: str) -> Iterator[Anthropic]:
 
 def ask(client: Anthropic, question: str, system: Any = MARKED, **more: Any) -> Any:
     return client.messages.create(
-        **{"model": "demo", "max_tokens": 8, "temperature": 0.0, **more},
+        **{"model": "demo", "max_tokens": 8, **more},
         system=system,
+        extra_body=GREEDY,
         messages=[{"role": "user", "content": question}],
     )
 
@@ -55,7 +59,7 @@ def test_a_marked_prompt_is_written_once_and_read_after(client: Anthropic) -> No
 def test_a_stream_is_the_whole_answer(client: Anthropic) -> None:
     whole = ask(client, "How much is it?")
     with client.messages.stream(
-        model="demo", max_tokens=8, temperature=0.0, system=MARKED,
+        model="demo", max_tokens=8, system=MARKED, extra_body=GREEDY,
         messages=[{"role": "user", "content": "How much is it?"}],
     ) as stream:  # fmt: skip
         streamed = stream.get_final_message()
