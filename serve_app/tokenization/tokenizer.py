@@ -231,9 +231,9 @@ class PromptTokenizer:
         return self._texts.decode(token_ids)
 
     async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of words at the beginning of a text and, where other tokens stand for it, within one.
+        """Return the token ids of words, each at the beginning of a text and within one.
 
-        Source: vLLM's ``update_from_tokenizer``.
+        Source: vLLM's ``update_from_tokenizer``, which leaves the second out where it has more or fewer tokens.
         """
 
         def encode() -> tuple[tuple[int, ...], ...]:
@@ -243,9 +243,7 @@ class PromptTokenizer:
                     tuple(self._backend.encode(text, add_special_tokens=False).ids)
                     for text in (word.lstrip(), f" {word.lstrip()}")
                 )
-                found.append(bare)
-                if bare and spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
-                    found.append(spaced)
+                found += [bare, spaced]
             return tuple(ids for ids in dict.fromkeys(found) if ids)
 
         chars = sum(map(len, words))
