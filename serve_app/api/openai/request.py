@@ -7,12 +7,12 @@ give another answer than the client asked for. Any other field has no effect, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
-from typing_extensions import TypedDict
+from pydantic import Field, PlainValidator
 
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
+from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REFUSED, SamplingBody
 from serve_app.api.openai.tools import (
     MAX_TOOL_VALUES,
@@ -21,7 +21,6 @@ from serve_app.api.openai.tools import (
     NamedChoice,
     ToolChoice,
     Tools,
-    call_for_template,
     tool_use,
 )
 from serve_app.api.request import ChatRequest, CompletionRequest, Prompt
@@ -35,8 +34,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 1 << 14, "structured_outputs": 1 << 14}
 
@@ -74,30 +71,7 @@ def _prompt(value: Any) -> Prompt:
     return tuple(value)
 
 
-_TEXT_PART: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-TextParts = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TEXT_PART})]
-Unused = Annotated[Any, Field(description="null or an empty list")]
 Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole, Must(f"a whole number from 1 to {MAX_TOKENS}")]
-
-
-class Message(TypedDict):
-    """One message of a chat; only an assistant's may have no content."""
-
-    # A TypedDict, because pydantic makes one in a seventh of a model's time, and a long chat has hundreds.
-    # Nor does it keep unknown fields, which would take a sixth of all parsing: `_ignored_in` sees them.
-    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic's own way, which mypy rejects
-
-    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
-    content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
-    name: NotRequired[Text1024]
-    tool_call_id: NotRequired[Text1024]
-    tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
-    function_call: NotRequired[Unused]
-    audio: NotRequired[Unused]
 
 
 class StreamOptions(JsonBody):
@@ -106,12 +80,9 @@ class StreamOptions(JsonBody):
     include_usage: Flag | None = Field(None, description="end with a chunk that holds usage and no choice")
 
 
-_MESSAGE_FIELDS = frozenset(Message.__annotations__)
-_PART_FIELDS = frozenset({*_TEXT_PART["properties"], "prompt_cache_breakpoint"})
 _INNER_FIELDS = (
     *(f"stream_options.{name}" for name in StreamOptions.model_fields),
-    *(f"messages[].{name}" for name in _MESSAGE_FIELDS),
-    *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),
+    *MESSAGE_FIELDS,
     *TOOL_FIELDS,
 )
 
@@ -243,7 +214,7 @@ class ChatBody(GenerationBody):
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
         return ChatRequest(
-            messages=tuple(_for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
+            messages=tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
             max_tokens=self.max_tokens if newer is None else newer,
             apply_chat_template=self.apply_chat_template,
             add_generation_prompt=opens,
@@ -308,59 +279,9 @@ class CompletionBody(GenerationBody):
 def parse_chat(body: bytes) -> ChatRequest:
     """Read the body of ``POST /v1/chat/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
     fields = ChatBody.read(body)
-    return ChatBody.checked(fields).request(_ignored_in(fields["messages"]))
+    return ChatBody.checked(fields).request(ignored_in(fields["messages"]))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Read the body of ``POST /v1/completions``. Raises InvalidRequest, and nothing else, when it is wrong."""
     return CompletionBody.parse(body).request()
-
-
-def _ignored_in(messages: list[dict[str, Any]]) -> set[str]:
-    """Return the paths of fields of messages that nothing reads; null and [] say nothing."""
-    if max(map(len, messages)) <= 2:
-        return set()
-    given = ((name, value) for message in messages if len(message) > 2 for name, value in message.items())
-    return {f"messages[].{name}" for name, value in given if name not in _MESSAGE_FIELDS and value not in (None, [])}
-
-
-def _for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
-    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through.
-
-    Adds the paths of fields of its parts that nothing reads to ``in_parts``.
-    """
-    role, content = message["role"], message.get("content")
-    if not isinstance(content, str):
-        absent = content is None and role == "assistant"
-        content = "" if absent else _joined(content, f"messages[{index}].content", in_parts)
-    shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
-    if len(message) > 2 or "content" not in message:
-        for name in ("function_call", "audio"):
-            if message.get(name) not in (None, []):
-                raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
-        shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
-        calls = message.get("tool_calls")
-        if calls:
-            path = f"messages[{index}].tool_calls"
-            if role != "assistant":
-                raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
-            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]") for i, call in enumerate(calls)]
-    return shown
-
-
-def _joined(parts: list[Any] | None, path: str, ignored: set[str]) -> str:
-    """Return the text of a message; text parts are joined as they are, with nothing between them."""
-    if parts is None:
-        raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
-    texts: list[str] = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            example = '{"type": "text", "text": "..."}'
-            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
-        texts.append(part["text"])
-        if len(part) > 2:
-            unread = part.keys() - _PART_FIELDS
-            ignored.update(f"messages[].content[].{name}" for name in unread if part[name] not in (None, []))
-    return "".join(texts)

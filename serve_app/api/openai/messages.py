@@ -1,0 +1,101 @@
+"""The messages of a chat in OpenAI's shape -> messages as templates read them: text, calls and their results.
+
+Owns which fields of a message are read. A field that nothing reads is told by its path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+from typing_extensions import TypedDict
+
+from serve_app.api.json_body import Must, Text1024, refused
+from serve_app.api.openai.tools import call_for_template
+from serve_app.errors import InvalidRequest
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+TextParts = Annotated[list[Any], WithJsonSchema({"type": "array", "items": _TEXT_PART})]
+Unused = Annotated[Any, Field(description="null or an empty list")]
+
+
+class Message(TypedDict):
+    """One message of a chat; only an assistant's may have no content."""
+
+    # A TypedDict, because pydantic makes one in a seventh of a model's time, and a long chat has hundreds.
+    # Nor does it keep unknown fields, which would take a sixth of all parsing: `ignored_in` sees them.
+    __pydantic_config__ = ConfigDict(extra="ignore")  # type: ignore[misc]  # pydantic's own way, which mypy rejects
+
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], Must(f"one of {', '.join(_ROLES)}")]
+    content: NotRequired[Annotated[str | TextParts | None, Must("a string or a list of text parts")]]
+    name: NotRequired[Text1024]
+    tool_call_id: NotRequired[Text1024]
+    tool_calls: NotRequired[Annotated[list[Any] | None, Must("a list of calls")]]
+    function_call: NotRequired[Unused]
+    audio: NotRequired[Unused]
+
+
+_FIELDS = frozenset(Message.__annotations__)
+_PART_FIELDS = frozenset({*_TEXT_PART["properties"], "prompt_cache_breakpoint"})
+MESSAGE_FIELDS = (
+    *(f"messages[].{name}" for name in _FIELDS),
+    *(f"messages[].content[].{name}" for name in _TEXT_PART["properties"]),
+)
+"""Paths of what is read of messages."""
+
+
+def ignored_in(messages: list[dict[str, Any]]) -> set[str]:
+    """Return the paths of fields of messages that nothing reads; null and [] say nothing."""
+    if max(map(len, messages)) <= 2:
+        return set()
+    given = ((name, value) for message in messages if len(message) > 2 for name, value in message.items())
+    return {f"messages[].{name}" for name, value in given if name not in _FIELDS and value not in (None, [])}
+
+
+def for_template(message: Message, index: int, in_parts: set[str]) -> dict[str, Any]:
+    """Return a message with string role and content; ``name`` and ``tool_call_id`` pass through.
+
+    ``index``: its place in the body. Adds the paths of fields of its parts that nothing reads to ``in_parts``.
+    Raises InvalidRequest.
+    """
+    role, content = message["role"], message.get("content")
+    if not isinstance(content, str):
+        absent = content is None and role == "assistant"
+        content = "" if absent else _joined(content, f"messages[{index}].content", in_parts)
+    shown: dict[str, Any] = {"role": _ROLES[role], "content": content}
+    if len(message) > 2 or "content" not in message:
+        for name in ("function_call", "audio"):
+            if message.get(name) not in (None, []):
+                raise refused(f"messages[{index}].{name}", "tool_calls" if name == "function_call" else "")
+        shown |= {name: text for name in ("name", "tool_call_id") if (text := message.get(name)) is not None}
+        calls = message.get("tool_calls")
+        if calls:
+            path = f"messages[{index}].tool_calls"
+            if role != "assistant":
+                raise InvalidRequest(f"{path} is for an assistant's message.", param=path)
+            shown["tool_calls"] = [call_for_template(call, f"{path}[{i}]") for i, call in enumerate(calls)]
+    return shown
+
+
+def _joined(parts: list[Any] | None, path: str, ignored: set[str]) -> str:
+    """Return the text of a message; text parts are joined as they are, with nothing between them."""
+    if parts is None:
+        raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
+    texts: list[str] = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            example = '{"type": "text", "text": "..."}'
+            raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f'{path} must be made of parts whose "text" is a string.', param=path)
+        texts.append(part["text"])
+        if len(part) > 2:
+            unread = part.keys() - _PART_FIELDS
+            ignored.update(f"messages[].content[].{name}" for name in unread if part[name] not in (None, []))
+    return "".join(texts)
