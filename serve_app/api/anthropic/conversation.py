@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from serve_app.api.fields import call_id
 from serve_app.api.request import CacheMark
 from serve_app.errors import InvalidRequest
 
 MAX_MARKS = 4
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
-MAX_ID_CHARS = 1024
 ROLES = ("user", "assistant", "system")
 CALL_PREFIX = "toolu_"
 
@@ -104,8 +104,8 @@ class Conversation:
         )
         if kind == "tool_result":
             result = _result_text(block.get("content"), f"{path}.content")
-            call_id = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
-            self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
+            answered = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
+            self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
             self._mark(block.get("cache_control"), path)
             return
         if len(self.messages) == began or self.messages[-1]["role"] != role:
@@ -116,8 +116,8 @@ class Conversation:
         name, arguments = block.get("name"), block.get("input")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise InvalidRequest(f"{path} must have a name, and an input that is an object.", param=path)
-        call_id = _call_id(block.get("id"), f"{path}.id")
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        function = {"name": name, "arguments": arguments}
+        call = {"id": _call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
         last = self.messages[-1]
         last["tool_calls"] = [*last.get("tool_calls", ()), call]
         self._mark(block.get("cache_control"), path)
@@ -161,10 +161,8 @@ def _ttl_s(control: Any, field: str) -> float:
     return TTLS_S[ttl]
 
 
-def _call_id(call_id: Any, path: str) -> str:
-    if not isinstance(call_id, str) or not 1 <= len(call_id) <= MAX_ID_CHARS:
-        raise InvalidRequest(f"{path} must be a string of 1 to {MAX_ID_CHARS} characters.", param=path)
-    return call_id.removeprefix(CALL_PREFIX)  # some templates refuse ids that are not of the model's own form
+def _call_id(value: Any, path: str) -> str:
+    return call_id(value, path).removeprefix(CALL_PREFIX)  # some templates refuse ids not of the model's own form
 
 
 def _result_text(content: Any, path: str) -> str:

@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator
 
 from serve_app.api.anthropic.conversation import BLOCK_FIELDS, Conversation
 from serve_app.api.anthropic.history import Asked, digest, digests
+from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, stop_strings
 from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text256, Text1024, Whole
 from serve_app.api.openai.sampling import MAX_TOKENS
 from serve_app.api.openai.tools import MAX_TOOL_VALUES, MAX_TOOLS, Description, Function, FunctionName, tool_use
@@ -18,8 +19,6 @@ from serve_app.api.tool_calls import ToolUse
 from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 NOT_THINKING = {"type": "disabled"}
 
 Control = Annotated[Any, Field(description='{"type": "ephemeral"}, with a ttl of "5m" or "1h"')]
@@ -61,14 +60,6 @@ class DiagnosticsBody(JsonBody):
     previous_message_id: Text256 = Field(None, description="the id of the answer to compare with")
 
 
-def _stops(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > MAX_STOPS:
-        raise ValueError
-    if not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in value):
-        raise ValueError
-    return tuple(dict.fromkeys(value))
-
-
 _INNER_FIELDS = (
     *BLOCK_FIELDS,
     *(f"tools[].{name}" for name in MessageTool.model_fields),
@@ -95,11 +86,7 @@ class CountTokensBody(JsonBody):
     }
     instead: ClassVar[Mapping[str, str]] = {"output_format": "output_config.format"}
 
-    model: Annotated[
-        str,
-        Field(min_length=1, max_length=256),
-        Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
-    ] = Field(description="the served model, or a LoRA adapter")
+    model: ModelName
     messages: Annotated[
         list[Any], Field(min_length=1), Must("a list of at least one message")
     ] = Field(description="text, calls of tools, their results; a last assistant's text goes on")  # fmt: skip
@@ -176,14 +163,12 @@ class MessagesBody(CountTokensBody):
     ] = Field(0, description="0: all tokens")  # fmt: skip
     stop_sequences: Annotated[
         tuple[str, ...],
-        PlainValidator(_stops, json_schema_input_type=list[str]),
+        PlainValidator(stop_strings, json_schema_input_type=list[str]),
         Must(f"a list of at most {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"),
     ] = Field((), description="strings that end the answer and are no part of it")
     stream: Flag = False
     diagnostics: DiagnosticsBody | None = Field(None, description="ask why the cache was missed")
-    store_kv: Annotated[bool | None, Must("true or false")] = Field(
-        None, description="false: read the cache and leave nothing in it; default: the tenant's setting"
-    )
+    store_kv: StoreKV = None
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""

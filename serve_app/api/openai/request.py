@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
+from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, stop_strings
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
 from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REFUSED, SamplingBody
@@ -30,8 +31,6 @@ from serve_app.errors import InvalidRequest
 MAX_CHOICES = 16
 MAX_PROMPTS = 128
 """Bounds prompts, and prompts times ``n``, of one completion request."""
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
@@ -39,14 +38,7 @@ BOUNDED = {"logit_bias": 1 << 14, "stop_token_ids": 1 << 10, "response_format": 
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(stops, list)
-        or len(stops) > MAX_STOPS
-        or not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops)
-    ):
-        raise ValueError
-    return tuple(dict.fromkeys(stops))
+    return stop_strings([value] if isinstance(value, str) else value)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -96,11 +88,7 @@ class GenerationBody(SamplingBody):
         {"user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
     )
 
-    model: Annotated[
-        str,
-        Field(min_length=1, max_length=256),
-        Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
-    ] = Field(description="the served model, or a LoRA adapter")
+    model: ModelName
     lora_name: Text256 = Field(None, description="a LoRA adapter of the model")
     n: Annotated[
         int, Field(ge=1, le=MAX_CHOICES), Whole, Must(f"a whole number from 1 to {MAX_CHOICES}")
@@ -128,9 +116,7 @@ class GenerationBody(SamplingBody):
     prompt_ref: Text256 = Field(None, description="NAME@VERSION of a registered prompt that goes before everything")
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
-    store_kv: Annotated[bool | None, Must("true or false")] = Field(
-        None, description="false: read the cache and leave nothing in it; default: the tenant's setting"
-    )
+    store_kv: StoreKV = None
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
         """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.

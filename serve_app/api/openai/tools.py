@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from pydantic import Field
 
+from serve_app.api.fields import MAX_ID_CHARS
 from serve_app.api.json_body import Flag, JsonBody, Must
 from serve_app.api.tool_calls import NO_TOOLS, Tool, ToolUse
 from serve_app.errors import InvalidRequest
@@ -136,8 +137,9 @@ def call_for_template(call: Any, path: str) -> dict[str, Any]:
     shown = {"type": "function", "function": called(function, f"{path}.function")}
     call_id = call.get("id")
     if call_id is not None:
-        if not isinstance(call_id, str) or len(call_id) > 1024:
-            raise InvalidRequest(f"{path}.id must be a string of at most 1024 characters.", param=f"{path}.id")
+        if not isinstance(call_id, str) or len(call_id) > MAX_ID_CHARS:
+            most = f"a string of at most {MAX_ID_CHARS} characters"
+            raise InvalidRequest(f"{path}.id must be {most}.", param=f"{path}.id")
         shown = {"id": call_id, **shown}
     return shown
 

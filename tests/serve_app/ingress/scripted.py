@@ -47,6 +47,10 @@ class Script:
     asked: list[Generation] = field(default_factory=list)
     cancelled: int = 0
 
+    def clear(self) -> None:
+        """Say nothing, until the next test says what."""
+        self.text, self.step, self.reason, self.fails = "", 3, "stop", None
+
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         """Yield the tokens of the text."""
         self.asked.append(generation)

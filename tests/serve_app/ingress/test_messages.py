@@ -42,9 +42,8 @@ def client(served: tuple[Anthropic, Script]) -> Anthropic:
 
 @pytest.fixture
 def script(served: tuple[Anthropic, Script]) -> Script:
-    script = served[1]
-    script.text, script.step, script.reason, script.fails = "", 3, "stop", None
-    return script
+    served[1].clear()
+    return served[1]
 
 
 def test_text_in_text_out(client: Anthropic, script: Script) -> None:

@@ -34,9 +34,8 @@ def client(served: tuple[OpenAI, Script]) -> OpenAI:
 
 @pytest.fixture
 def script(served: tuple[OpenAI, Script]) -> Script:
-    script = served[1]
-    script.text, script.step, script.reason, script.fails = "", 3, "stop", None
-    return script
+    served[1].clear()
+    return served[1]
 
 
 def test_text_in_text_out(client: OpenAI, script: Script) -> None:

@@ -41,8 +41,7 @@ def served(
 @pytest.fixture(autouse=True)
 def new_script(request: pytest.FixtureRequest) -> None:
     if "served" in request.fixturenames:
-        script = request.getfixturevalue("served").script
-        script.text, script.step, script.reason, script.fails = "", 3, "stop", None
+        request.getfixturevalue("served").script.clear()
 
 
 def test_a_call_is_what_the_client_reads(served: Served) -> None:

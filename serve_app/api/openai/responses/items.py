@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from serve_app.api.fields import call_id
 from serve_app.api.openai.tools import called
 from serve_app.errors import InvalidRequest
 
@@ -38,26 +39,21 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
         if kind == "function_call":
-            call = {"type": "function", "function": called(item, path), "id": _call_id(item, path)}
+            function = called(item, path)
+            call = {"type": "function", "function": function, "id": call_id(item.get("call_id"), f"{path}.call_id")}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = _text(item.get("output"), f"{path}.output", ignored)
-            messages.append({"role": "tool", "content": output, "tool_call_id": _call_id(item, path)})
+            answered = call_id(item.get("call_id"), f"{path}.call_id")
+            messages.append({"role": "tool", "content": output, "tool_call_id": answered})
         else:
             role = _ROLES.get(str(item.get("role")))
             if role is None:
                 raise InvalidRequest(f"{path}.role must be one of {', '.join(_ROLES)}.", param=f"{path}.role")
             messages.append({"role": role, "content": _text(item.get("content"), f"{path}.content", ignored)})
     return messages
-
-
-def _call_id(item: dict[str, Any], path: str) -> str:
-    call_id = item.get("call_id")
-    if not isinstance(call_id, str) or not 1 <= len(call_id) <= 1024:
-        raise InvalidRequest(f"{path}.call_id must be a string of 1 to 1024 characters.", param=f"{path}.call_id")
-    return call_id
 
 
 def _text(content: Any, path: str, ignored: set[str]) -> str:
