@@ -7,6 +7,7 @@ others run meanwhile.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -30,6 +31,8 @@ _LISTED_SCHEMAS = ("anyOf", "allOf", "oneOf", "prefixItems")
 
 _SEARCHED = 200
 """Parts of a schema that are tried to find the one that is wrong."""
+_SEARCH_S = 0.2
+"""How long that may take: parts can be as much work as the whole, and somebody else waits for the thread."""
 
 
 class GrammarError(ValueError):
@@ -63,11 +66,12 @@ class GrammarCompiler:
         return matcher
 
     def place_of_error(self, schema: Mapping[str, Any], error: str) -> str:
-        """Return the path of the innermost part of a schema that alone has the same error, "" for the whole."""
+        """Return the path of the innermost part found in time that alone has the same error, "" for the whole."""
+        end_s = time.perf_counter() + _SEARCH_S
         definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         tried = 0
         path, parts = "", list(_parts(schema))
-        while parts and tried < _SEARCHED:
+        while parts and tried < _SEARCHED and time.perf_counter() < end_s:
             (name, part), tried = parts.pop(0), tried + 1
             try:
                 self.compile(json.dumps({"grammars": [{"json_schema": {**definitions, **part}}]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.errors import InvalidRequest
@@ -119,6 +121,22 @@ def test_the_wrong_part_of_a_schema_is_found(compiler: GrammarCompiler) -> None:
         ({"type": "objekt"}, ""),
     ):
         assert compiler.place_of_error(schema, "Invalid type: arr" if place else "Invalid type: objekt") == place
+
+
+def test_the_search_for_the_wrong_part_ends(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each part takes long to compile, few are tried, and the answer is the place that was found by then."""
+    now_s, compiled = 0.0, 0
+
+    def compile_slowly(text: str) -> LLMatcher:
+        nonlocal now_s, compiled
+        now_s, compiled = now_s + 0.05, compiled + 1
+        raise GrammarError("wrong") if compiled == 1 else GrammarError("another")
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(compiler, "compile", compile_slowly)
+    parts = {f"p{i}": {"properties": {"q": {"type": "arr"}}} for i in range(150)}
+    assert compiler.place_of_error({"properties": {"all": {"properties": parts}}}, "wrong") == "properties.all"
+    assert compiled < 10
 
 
 BOMBS = [
