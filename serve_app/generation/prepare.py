@@ -219,7 +219,7 @@ class Preparer:
         tools = request.tool_use.tools if self._tokenizer.template.reads_tools else ()
         chars += len(str(tools)) if tools else 0
         chars += sum(len(str(message["tool_calls"])) for message in messages if "tool_calls" in message)
-        return await self._tokenizer.render_async(
+        rendered = await self._tokenizer.render_async(
             messages,
             tenant,
             chars,
@@ -228,6 +228,8 @@ class Preparer:
             continue_final_message=request.continue_final_message,
             **request.chat_template_kwargs,
         )
+        self._check_size(request, len(rendered.text))  # tools and calls are in it, too
+        return rendered
 
     def _check_size(self, request: GenerateRequest, chars: int, at_least_tokens: int = 0) -> None:
         """Refuse what cannot fit, before it is rendered, tokenized or hashed. Raises ContextLengthExceeded.

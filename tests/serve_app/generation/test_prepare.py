@@ -11,6 +11,7 @@ import pytest
 
 from router.protocol.block_hash import extend_chain, split_chain, system_prompt_key
 from serve_app.api.request import ChatRequest, CompletionRequest
+from serve_app.api.tool_calls import ToolUse
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -251,6 +252,17 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
             request = CompletionRequest(model="demo", prompts=((1,) * 4096,))
         case _:
             request = CompletionRequest(model="demo", prompts=("a",) * 128, prompt_ref="big@1")
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
+
+
+def test_tools_and_calls_that_cannot_fit_are_not_tokenized(
+    preparer: Preparer, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a template makes of anything but contents is measured when it is there."""
+    monkeypatch.setattr(tokenizer, "_look_up", lambda *_: pytest.fail("it was tokenized"))
+    tool = {"type": "function", "function": {"name": "look", "description": "x" * 1_000_000}}
+    request = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), tool_use=ToolUse(tools=(tool,)))
     with pytest.raises(ContextLengthExceeded, match="at least"):
         asyncio.run(preparer.prepare(request, Tenant("default"), "id"))
 
