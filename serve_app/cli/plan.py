@@ -41,8 +41,10 @@ def plan(
         _fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
         _fail(f"{model} lacks a size that a language model's config has: {error}")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        _fail(f"{model} is neither a directory with a config.json nor such a file")
     except (OSError, ValueError, TypeError) as error:
-        _fail(str(error))
+        _fail(f"{model} cannot be read or planned: {error}")
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from benchmarks.common.client import Answer
 from benchmarks.common.open_loop import UNKNOWN, Result, hit_rate
 from benchmarks.common.report import percentile
 from benchmarks.end_to_end.autoscale.scenarios import Span
@@ -24,17 +25,23 @@ _SILENCE_STEPS = 3.0
 
 
 def figures_of(
-    run: Run, texts: Sequence[str], spans: Sequence[Span], window_s: float, prefill_tokens_per_s: float, step_s: float
+    run: Run,
+    undisturbed: Sequence[Answer],
+    spans: Sequence[Span],
+    window_s: float,
+    prefill_tokens_per_s: float,
+    step_s: float,
 ) -> dict[str, Any]:
     """Return the figures of one arm.
 
-    ``texts``: what the answers must be; ``window_s``: how long before and after a change is compared. A change's ratio
-    is the worst of several. The rates say what a cold prompt would take.
+    ``undisturbed``: what the answers must be, and what a cache without a limit would have had of their prompts;
+    ``window_s``: how long before and after a change is compared. A change's ratio is the worst of several. The rates
+    say what a cold prompt would take.
     """
     lost = [result for result in run.results if result.answer is None]
     altered = sum(
-        result.answer is not None and result.answer.text != text
-        for result, text in zip(run.results, texts, strict=True)
+        result.answer is not None and result.answer.text != right.text
+        for result, right in zip(run.results, undisturbed, strict=True)
     )
     names = [(span.name, _between(run.results, span.start_s, span.end_s)) for span in spans]
     joins = joined(run.samples)
@@ -56,6 +63,9 @@ def figures_of(
         "hit_rate_after_scale_down_ratio": _worst(min, (
             _ratio(_hits, _between(run.results, at_s, at_s + window_s), _between(run.results, at_s - window_s, at_s))
             for at_s in left(run)
+        )),
+        "hit_rate_after_scale_down_of_unlimited_ratio": _worst(min, (
+            _of_unlimited(run.results, undisturbed, at_s, window_s) for at_s in left(run)
         )),
         "ttft_p99_after_scale_up_ratio": _worst(max, (
             _ratio(_p99_s, _between(run.results, at_s, at_s + window_s), steady) for at_s, _ in grown
@@ -160,6 +170,26 @@ def _seen(results: Sequence[Result]) -> dict[str, Any]:
 def _hits(results: Sequence[Result]) -> float | None:
     rate = hit_rate([result.answer for result in results if result.answer is not None])
     return None if rate == UNKNOWN else float(rate)
+
+
+def _of_unlimited(
+    results: Sequence[Result], undisturbed: Sequence[Answer], at_s: float, window_s: float
+) -> float | None:
+    """Return the ratio of hit rates after and before, over that which other prompts alone would have made of it."""
+
+    def share(start_s: float, end_s: float) -> float | None:
+        pairs = [
+            (result.answer, best)
+            for result, best in zip(results, undisturbed, strict=True)
+            if start_s <= result.shot.at_s < end_s and result.answer is not None
+        ]
+        got, most = hit_rate([answer for answer, _ in pairs]), hit_rate([best for _, best in pairs])
+        if len(pairs) < _LEAST_REQUESTS or UNKNOWN in (got, most) or not most:
+            return None
+        return float(got) / float(most)
+
+    after, before = share(at_s, at_s + window_s), share(at_s - window_s, at_s)
+    return after / before if after is not None and before else None
 
 
 def _p99_s(results: Sequence[Result]) -> float | None:

@@ -34,12 +34,14 @@ _TORCH_TOKENS_PER_S = 1500.0
 _LONG_STREAM_S, _DRAIN_S = 25.0, 10.0
 _RATIOS = {
     "hit_rate_after_scale_down_ratio": "hit rate after the scale-down / before",
+    "hit_rate_after_scale_down_of_unlimited_ratio": "the same, each over what an unlimited cache has of those prompts",
     "ttft_p99_after_scale_up_ratio": "p99 TTFT after the scale-up / steady",
     "new_replica_hit_ratio": "hit rate of the new replica's first requests / the others'",
     "resume_p99_ratio": "p99 pause of interrupted streams / a prefill of their prompt",
 }
 _OFF = {
     "hit_rate_after_scale_down_ratio": ("no_handover", "neither", "power_of_two"),
+    "hit_rate_after_scale_down_of_unlimited_ratio": ("no_handover", "neither", "power_of_two"),
     "ttft_p99_after_scale_up_ratio": ("no_prewarm", "neither", "power_of_two"),
     "new_replica_hit_ratio": ("no_prewarm", "neither", "power_of_two"),
 }
@@ -96,7 +98,7 @@ def compare(
     shots = shots_of(spans, options.requests_per_s, options.model, shape, options.seed)
     base = settings_of(options)
     bar = progress.add_task("undisturbed", total=len(shots))
-    texts = undisturbed(shots, base, partial(progress.advance, bar))
+    right = undisturbed(shots, base, partial(progress.advance, bar))
     if drain_s:
         base["graceful_shutdown_timeout_s"] = drain_s
     found: dict[str, dict[str, Any]] = {}
@@ -104,7 +106,7 @@ def compare(
         bar = progress.add_task(name, total=len(shots))
         run = play(ARMS[name], base, spans, options.seconds, shots, partial(progress.advance, bar))
         rate = _PREFILL_TOKENS_PER_S if simulated else _TORCH_TOKENS_PER_S
-        figures = figures_of(run, texts, spans, options.seconds, rate, _DECODE_STEP_S)
+        figures = figures_of(run, right, spans, options.seconds, rate, _DECODE_STEP_S)
         found[name] = {"label": ARMS[name].label, **figures, "notices": run.notices}
         found[name]["curves"] = curves(run, spans[-1].end_s)
         progress.console.print(f"{name}: {_line(figures)}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.client import stream_answer
+from benchmarks.common.client import Answer, stream_answer
 from benchmarks.common.open_loop import Shot
 from benchmarks.end_to_end.autoscale.scenarios import Span, arrivals
 from benchmarks.end_to_end.replay.text import TraceText
@@ -27,6 +27,8 @@ from serve_app.cli.local_ray import held_port
 
 PATH = "/v1/completions"
 _CLIENTS = 8
+_POOLS = 16
+"""How many replicas' pools the undisturbed engine has."""
 _START_S = 36_000.0
 _REQUESTS_PER_S = 0.4
 """Of the tenants' own time: a conversation goes on after some 50 requests, and so within the minutes of a run."""
@@ -74,11 +76,13 @@ def shots_of(spans: Sequence[Span], peak_per_s: float, model: str, shape: Traffi
     return shots
 
 
-def undisturbed(shots: Sequence[Shot], settings: dict[str, Any], progress: Callable[[], None]) -> list[str]:
-    """Return the text of every answer, from one engine without Ray, asked by a few clients at a time.
+def undisturbed(shots: Sequence[Shot], settings: dict[str, Any], progress: Callable[[], None]) -> list[Answer]:
+    """Return every answer of one engine without Ray, asked by a few clients at a time, with a cache as if unlimited.
 
-    ``settings``: of the engine; a simulated one's rates do not change its tokens, so they are raised.
+    ``settings``: of an engine that is one of several; a simulated one's rates do not change its tokens, so they are
+    raised.
     """
+    settings = {**settings, "num_blocks": settings["num_blocks"] * _POOLS}
     if settings["engine"] == "simulated":
         settings = {**settings, "simulated_prefill_tokens_per_s": 1e6, "simulated_decode_step_s": 0.001}
     with held_port() as port:
@@ -88,15 +92,15 @@ def undisturbed(shots: Sequence[Shot], settings: dict[str, Any], progress: Calla
             return asyncio.run(_ask_all(url, shots, progress))
 
 
-async def _ask_all(url: str, shots: Sequence[Shot], progress: Callable[[], None]) -> list[str]:
-    texts = [""] * len(shots)
+async def _ask_all(url: str, shots: Sequence[Shot], progress: Callable[[], None]) -> list[Answer]:
+    answers: dict[int, Answer] = {}
     turns = iter(enumerate(shots))
 
     async def work(client: httpx.AsyncClient) -> None:
         for number, shot in turns:
-            texts[number] = (await stream_answer(client, url + shot.path, shot.body)).text
+            answers[number] = await stream_answer(client, url + shot.path, shot.body)
             progress()
 
     async with httpx.AsyncClient(timeout=300) as client:
         await asyncio.gather(*(work(client) for _ in range(_CLIENTS)))
-    return texts
+    return [answers[number] for number in range(len(shots))]

@@ -34,9 +34,28 @@ def sample(at_s: float, states: dict[str, int], **replicas: Sequence[float]) -> 
     return Sample(at_s, states, {name: dict(zip(names, of, strict=True)) for name, of in replicas.items()})
 
 
-def figures(run: Run, texts: Sequence[str] | None = None) -> dict[str, object]:
-    given = ["x"] * len(run.results) if texts is None else texts
+def right(text: str = "x", cached: int = 50) -> Answer:
+    return Answer(0.1, 1.1, text, 100, cached, 10)
+
+
+def figures(run: Run, undisturbed: Sequence[Answer] | None = None) -> dict[str, object]:
+    given = [right()] * len(run.results) if undisturbed is None else undisturbed
     return figures_of(run, given, SPANS, 40.0, prefill_tokens_per_s=1000.0, step_s=0.01)
+
+
+def test_what_other_prompts_do_to_hits_is_not_the_scale_downs() -> None:
+    """Prompts of which an unlimited cache has three quarters of what it had of those before."""
+    at_s = SPANS[2].start_s
+    before, after = range(1, 40), range(1, 40)
+    run = Run(
+        [result(at_s - number, cached=80) for number in before]
+        + [result(at_s + number, cached=57) for number in after],
+        [sample(0.0, {"RUNNING": 2}, old=(1, 1, 1), other=(1, 1, 1))],
+        [(at_s, "shrink")],
+    )
+    found = figures(run, [right(cached=100)] * len(before) + [right(cached=75)] * len(after))
+    assert found["hit_rate_after_scale_down_ratio"] == pytest.approx(57 / 80)
+    assert found["hit_rate_after_scale_down_of_unlimited_ratio"] == pytest.approx(0.95)
 
 
 def test_what_is_unanswered_or_altered_is_lost() -> None:
@@ -44,7 +63,7 @@ def test_what_is_unanswered_or_altered_is_lost() -> None:
     found = figures(run)
     assert (found["requests_lost"], found["unanswered"], found["altered"]) == (2, 1, 1)
     assert found["reasons"] == ["broken"]
-    assert figures(run, ["x", "y", "x"])["requests_lost"] == 1
+    assert figures(run, [right(), right("y"), right()])["requests_lost"] == 1
 
 
 def test_hits_around_a_scale_down_and_times_after_a_scale_up() -> None:
@@ -65,6 +84,7 @@ def test_hits_around_a_scale_down_and_times_after_a_scale_up() -> None:
     )
     found = figures(run)
     assert found["hit_rate_after_scale_down_ratio"] == pytest.approx(0.75)
+    assert found["hit_rate_after_scale_down_of_unlimited_ratio"] == pytest.approx(0.75)
     assert found["ttft_p99_after_scale_up_ratio"] == pytest.approx(3.0)
     assert found["new_replica_hit_ratio"] == pytest.approx(0.2 / 0.5)
     assert (found["scale_ups"], found["scale_downs"], found["replacement_hit_ratio"]) == (1, 1, None)
@@ -73,7 +93,7 @@ def test_hits_around_a_scale_down_and_times_after_a_scale_up() -> None:
 def test_a_run_without_events_has_no_ratios() -> None:
     found = figures(Run([result(float(number)) for number in range(50)]))
     ratios = [name for name in found if name.endswith("_ratio")]
-    assert len(ratios) == 5 and all(found[name] is None for name in ratios)
+    assert len(ratios) == 6 and all(found[name] is None for name in ratios)
     assert found["hit_rate"] == 0.5 and found["replica_seconds"] == 0.0
 
 

@@ -28,6 +28,7 @@ def test_undisturbed_answers_do_not_depend_on_order_or_cache() -> None:
     """Asked again the other way round, with caches filled, each request has the same answer, and its own."""
     shots = shots_of(SPANS, 2.0, "demo", SHAPE, 5)[:16]
     done: list[None] = []
-    texts = undisturbed([*shots, *shots[::-1]], ENGINE, lambda: done.append(None))
+    answers = undisturbed([*shots, *shots[::-1]], ENGINE, lambda: done.append(None))
+    texts = [answer.text for answer in answers]
     assert len(done) == len(texts) == 32 and all(texts) and len(set(texts)) == 16
     assert texts[16:] == texts[15::-1]
