@@ -37,6 +37,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.marks: list[CacheMark] = []
         self.ignored: set[str] = set()
+        self._texts: list[str] = []
         self._shorter = False
         self._marked_last = 0.0
 
@@ -56,6 +57,7 @@ class Conversation:
             if _kind(block, path) != "text":
                 raise InvalidRequest(f"{path} must be a text block.", param=path)
             self._add_text(block, path)
+        self._join()
 
     def add_message(self, message: Any, index: int) -> None:
         """Take a message. A result of a tool is a message of its own, for templates have a role for it."""
@@ -75,6 +77,7 @@ class Conversation:
         began = len(self.messages)
         for number, block in enumerate(content):
             self._add_block(role, block, f"{where}[{number}]", began)
+        self._join()
 
     def mark_all(self, control: Any) -> None:
         """Take the body's own ``cache_control``, which marks the last block there is."""
@@ -103,6 +106,7 @@ class Conversation:
             if block[name] not in (None, [], False)
         )
         if kind == "tool_result":
+            self._join()
             result = _result_text(block.get("content"), f"{path}.content")
             answered = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
             self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
@@ -118,19 +122,24 @@ class Conversation:
             raise InvalidRequest(f"{path} must have a name, and an input that is an object.", param=path)
         function = {"name": name, "arguments": arguments}
         call = {"id": _call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
-        last = self.messages[-1]
-        last["tool_calls"] = [*last.get("tool_calls", ()), call]
+        self.messages[-1].setdefault("tool_calls", []).append(call)
         self._mark(block.get("cache_control"), path)
 
     def _add_text(self, block: dict[str, Any], path: str) -> None:
         text = block.get("text")
         if not isinstance(text, str):
             raise InvalidRequest(f"{path}.text must be a string.", param=f"{path}.text")
-        self.messages[-1]["content"] += text
+        self._texts.append(text)
         if not text and block.get("cache_control") is not None:
             field = f"{path}.cache_control"
             raise InvalidRequest(f"{field} cannot be set for empty text blocks.", param=field)
         self._mark(block.get("cache_control"), path)
+
+    def _join(self) -> None:
+        """Give the last message the texts of its blocks, all at once: one by one would copy those before each time."""
+        if self._texts:
+            self.messages[-1]["content"] += "".join(self._texts)
+            self._texts.clear()
 
     def _mark(self, control: Any, path: str) -> None:
         field = f"{path}.cache_control" if path else "cache_control"
@@ -142,7 +151,11 @@ class Conversation:
         if ttl_s > TTLS_S["5m"] and self._shorter:
             raise InvalidRequest(f"{field} has the ttl 1h, and must come before all that have 5m.", param=field)
         self._shorter = self._shorter or ttl_s == TTLS_S["5m"]
-        self.marks.append(CacheMark(tuple(dict(message) for message in self.messages), ttl_s))
+        self._join()
+        as_far = [dict(message) for message in self.messages]
+        if as_far and "tool_calls" in as_far[-1]:
+            as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # more may follow in the same message
+        self.marks.append(CacheMark(tuple(as_far), ttl_s))
 
 
 def _kind(block: Any, path: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.api.anthropic.conversation import Conversation
 from serve_app.api.anthropic.request import parse_messages
 from serve_app.api.request import ChatRequest
 from serve_app.errors import InvalidRequest
@@ -74,6 +75,34 @@ def test_marks_hold_the_conversation_as_far_as_they_are() -> None:
         ((system, {"role": "user", "content": "a"}), 300.0),
         ((system, {"role": "user", "content": "ab"}), 300.0),
     ]
+
+
+def test_a_mark_between_calls_holds_those_before_it() -> None:
+    """Calls of one message are one list in the end, and a mark's is not that one."""
+    calls = [{"type": "tool_use", "id": str(i), "name": "look", "input": {}} for i in range(3)]
+    calls[1]["cache_control"] = MARK
+    request = parse(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": calls}])
+    ids = [[call["id"] for call in said[-1]["tool_calls"]] for said in (request.marks[0].messages, request.messages)]
+    assert ids == [["0", "1"], ["0", "1", "2"]]
+
+
+def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
+    """A message of tens of thousands of them would take seconds."""
+    copied = 0
+
+    class Words(str):
+        __slots__ = ()
+
+        def __radd__(self, before: str) -> str:
+            nonlocal copied
+            copied += len(before)
+            return before + str(self)
+
+    read = Conversation()
+    read.add_system([text(Words("abc")) for _ in range(100)])
+    read.add_message({"role": "user", "content": [text(Words("abc")) for _ in range(100)]}, 0)
+    assert [message["content"] for message in read.messages] == ["abc" * 100] * 2
+    assert copied <= 600
 
 
 @pytest.mark.parametrize(
