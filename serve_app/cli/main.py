@@ -5,19 +5,18 @@ Owns flags, progress and the words a newcomer reads. Everything it starts it sto
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from serve_app.cli import keys
 from serve_app.cli.address import BadAddress, check_address
+from serve_app.cli.commands import keys
+from serve_app.cli.commands.infer import infer
+from serve_app.cli.commands.plan import plan
+from serve_app.cli.console import console, fail
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
-from serve_app.cli.infer import infer
-from serve_app.cli.plan import plan
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
@@ -26,7 +25,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(keys.app, name="keys")
 app.command()(infer)
 app.command()(plan)
-console = Console(stderr=True, highlight=False)
 
 
 def main() -> None:
@@ -115,9 +113,3 @@ def check(file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RaySe
     if found:
         raise typer.Exit(1)
     print(f"{file}: nothing is wrong")
-
-
-def fail(message: str) -> NoReturn:
-    """Print an error and leave with status 2."""
-    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-    sys.exit(2)

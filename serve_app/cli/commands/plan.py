@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.kv_planner import KvPlan, plan_kv
+from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
 
 
@@ -38,13 +38,13 @@ def plan(
             replicas=replicas,
         )
     except ValidationError as error:
-        _fail(f"--memory {error.errors()[0]['msg']}")
+        fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
-        _fail(f"{model} lacks a size that a language model's config has: {error}")
+        fail(f"{model} lacks a size that a language model's config has: {error}")
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        _fail(f"{model} is neither a directory with a config.json nor such a file")
+        fail(f"{model} is neither a directory with a config.json nor such a file")
     except (OSError, ValueError, TypeError) as error:
-        _fail(f"{model} cannot be read or planned: {error}")
+        fail(f"{model} cannot be read or planned: {error}")
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
@@ -70,8 +70,3 @@ def _sentences(found: KvPlan, prefixes: int, replicas: int) -> list[str]:
     else:
         lines.append("The working set fits; what is left is for running requests.")
     return lines
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    raise typer.Exit(2)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from serve_app.cli.console import console, fail
 from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from serve_app.batch.input_file import BatchFile
     from serve_app.batch.run import BatchResult
     from serve_app.config.app import AppConfig
-
-console = Console(stderr=True, highlight=False)
 
 
 def infer(
@@ -43,12 +40,12 @@ def infer(
     # Seconds of imports, which `warmpath --help` need not wait for.
     from serve_app.batch.input_file import read_batch_file
 
-    _log_to(console, debug=debug)
+    _log(debug=debug)
     try:
         batch = read_batch_file(input_file)
     except (OSError, InvalidRequest) as error:
         where = f"{error.param}: " if isinstance(error, InvalidRequest) and error.param else ""
-        _fail(f"{input_file}: {where}{error}")
+        fail(f"{input_file}: {where}{error}")
     for name in batch.unread:
         console.print(f"warning: {input_file}: nothing reads {name}", style="yellow", markup=False, soft_wrap=True)
     own: dict[str, Any] = {"replicas": 1, "tenants": []}
@@ -61,7 +58,7 @@ def infer(
         if profile_output_file is not None:
             _write(profile_output_file, result.profile)
     except (OSError, ValueError) as error:
-        _fail(str(error))
+        fail(str(error))
     prefill = result.profile["prefill"]
     console.print(
         f"{len(result.responses) - len(result.errors)} of {len(result.responses)} requests answered; prompt tokens: "
@@ -92,7 +89,7 @@ def _run(settings: AppConfig, batch: BatchFile) -> BatchResult:
         return asyncio.run(run_batch(settings, info, batch, begin, lambda: progress.advance(bar)))
 
 
-def _log_to(console: Console, *, debug: bool) -> None:
+def _log(*, debug: bool) -> None:
     logger = logging.getLogger("serve_app")
     logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
     logger.propagate = False
@@ -101,8 +98,3 @@ def _log_to(console: Console, *, debug: bool) -> None:
 
 def _write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=4) + "\n")
-
-
-def _fail(message: str) -> NoReturn:
-    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-    sys.exit(2)

@@ -5,17 +5,16 @@ A key is printed once and kept nowhere; files hold its SHA-256, and lists show t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 import yaml
 from pydantic import AwareDatetime, TypeAdapter, ValidationError
-from rich.console import Console
 
+from serve_app.cli.console import fail
 from serve_app.config.quantities import Seconds
 from serve_app.config.tenants import TenantConfig
 from serve_app.tenants.tenants import make_api_key
@@ -48,7 +47,7 @@ def new(
     try:
         TenantConfig.model_validate({"name": tenant, "key_sha256": ["0" * 64]})
     except ValidationError:
-        _fail("a tenant's name has 1 to 64 letters, digits and _ . - and begins with a letter or digit")
+        fail("a tenant's name has 1 to 64 letters, digits and _ . - and begins with a letter or digit")
     moment = _moment(expires) if expires is not None else None
     known = settings is not None and any(tenant == each.name for each in tenants_in(settings))
     key, digest = make_api_key()
@@ -86,11 +85,11 @@ def tenants_in(file: Path) -> list[TenantConfig]:
     try:
         found = list(_tenant_entries(yaml.safe_load(file.read_text())))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        _fail(f"cannot read {file}: {error}")
+        fail(f"cannot read {file}: {error}")
     try:
         return list({repr(tenant): tenant for tenant in map(TenantConfig.model_validate, found)}.values())
     except ValidationError:
-        _fail(f"{file} has a tenant that cannot be used; run: warmpath check {file}")
+        fail(f"{file} has a tenant that cannot be used; run: warmpath check {file}")
 
 
 def _tenant_entries(values: Any) -> Iterator[Any]:
@@ -115,12 +114,7 @@ def _moment(text: str) -> str:
         try:
             moment = TypeAdapter[datetime](AwareDatetime).validate_python(text)
         except ValidationError:
-            _fail("--expires takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
+            fail("--expires takes a duration such as 90d, or a moment with its time zone: 2027-01-31T00:00:00Z")
     if moment <= datetime.now(UTC):
-        _fail("--expires must lie in the future")
+        fail("--expires must lie in the future")
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True, highlight=False).print(f"error: {message}", style="red", markup=False, soft_wrap=True)
-    sys.exit(2)

@@ -1,0 +1,1 @@
+"""The words of `warmpath` that start nothing: keys, a batch file, a plan."""
