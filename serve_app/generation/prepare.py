@@ -1,31 +1,26 @@
-"""From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks.
-
-Owns scope roots (cached per tenant and salt) and placement keys.
-"""
+"""From a validated request and its tenant to generations: text to ids, keys, sampling values, length checks."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-import xxhash
-
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, system_prompt_key
+from router.protocol.block_hash import TokenArray, system_prompt_key
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
-from serve_app.engine.protocol import AdapterSpec, KeptPrefix, SamplingParams, Save, TokenRules
+from serve_app.engine.protocol import KeptPrefix, SamplingParams, Save, TokenRules
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
 from serve_app.generation.grammars import CheckedGrammars
+from serve_app.generation.keys import Keys, ScopeKeys
 from serve_app.generation.marks import kept_prefixes
 from serve_app.generation.rules import refuse_without_logits, rules_of
 from serve_app.prompts.registry import PublicPrompts
@@ -35,22 +30,8 @@ from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
 
-PLACEMENT_BLOCKS = 16
-"""A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
-
 WHOLE_INTERVAL_S = 0.25
 """Between chunks of an answer that is sent whole: nobody sees its parts, and each costs an ingress as much."""
-
-_SCOPES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    """A private scope and its root; ``public_root``: the public scope's, b"" where nothing is public."""
-
-    scope: PrefixScope
-    root: bytes
-    public_root: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +64,10 @@ class Preparer:
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
-        self._tenants = tenants
-        self._secret = secret
         self._adapters = adapters
         self._limits = limits
-        self._scopes: OrderedDict[tuple[Tenant, str | None, str], _Keys] = OrderedDict()
         self._prompts = PublicPrompts() if prompts is None else prompts
+        self._keys = ScopeKeys(info.fingerprint, tenants, secret, self._prompts)
         compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
         self._grammars = CheckedGrammars(compiler, workers or FairWorkers(Shares({})))
         self._simulated = simulated
@@ -96,7 +75,7 @@ class Preparer:
     def configure(self, limits: Limits) -> None:
         """Go by other limits from the next request on, and by what the tenants and prompts have become."""
         self._limits = limits
-        self._scopes.clear()  # a public root is there only where there are public prompts
+        self._keys.clear()
 
     async def prepare(
         self, request: GenerateRequest, tenant: Tenant, request_id: str, deadline_s: float = math.inf
@@ -111,7 +90,7 @@ class Preparer:
         store_kv = _stores_kv(request, tenant)
         await self._prompts.keep_current(self._tokenizer)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
-        keys = self._keys(tenant, request.cache_salt, adapter)
+        keys = self._keys.of(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         grammar = await self._grammar(request, tenant.name)
         bad_words = await self._tokenizer.word_ids(request.bad_words, tenant.name) if request.bad_words else ()
@@ -121,7 +100,7 @@ class Preparer:
             sampling = self._sampling(request, len(encoded.token_ids), seed, rules)
             save = await self._save(request, keys.root, tenant.name, encoded, system_text)
             keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
-            placement_key = self._placement_key(request, keys, encoded, system_text)
+            placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
             for choice in range(request.n):
@@ -167,22 +146,8 @@ class Preparer:
         prompt = request.prompts[index]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _keys(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> _Keys:
-        lora = adapter.key if adapter is not None else ""
-        key = (tenant, cache_salt, lora)
-        found = self._scopes.get(key)
-        if found is None:
-            scope = PrefixScope(self._info.fingerprint, lora, self._tenants.salt(tenant, cache_salt))
-            public_root = scope.public.root(self._secret) if self._prompts else b""
-            found = self._scopes[key] = _Keys(scope, scope.root(self._secret), public_root)
-            if len(self._scopes) > _SCOPES:
-                self._scopes.popitem(last=False)
-        else:
-            self._scopes.move_to_end(key)
-        return found
-
     async def _encode(
-        self, request: GenerateRequest, keys: _Keys, tenant: str
+        self, request: GenerateRequest, keys: Keys, tenant: str
     ) -> AsyncIterator[tuple[EncodedPrompt, str]]:
         """Yield each prompt, with the formatted system prompt that it begins with, "" for none.
 
@@ -263,7 +228,7 @@ class Preparer:
         return Save(system_prompt_key(root, system_text), tokens, self._limits.save_ttl_s)
 
     async def _keep(
-        self, request: GenerateRequest, keys: _Keys, tenant: str, encoded: EncodedPrompt
+        self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
     ) -> tuple[KeptPrefix, ...]:
         """Return what a request's marks ask to keep of its prompt."""
         if isinstance(request, CompletionRequest) or not request.marks:
@@ -281,7 +246,7 @@ class Preparer:
         """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""
         await self._prompts.keep_current(self._tokenizer)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
-        keys = self._keys(tenant, request.cache_salt, adapter)
+        keys = self._keys.of(tenant, request.cache_salt, adapter)
         return sum([len(encoded.token_ids) async for encoded, _ in self._encode(request, keys, tenant.name)])
 
     def _sampling(
@@ -323,19 +288,6 @@ class Preparer:
             logprobs=request.logprobs,
             shown_stop_token_ids=request.stop_token_ids if request.include_stop_str_in_output else (),
         )
-
-    def _placement_key(self, request: GenerateRequest, keys: _Keys, encoded: EncodedPrompt, system_text: str) -> bytes:
-        root = keys.root
-        if request.prompt_cache_key:
-            return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + request.prompt_cache_key.encode())
-        if system_text:
-            # A public prompt that nobody holds yet is computed once, not once a tenant.
-            shared = encoded.public_blocks and self._prompts.is_public(system_text)
-            return system_prompt_key(keys.public_root if shared else root, system_text)
-        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
-        if blocks:
-            return hash_at(encoded.block_hashes, blocks - 1)
-        return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())
 
 
 def _stores_kv(request: GenerateRequest, tenant: Tenant) -> bool:

@@ -14,17 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.api import sse
-from serve_app.api.format import AnswerFormat, AnswerHead, Usage
+from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import UnknownField, ignored_fields
-from serve_app.engine.protocol import KeptPrefix, SaveResult
+from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
+from serve_app.generation.request_usage import RequestUsage
 from serve_app.generation.saves import SAVE_FIELD, save_warning
 from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.pieces import WholeChoice
@@ -103,7 +104,7 @@ class Completions:
             )
             pieces = self._timed(pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance)
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
-            usage, tells = _Usage(wanted.n, generations), wanted.logprobs is not None
+            usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
             answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
             if not wanted.stream:
                 return await until_disconnect(request, _collect(answer, wanted.unknown))
@@ -270,38 +271,6 @@ def warning_headers(
     return {"x-warmpath-warning": warning} if warning else {}
 
 
-def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, int]:
-    """Return how many tokens that were not cached are kept now: for minutes, and for an hour."""
-    hour = max((kept.tokens for kept in keep if kept.ttl_s >= 3600), default=0)
-    most = max((kept.tokens for kept in keep), default=0)
-    return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
-
-
-class _Usage:
-    """Adds up a request's usage; a prompt counts once, however many choices it has."""
-
-    def __init__(self, n: int, generations: list[Generation]) -> None:
-        self._choices = n
-        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
-        self._completion_tokens = 0
-        self._cached_tokens = 0
-        self._keep = generations[0].keep
-        self._kept = (0, 0)
-        self.save: SaveResult | None = None
-        self.asked_by = "cache_control" if self._keep else SAVE_FIELD
-
-    def add(self, piece: Piece) -> None:
-        self._completion_tokens += piece.new_tokens
-        self.save = self.save or piece.save
-        if piece.cached_tokens is not None and piece.index % self._choices == 0:
-            self._cached_tokens += piece.cached_tokens
-            if self._keep and (piece.save is None or piece.save.outcome != "off"):
-                self._kept = kept_tokens(self._keep, piece.cached_tokens)
-
-    def total(self) -> Usage:
-        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept)
-
-
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """One request's answer while it comes. ``choices``: how many there are, over all prompts."""
@@ -310,5 +279,5 @@ class _Answer:
     head: AnswerHead
     pieces: AsyncGenerator[Piece, None]
     choices: int
-    usage: _Usage
+    usage: RequestUsage
     tells_logprobs: bool

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
+from serve_app.tokenization.lookup import Lookup, key_prefix
 from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import ChainLink, SegmentCache, SegmentCacheStats
+from serve_app.tokenization.segment_cache import SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter
 from serve_app.tokenization.token_bounds import longest_token_chars
 
@@ -41,11 +42,6 @@ MESSAGE_CHARS = 64
 _NO_IDS: TokenArray = np.empty(0, dtype=np.int32)
 
 
-def _key_prefix(*fields: bytes) -> bytes:
-    """Return what a cache's key begins with: a text that follows can say nothing that one of the fields says."""
-    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPrompt:
     """``token_ids``: int32, the caller's own copy. ``block_hashes``: packed chain of the full blocks.
@@ -56,29 +52,6 @@ class EncodedPrompt:
     token_ids: TokenArray
     block_hashes: bytes
     public_blocks: int = 0
-
-
-@dataclass(slots=True)
-class _Lookup:
-    """One UTF-8 text cut into segments and what the cache knows of each; None where it knows nothing."""
-
-    root: bytes
-    public_root: bytes
-    public: PublicTokens
-    raw: bytes
-    ends: list[int]
-    chain_keys: list[bytes] = field(default_factory=list)
-    ids_keys: list[bytes] = field(default_factory=list)
-    ids: list[TokenArray | None] = field(default_factory=list)
-    hashes: list[bytes | None] = field(default_factory=list)
-    missing: list[int] = field(default_factory=list)
-
-    def segment(self, index: int) -> bytes:
-        return self.raw[self.ends[index - 1] if index else 0 : self.ends[index]]
-
-    @property
-    def missing_bytes(self) -> int:
-        return sum(len(self.segment(index)) for index in self.missing)
 
 
 class PromptTokenizer:
@@ -263,18 +236,18 @@ class PromptTokenizer:
                 return np.array(full[:start], dtype=np.int32), np.array(suffix, dtype=np.int32)
         raise ValueError("the tokenizer's post-processor changes the text's own tokens; it cannot be served")
 
-    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> _Lookup:
+    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> Lookup:
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
         public = self._public
-        lookup = _Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
+        lookup = Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
         view = memoryview(raw)
-        seed, ids_scope = self._seed, _key_prefix(root, b"ids")
+        seed, ids_scope = self._seed, key_prefix(root, b"ids")
         generation = b"%d" % public.generation if public_root else b""
         kind = b"chain with special tokens" if add_special_tokens else b"chain"
-        chain_scope = _key_prefix(root, kind, generation, public_root)
+        chain_scope = key_prefix(root, kind, generation, public_root)
         so_far = xxhash.xxh3_128(chain_scope, seed)
         chain_keys, ids_keys, ids, hashes = lookup.chain_keys, lookup.ids_keys, lookup.ids, lookup.hashes
         cache = self._cache
@@ -298,7 +271,7 @@ class PromptTokenizer:
             cache.touch(reversed(ids_keys))
         return lookup
 
-    def _complete(self, lookup: _Lookup, add_special_tokens: bool) -> EncodedPrompt:
+    def _complete(self, lookup: Lookup, add_special_tokens: bool) -> EncodedPrompt:
         """Tokenize and hash what the look-up lacks, remember it, and put everything together."""
         if lookup.missing:
             texts = [lookup.segment(index).decode() for index in lookup.missing]
@@ -317,41 +290,10 @@ class PromptTokenizer:
             done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
             return next_hashes(root, public_blocks, token_ids[:end], self.block_size, done, last)
 
-        new_hashes = self._fill_hashes(lookup, known, len(prefix), hash_from)
+        new_hashes = lookup.fill_hashes(known, len(prefix), hash_from)
         if lookup.missing or new_hashes:
-            self._remember(lookup, known, new_hashes)
+            lookup.remember(self._cache, known, new_hashes)
         chain = b"".join(part for part in lookup.hashes if part is not None)
         if len(suffix):
             chain += hash_from(chain, len(token_ids))
         return EncodedPrompt(token_ids, chain, public_blocks)
-
-    @staticmethod
-    def _fill_hashes(
-        lookup: _Lookup, known: list[TokenArray], start: int, hash_from: Callable[[bytearray, int], bytes]
-    ) -> list[int]:
-        """Hash the blocks of segments that have no hashes yet; return the indices of those segments.
-
-        ``start``: tokens before the first segment. Segment i holds the hashes of the blocks completed in it.
-        """
-        filled = [index for index, hashes in enumerate(lookup.hashes) if hashes is None]
-        if not filled:
-            return filled
-        chain = bytearray()
-        end = start
-        for index, segment_ids in enumerate(known):
-            end += len(segment_ids)
-            hashes = lookup.hashes[index]
-            if hashes is None:
-                hashes = lookup.hashes[index] = hash_from(chain, end)
-            chain += hashes
-        return filled
-
-    def _remember(self, lookup: _Lookup, known: list[TokenArray], new_hashes: list[int]) -> None:
-        cache = self._cache
-        with cache.lock:
-            for index in reversed(lookup.missing):
-                cache.put(lookup.ids_keys[index], known[index])
-            for index in reversed(new_hashes):
-                hashes = lookup.hashes[index]
-                assert hashes is not None
-                cache.put(lookup.chain_keys[index], ChainLink(lookup.ids_keys[index], hashes))

@@ -14,7 +14,7 @@ from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
 from serve_app.engine.protocol import KeptPrefix
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, RequestTooLarge
-from serve_app.ingress.completions import kept_tokens
+from serve_app.generation.request_usage import kept_tokens
 
 ASKED = Asked(b"m", b"s", b"t", (b"1",))
 HEAD = AnswerHead("1", 0, "demo", repeated={"diagnostics": ASKED})

@@ -1,0 +1,75 @@
+"""Under which keys a prompt's KV lies, and by which it is placed.
+
+Owns scope roots (cached by tenant, salt and adapter) and placement keys. The deployment secret goes no further.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import xxhash
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
+from serve_app.engine.protocol import AdapterSpec
+from serve_app.prompts.registry import PublicPrompts
+from serve_app.tenants.tenants import Tenant, Tenants
+from serve_app.tokenization.tokenizer import EncodedPrompt
+
+PLACEMENT_BLOCKS = 16
+"""A prompt without a system prompt is placed by this many first blocks: requests that share them stay together."""
+
+_SCOPES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A private scope and its root; ``public_root``: the public scope's, b"" where nothing is public."""
+
+    scope: PrefixScope
+    root: bytes
+    public_root: bytes
+
+
+class ScopeKeys:
+    """The keys of one model's scopes. ``fingerprint``: the model's."""
+
+    def __init__(self, fingerprint: str, tenants: Tenants, secret: bytes, prompts: PublicPrompts) -> None:
+        self._fingerprint = fingerprint
+        self._tenants = tenants
+        self._secret = secret
+        self._prompts = prompts
+        self._scopes: OrderedDict[tuple[Tenant, str | None, str], Keys] = OrderedDict()
+
+    def clear(self) -> None:
+        """Forget what is known: salts follow the tenants, and public roots are there where public prompts are."""
+        self._scopes.clear()
+
+    def of(self, tenant: Tenant, cache_salt: str | None, adapter: AdapterSpec | None) -> Keys:
+        """Return the keys of a tenant's scope; ``adapter`` None: of the model alone."""
+        lora = adapter.key if adapter is not None else ""
+        key = (tenant, cache_salt, lora)
+        found = self._scopes.get(key)
+        if found is None:
+            scope = PrefixScope(self._fingerprint, lora, self._tenants.salt(tenant, cache_salt))
+            public_root = scope.public.root(self._secret) if self._prompts else b""
+            found = self._scopes[key] = Keys(scope, scope.root(self._secret), public_root)
+            if len(self._scopes) > _SCOPES:
+                self._scopes.popitem(last=False)
+        else:
+            self._scopes.move_to_end(key)
+        return found
+
+    def placement(self, keys: Keys, prompt_cache_key: str | None, encoded: EncodedPrompt, system_text: str) -> bytes:
+        """Return the 16 bytes that say where a prompt goes while nobody holds it; ``system_text`` "": it has none."""
+        root = keys.root
+        if prompt_cache_key:
+            return xxhash.xxh3_128_digest(root + b"prompt_cache_key:" + prompt_cache_key.encode())
+        if system_text:
+            # A public prompt that nobody holds yet is computed once, not once a tenant.
+            shared = encoded.public_blocks and self._prompts.is_public(system_text)
+            return system_prompt_key(keys.public_root if shared else root, system_text)
+        blocks = min(PLACEMENT_BLOCKS, len(encoded.block_hashes) // HASH_BYTES)
+        if blocks:
+            return hash_at(encoded.block_hashes, blocks - 1)
+        return xxhash.xxh3_128_digest(root + encoded.token_ids.tobytes())

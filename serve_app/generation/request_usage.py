@@ -1,0 +1,48 @@
+"""What one request used so far, as its answer tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_app.api.format import Usage
+from serve_app.engine.protocol import KeptPrefix, SaveResult
+from serve_app.generation.answer import Piece
+from serve_app.generation.generation import Generation
+from serve_app.generation.saves import SAVE_FIELD
+
+
+class RequestUsage:
+    """Adds up a request's usage; a prompt counts once, however many choices it has.
+
+    ``n``: choices of each prompt. ``save``: what became of a save, ``asked_by``: the field that asked for it.
+    """
+
+    def __init__(self, n: int, generations: list[Generation]) -> None:
+        self._choices = n
+        self._prompt_tokens = sum(len(generation.token_ids) for generation in generations[::n])
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._keep = generations[0].keep
+        self._kept = (0, 0)
+        self.save: SaveResult | None = None
+        self.asked_by = "cache_control" if self._keep else SAVE_FIELD
+
+    def add(self, piece: Piece) -> None:
+        """Count one piece of an answer."""
+        self._completion_tokens += piece.new_tokens
+        self.save = self.save or piece.save
+        if piece.cached_tokens is not None and piece.index % self._choices == 0:
+            self._cached_tokens += piece.cached_tokens
+            if self._keep and (piece.save is None or piece.save.outcome != "off"):
+                self._kept = kept_tokens(self._keep, piece.cached_tokens)
+
+    def total(self) -> Usage:
+        """Return the usage as of now."""
+        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept)
+
+
+def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, int]:
+    """Return how many tokens that were not cached are kept now: for minutes, and for an hour."""
+    hour = max((kept.tokens for kept in keep if kept.ttl_s >= 3600), default=0)
+    most = max((kept.tokens for kept in keep), default=0)
+    return max(0, most - max(hour, cached_tokens)), max(0, hour - cached_tokens)
