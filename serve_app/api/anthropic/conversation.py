@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve_app.api.fields import call_id
+from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
 from serve_app.api.request import CacheMark
 from serve_app.errors import InvalidRequest
 
@@ -120,6 +121,8 @@ class Conversation:
         name, arguments = block.get("name"), block.get("input")
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             raise InvalidRequest(f"{path} must have a name, and an input that is an object.", param=path)
+        if too_deep(arguments):
+            raise InvalidRequest(f"{path}.input must be nested at most {MAX_ARGUMENT_DEPTH} deep.", param=path)
         function = {"name": name, "arguments": arguments}
         call = {"id": _call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)

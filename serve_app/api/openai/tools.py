@@ -5,7 +5,7 @@ Owns the bounds of what a client may offer, for templates and grammars walk thro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -20,6 +20,9 @@ MAX_TOOLS = 128
 MAX_TOOL_VALUES = 1 << 14
 """Values of all tools of a request, nested ones counted."""
 MAX_TOOL_DEPTH = 32
+MAX_ARGUMENT_VALUES = 1 << 17
+"""Values in the arguments of all calls of a conversation, about: as many as its messages may hold beside them."""
+MAX_ARGUMENT_DEPTH = 64
 MAX_DESCRIPTION_CHARS = 1 << 15
 
 FunctionName = Annotated[
@@ -125,6 +128,24 @@ def _depths(root: Any) -> Iterator[int]:
         left.extend((one, depth + 1) for one in inner)
 
 
+def check_arguments(functions: Iterable[Any]) -> None:
+    """Refuse calls whose arguments hold very many values together, before any are read. Raises InvalidRequest.
+
+    Arguments are JSON in strings, where nothing else counts what is in them.
+    """
+    texts = (function.get("arguments") for function in functions if isinstance(function, dict))
+    if sum(text.count(mark) for text in texts if isinstance(text, str) for mark in ",[{") > MAX_ARGUMENT_VALUES:
+        raise InvalidRequest(
+            f"The arguments of all calls hold over {MAX_ARGUMENT_VALUES} values; leave the oldest out.",
+            param="arguments",
+        )
+
+
+def too_deep(arguments: Any) -> bool:
+    """Tell whether a call's arguments are nested deeper than templates, which read them recursively, may have to go."""
+    return any(depth > MAX_ARGUMENT_DEPTH for depth in _depths(arguments))
+
+
 def call_for_template(call: Any, path: str) -> dict[str, Any]:
     """Return one of a message's ``tool_calls`` as templates read it, with its arguments as an object.
 
@@ -153,6 +174,9 @@ def called(function: dict[str, Any], path: str) -> dict[str, Any]:
         read = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         read = None
-    if not isinstance(read, dict):
-        raise InvalidRequest(f"{path}.arguments must be the JSON of an object, as text.", param=f"{path}.arguments")
+    if not isinstance(read, dict) or too_deep(read):
+        raise InvalidRequest(
+            f"{path}.arguments must be the JSON of an object, as text, nested at most {MAX_ARGUMENT_DEPTH} deep.",
+            param=f"{path}.arguments",
+        )
     return {"name": name, "arguments": read}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from serve_app.api.fields import call_id
-from serve_app.api.openai.tools import called
+from serve_app.api.openai.tools import called, check_arguments
 from serve_app.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -27,6 +27,7 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
     Adds the paths of fields that nothing reads to ``ignored``. Raises InvalidRequest for items that are no text.
     """
     messages: list[dict[str, Any]] = []
+    check_arguments(items)
     for index, item in enumerate(items):
         path = f"input[{index}]"
         if not isinstance(item, dict):

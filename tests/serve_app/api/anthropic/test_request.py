@@ -13,6 +13,7 @@ from serve_app.api.request import ChatRequest
 from serve_app.errors import InvalidRequest
 
 MARK = {"type": "ephemeral"}
+DEEP_CALL = {"type": "tool_use", "id": "1", "name": "a", "input": json.loads('{"a":' * 100 + "1" + "}" * 100)}
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 
 
@@ -114,6 +115,7 @@ def test_many_blocks_are_not_copied_for_each_that_follows() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "has the type 'image'"),
         ({"messages": [{"role": "user", "content": []}]}, "at least one block"),
+        ({"messages": [{"role": "assistant", "content": [DEEP_CALL]}]}, "at most 64 deep"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "role is one of"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "other tools are not supported"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice has a name"),

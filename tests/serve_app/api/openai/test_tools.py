@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.openai.request import parse_chat
+from serve_app.api.openai.responses.items import messages_of
 from serve_app.api.openai.tools import MAX_TOOL_DEPTH, MAX_TOOLS
 from serve_app.api.request import ChatRequest
 from serve_app.api.tool_calls import NO_TOOLS, ToolUse
@@ -151,3 +152,19 @@ def test_wrong_calls_in_messages_are_a_400(message: dict[str, Any], param: str) 
     with pytest.raises(InvalidRequest) as caught:
         chat(messages=[{"role": "assistant", **message}])
     assert caught.value.param == param
+
+
+MANY = '{"a": [' + "{}," * 70_000 + "{}]}"
+DEEP = '{"a": ' + "[" * 100 + "]" * 100 + "}"
+
+
+@pytest.mark.parametrize("arguments", [MANY, DEEP], ids=["many", "deep"])
+def test_arguments_of_calls_are_bounded_as_messages_are(arguments: str) -> None:
+    """JSON inside a string is read, rendered and walked through like any other."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="arguments"):
+        chat(messages=messages)
+    item = {"type": "function_call", "call_id": "1", "name": "look", "arguments": arguments}
+    with pytest.raises(InvalidRequest, match="arguments"):
+        messages_of([item], set())
