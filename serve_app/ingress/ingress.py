@@ -22,7 +22,7 @@ class Ingress:
     async def __init__(self, config: dict[str, Any], replica: DeploymentHandle) -> None:  # type: ignore[misc]
         do_without_torch()
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
-        from serve_app.ingress.services import make_services
+        from serve_app.ingress.assembly import make_services
 
         self._live = await LiveSettings.start(config)
         self._services = await make_services(self._live.config, self._live.args, replica)

@@ -1,4 +1,4 @@
-"""What one ingress is made of, and what its routes ask of several parts at once."""
+"""What one ingress is made of, and what its routes ask of several parts at once. `assembly.py` puts it together."""
 
 from __future__ import annotations
 
@@ -7,43 +7,33 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
 from router.core import RoutingCore
 from router.protocol.samples import Sample
-from router.serve.core_registry import core_for, decisions_for
 from router.serve.notices import read
-from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.format import AnswerFormat
-from serve_app.api.openai.response import adapter_body, model_body
+from serve_app.api.openai.response import adapter_body
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.unknown import require_none, unknown_fields
-from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
-from serve_app.checkpoints.drafter import load_served_model
-from serve_app.checkpoints.limits import max_model_len
+from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
-from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
-from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
 from serve_app.ingress.observe.cache_state import NOTICES, cache_state
 from serve_app.ingress.observe.explain import Explainer
@@ -53,11 +43,9 @@ from serve_app.ingress.observe.router_metrics import replica_samples, router_sam
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.prompts.registry import PublicPrompts
-from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +102,7 @@ class Services:
         self.guard.allowed_hosts = config.allowed_hosts
         self.adapter_admin.config = config
         self.completions.request_timeout_s = config.request_timeout_s
-        self.preparer.configure(_limits(config, self.base_model["max_model_len"]))
+        self.preparer.configure(limits_of(config, self.base_model["max_model_len"]))
         self.config = config
 
     async def generate(
@@ -209,117 +197,6 @@ class Services:
         return cache_state(self.core, self.traffic, self.tokenizer.stats(), found, model=model, engine=engine)
 
 
-async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentHandle) -> Services:
-    """Load the tokenizer and put the parts of an ingress together; its router connects in the background.
-
-    ``args``: the settings without what is live; those that Serve's router has.
-    """
-    return_large_buffers()
-    context = serve.get_replica_context()
-    info = await asyncio.to_thread(load_served_model, config)
-    secret = load_secret(secret_file=config.secret_file)
-    tenants = Tenants(config.tenants, secret, operator_key_sha256=config.operator_key_sha256)
-    if tenants.open:
-        logger.warning("no tenants are configured: everyone who can reach this port is the tenant `default`")
-    shares = Shares(config.cache_shares)
-    workers = FairWorkers(shares)
-    tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
-    adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
-    adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
-    metrics, traffic, stopping = IngressMetrics(), UsageTable(), Stopping()
-    lengths = _limits(config, max_model_len(config, info))
-    limits = TenantLimits(config.tenants, config.ingress_replicas)
-    preparer = Preparer(
-        info,
-        tokenizer,
-        tenants,
-        secret,
-        adapters,
-        lengths,
-        prompts,
-        workers=workers,
-        simulated=config.engine == "simulated",
-    )
-    deployment = deployment_key(context.app_name, replica.deployment_name)
-    core = core_for(deployment, RouterSettings.from_json(args.routing()))
-    core.configure(RouterSettings.from_json(config.routing()))
-    caller = ray.get_runtime_context().get_actor_name() or ""
-    dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
-    broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
-    block_size = config.block_size if config.enable_prefix_caching else 0
-    ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
-    front_door = FrontDoor(
-        shares,
-        places=lambda: places(services.config, len(core.replica_ids)),
-        max_waiting=config.max_queued_requests,
-        max_bytes=BODIES * config.max_body_bytes,
-        limits=limits,
-    )
-    services = Services(
-        config=config,
-        app_name=context.app_name,
-        name=context.replica_id.unique_id,
-        base_model=model_body(config.model_name, int(time.time()), lengths.max_model_len),
-        tenants=tenants,
-        adapters=adapters,
-        tokenizer=tokenizer,
-        prompts=prompts,
-        preparer=preparer,
-        core=core,
-        metrics=metrics,
-        traffic=traffic,
-        guard=RouteGuard(
-            tenants,
-            metrics,
-            stopping,
-            allowed_hosts=config.allowed_hosts,
-            limits=limits,
-        ),
-        shares=shares,
-        limits=limits,
-        front_door=front_door,
-        workers=workers,
-        broadcast=broadcast,
-        adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
-        explainer=Explainer(core, preparer, tenants),
-        completions=Completions(
-            preparer,
-            dispatcher,
-            tokenizer,
-            tool_calls_of(tokenizer, config.tool_parser),
-            metrics,
-            traffic,
-            front_door,
-            stopping,
-            request_timeout_s=config.request_timeout_s,
-            ledger=ledger,
-        ),
-        health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
-        stopping=stopping,
-        history=MessageHistory(complete=config.ingress_replicas == 1),
-        usage=UsageBook(ledger, broadcast.ingresses),
-    )
-    return services
-
-
-def places(config: AppConfig, replicas: int) -> int:
-    """Return the generations that one of the ingresses may have under way: its part of what the replicas take.
-
-    Half as many as run may wait in the replicas, for they know best whose prefix is there. More would only make turns
-    longer, and what an ingress does for each.
-    """
-    by_replica = config.max_num_seqs + min(config.max_waiting_requests, (config.max_num_seqs + 1) // 2)
-    return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
-
-
-def _limits(config: AppConfig, model_len: int) -> Limits:
+def limits_of(config: AppConfig, model_len: int) -> Limits:
+    """Return how long generations may be, in tokens, and saves stay; ``model_len``: the most the model takes."""
     return Limits(model_len, config.default_max_tokens, config.save_ttl_s)
-
-
-def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, PublicPrompts]:
-    tokenizer = PromptTokenizer(
-        path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size, workers=workers
-    )
-    prompts = PublicPrompts(config.public_prompts)
-    prompts.install(tokenizer)
-    return tokenizer, prompts

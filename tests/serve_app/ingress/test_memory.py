@@ -40,7 +40,7 @@ def test_an_ingress_tokenizes_without_torch(demo_model_path: Path) -> None:
         "from pathlib import Path\n"
         "from serve_app.ingress.memory import do_without_torch\n"
         "if sys.argv[2] == 'without': do_without_torch()\n"
-        "import serve_app.ingress.services, serve_app.ingress.routes.application\n"
+        "import serve_app.ingress.assembly, serve_app.ingress.routes.application\n"
         "from serve_app.tokenization.tokenizer import PromptTokenizer\n"
         "tokenizer = PromptTokenizer(Path(sys.argv[1]))\n"
         "text = tokenizer.render_chat([{'role': 'user', 'content': 'Say \u00fc.'}]).text\n"

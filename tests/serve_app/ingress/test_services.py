@@ -13,7 +13,8 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.errors import InvalidRequest
 from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.services import Services, places
+from serve_app.ingress.assembly import places
+from serve_app.ingress.services import Services
 
 
 def test_ingresses_divide_what_the_replicas_take() -> None:
