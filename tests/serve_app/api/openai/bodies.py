@@ -1,0 +1,33 @@
+"""Bodies that are valid, and what a wrong one gets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.request import ChatRequest, CompletionRequest
+from serve_app.errors import InvalidRequest
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Hi"}
+PARSERS = {"chat": (parse_chat, CHAT), "completion": (parse_completion, COMPLETION)}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_chat(json.dumps(CHAT | fields).encode())
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return parse_completion(json.dumps(COMPLETION | fields).encode())
+
+
+def assert_names_its_field(fields: dict[str, Any], param: str) -> None:
+    """A chat with these fields is a 400 whose sentence begins with the field that is wrong."""
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param.split("[")[0])
+    assert len(caught.value.message) < 300
