@@ -200,9 +200,7 @@ class ChatBody(GenerationBody):
         newer = self.max_completion_tokens
         opens = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         in_parts: set[str] = set()
-        calls = (
-            call for message in self.messages for call in message.get("tool_calls") or () if isinstance(call, dict)
-        )
+        calls = (call for message in self.messages for call in message.get("tool_calls") or ())
         check_arguments(call.get("function") for call in calls if isinstance(call, dict))
         return ChatRequest(
             messages=tuple(for_template(message, index, in_parts) for index, message in enumerate(self.messages)),
