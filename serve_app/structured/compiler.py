@@ -97,7 +97,7 @@ class GrammarCompiler:
 
 
 def _limits() -> LLParserLimits:
-    """Return limits in llguidance's units: about 20 ms to begin with, 8 ms a token at worst, and 40 MB of states."""
+    """Return limits in llguidance's units: about 20 ms to begin with, 40 MB; time a token is ``AnswerMatcher``'s."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -6,7 +6,9 @@ with it reads its tokens again.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -22,20 +24,40 @@ if TYPE_CHECKING:
 MAX_COMPILED = 64
 """Grammars that a replica keeps compiled."""
 
+SPENT_AT_FIRST_S, SPENT_A_TOKEN_S = 0.05, 0.001
+"""Of a core, what one answer's grammar may take in all, for every step waits for it; honest ones take 25 us a token."""
+
 
 _NOTHING: TokenArray = np.empty(0, dtype=np.int32)
 
 
 class AnswerMatcher:
-    """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``."""
+    """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``.
 
-    def __init__(self, compiled: LLMatcher) -> None:
+    ``clock``: CPU seconds of this thread, so that a busy machine ends no answer.
+    """
+
+    def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time) -> None:
         self._compiled = compiled
+        self._clock = clock
         self._matcher = compiled.deep_copy()
         self._read: TokenArray = _NOTHING
+        self._left_s = SPENT_AT_FIRST_S
 
     def allowed(self, answer: TokenArray) -> NDArray[np.uint8] | None:
-        """Return a bit a token id, lowest first; None where ``answer`` does not match. Raises GrammarError."""
+        """Return a bit a token id, lowest first; None where ``answer`` does not match.
+
+        Raises GrammarError where the grammar takes more work, or more time so far, than it may.
+        """
+        begun_s = self._clock()
+        if self._left_s < 0:
+            raise GrammarError("the grammar takes too much time; make it less ambiguous")
+        mask, tokens = self._read_on(answer)
+        self._left_s += SPENT_A_TOKEN_S * tokens - (self._clock() - begun_s)
+        return mask
+
+    def _read_on(self, answer: TokenArray) -> tuple[NDArray[np.uint8] | None, int]:
+        """Return what is allowed, and for how many tokens that was work: those that were read, one at least."""
         same = _common(self._read, answer)
         if same < len(self._read) and not self._matcher.rollback(len(self._read) - same):
             self._restart()
@@ -48,7 +70,7 @@ class AnswerMatcher:
             said = self._matcher.get_error().splitlines()[0][:200]
             self._restart()
             raise GrammarError(f"the grammar takes too much work here: {said}")
-        return np.frombuffer(mask, dtype=np.uint8) if mask else None
+        return np.frombuffer(mask, dtype=np.uint8) if mask else None, max(1, len(new))
 
     def _restart(self) -> None:
         self._matcher = self._compiled.deep_copy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.errors import InvalidRequest
 from serve_app.structured.compiler import GrammarCompiler, GrammarError, llguidance_form
 from serve_app.structured.grammar import Grammar
-from serve_app.structured.matcher import MAX_COMPILED, AnswerMatcher, Matchers
+from serve_app.structured.matcher import MAX_COMPILED, SPENT_A_TOKEN_S, AnswerMatcher, Matchers
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 SCHEMA = {
@@ -43,9 +45,38 @@ def ids_of(tokenizer: PromptTokenizer, text: str) -> np.ndarray:
     return tokenizer.encode(text, b"r" * 16).token_ids
 
 
+def tokens_of(*ids: int) -> np.ndarray:
+    return np.array(ids, dtype=np.int32)
+
+
 def allowed_ids(matcher: AnswerMatcher, answer: np.ndarray) -> set[int] | None:
     mask = matcher.allowed(answer)
     return None if mask is None else set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
+
+
+def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCompiler) -> None:
+    """Time so far counts against the tokens so far; one that takes as long as honest ones do goes on for ever."""
+    compiled = compiler.compile(llguidance_form(Grammar.regex("[ab]*", "f")))
+    tokens = np.full(2000, max(allowed_ids(AnswerMatcher(compiled), tokens_of()) or ()), dtype=np.int32)
+    for taken_s, most in ((0.9 * SPENT_A_TOKEN_S, 2000), (5 * SPENT_A_TOKEN_S, 20)):
+        now_s = itertools.count(0.0, taken_s)
+        matcher = AnswerMatcher(compiled, clock=lambda: next(now_s))  # noqa: B023
+        read = 0
+        with contextlib.suppress(GrammarError):
+            while read < len(tokens):
+                matcher.allowed(tokens[:read])
+                read += 1
+        assert (read == 2000) if most == 2000 else (read <= most)
+
+
+def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(compiler: GrammarCompiler) -> None:
+    """By the real clock: as text grows this one takes ever more for each token, twenty times what is allowed in all."""
+    grammar = 'start: s\ns: s s | "a" | "aa" | "b"\n'
+    matcher = Matchers(compiler).matcher(llguidance_form(Grammar.context_free(grammar, "f")))
+    [first, *_] = allowed_ids(matcher, tokens_of()) or ()
+    with pytest.raises(GrammarError, match="too much"):
+        for count in range(1, 3000):
+            matcher.allowed(np.full(count, first, dtype=np.int32))
 
 
 def test_an_answer_is_allowed_token_by_token(compiler: GrammarCompiler, tokenizer: PromptTokenizer) -> None:
