@@ -136,12 +136,13 @@ class JsonBody(BaseModel):
 
 
 def _count_values(raw: bytes) -> int:
-    """Return the commas outside of strings, and one: at least as many values as lists and objects hold."""
+    """Return the commas and opening brackets outside of strings, and one: at least as many values as it holds."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
     text = np.frombuffer(raw, np.uint8)
     in_string = np.cumsum(text == ord('"'), dtype=np.uint8) & 1  # odd after an opening quote; wraps, and stays so
-    return 1 + int(np.count_nonzero((text == ord(",")) > in_string))
+    between = (text == ord(",")) | ((text | 0x20) == ord("{"))  # "[" differs from "{" in that bit
+    return 1 + int(np.count_nonzero(between > in_string))
 
 
 def _refusal(model: type[JsonBody], error: ErrorDetails) -> InvalidRequest:

@@ -58,25 +58,30 @@ def test_what_nobody_reads_is_not_decoded() -> None:
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text('a,"\\\n{é', max_size=8)),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.text('k"\\,', max_size=3), inner, max_size=3)
+        st.lists(inner, max_size=4), st.dictionaries(st.text('k"\\,[{', max_size=3), inner, max_size=3)
     ),
     max_leaves=20,
 )
 
 
-def commas(value: Any) -> int:
-    """The commas between values of a JSON text, counted by going through what it means."""
-    if isinstance(value, dict):
-        return max(0, len(value) - 1) + sum(map(commas, value.values()))
-    if isinstance(value, list):
-        return max(0, len(value) - 1) + sum(map(commas, value))
-    return 0
+def commas_and_brackets(value: Any) -> int:
+    """The commas and opening brackets of a JSON text, counted by going through what it means."""
+    if not isinstance(value, dict | list):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(0, len(value) - 1) + sum(map(commas_and_brackets, inner))
 
 
 @given(value=VALUES, ascii_only=st.booleans())
-def test_commas_in_strings_do_not_count(value: Any, ascii_only: bool) -> None:
-    """Quotes and backslashes of any kind inside them."""
-    assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas(value) + 1
+def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool) -> None:
+    """Quotes, brackets and backslashes of any kind inside them."""
+    assert _count_values(json.dumps(value, ensure_ascii=ascii_only).encode()) == commas_and_brackets(value) + 1
+
+
+def test_lists_in_lists_count_though_no_comma_is_between_them() -> None:
+    chains = b",".join([b"[" * 900 + b"]" * 900] * 200)
+    with pytest.raises(InvalidRequest, match="messages holds over"):
+        ChatBody.parse(b'{"model":"m","messages":[' + chains + b"]}")
 
 
 @settings(max_examples=200)
