@@ -58,6 +58,7 @@ def main() -> None:
     with _events() as events:
         reporter = Reporter(events)
         try:
+            reporter.say("begun", "")  # from here on an interrupt is an end without a word
             settings = _usable(AppConfig.model_validate(launch.settings), reporter)
             if settings is not None:
                 if not launch.verbose:

@@ -56,7 +56,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an instance says. ``kind``: doing, done, serving, failed, refused (before anything was started)."""
+    """What an instance says. ``kind``: begun (may be interrupted), doing, done, serving, failed, refused (at once)."""
 
     kind: str
     text: str
@@ -109,7 +109,7 @@ class Supervisor:
 
     def _follow(self, process: subprocess.Popen[bytes], orders: IO[bytes]) -> int:
         """Show what the instance says until it has ended, or must be ended; return the status to leave with."""
-        serving, failed, stopping = False, 0, False
+        begun, serving, failed, stopping = False, False, 0, False
         spinner = self._console.status("")
         try:
             while True:
@@ -123,7 +123,7 @@ class Supervisor:
                 if isinstance(said, signal.Signals):
                     if stopping or not serving:
                         self._say("stopping at once" if stopping else "stopping: the start is given up")
-                        if not stopping:
+                        if begun and not stopping:
                             _interrupt(process)
                         return 128 + said
                     stopping = True
@@ -133,6 +133,8 @@ class Supervisor:
                     spinner.update("stopping")
                     spinner.start()
                     _write(orders, b"stop\n")
+                elif said.kind == "begun":
+                    begun = True
                 elif said.kind == "doing":
                     spinner.update(said.text)
                     spinner.start()

@@ -31,8 +31,8 @@ def simulated(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield crashes
 
 
-def questions(rng: random.Random) -> Questions:
-    return Questions(rng, adapters=ADAPTERS, prompt_refs=[PROMPT.ref], needs_seed=False)
+def questions(rng: random.Random, *, has_logits: bool = False) -> Questions:
+    return Questions(rng, adapters=ADAPTERS, prompt_refs=[PROMPT.ref], needs_seed=False, has_logits=has_logits)
 
 
 @settings(max_examples=60)
@@ -66,7 +66,7 @@ def test_the_real_engines_answers_survive_breaks(demo_model_path: Path, tmp_path
     """
     rng = random.Random(11)
     with call_crashes("torch", demo_model_path, tmp_path, rng, drafts=drafts) as crashes:
-        results = asyncio.run(break_calls(crashes, questions(rng), rng, 20))
+        results = asyncio.run(break_calls(crashes, questions(rng, has_logits=True), rng, 20))
     assert results["with_breaks"]["answers"] >= 16
     assert results["with_breaks"] | {"lost": 0, "cut": 0, "altered": 0} == results["with_breaks"]
 

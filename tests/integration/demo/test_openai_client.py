@@ -153,7 +153,7 @@ def test_stop_ends_the_answer_before_the_stop_string(client: OpenAI) -> None:
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"top_p": 0}, openai.BadRequestError, "top_p"),
         ({"max_tokens": 40000}, openai.BadRequestError, "32768"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        ({"extra_body": {"prompt_logprobs": 1}}, openai.BadRequestError, "prompt_logprobs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
             openai.BadRequestError,

@@ -26,6 +26,7 @@ import json, os, signal, subprocess, sys, time
 launch = json.loads(sys.stdin.readline())
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 log = os.open(launch["log"], os.O_WRONLY)
+users = os.dup(2)
 os.dup2(log, 2)
 print("noise of a library", file=sys.stderr)
 def say(kind, text):
@@ -76,12 +77,13 @@ def started(tmp_path: Path) -> Callable[..., Started]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: signal.Signals) -> None:
     """Also by an instance that heeds nothing, with all that it started."""
-    made = started('detached(); say("done", "[1/4] model"); time.sleep(600)')
+    made = started('os.dup2(users, 2); detached(); say("done", "[1/4] model"); time.sleep(600)')
     made.wait_for("[1/4]")
     made.process.send_signal(number)
     output = made.rest()
     assert "stopping: the start is given up" in output
     assert output.endswith("stopped\n")
+    assert "Traceback" not in output, "it was interrupted before it was ready for that"
     assert made.process.returncode == 128 + number
     assert made.left_over == []
 
