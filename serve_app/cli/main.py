@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from serve_app.cli.address import BadAddress, check_address
-from serve_app.cli.commands import keys
+from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.console import console, fail
@@ -23,6 +23,7 @@ from serve_app.config.reference import settings_text, settings_yaml
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
+app.add_typer(prompts.app, name="prompts")
 app.command()(infer)
 app.command()(plan)
 

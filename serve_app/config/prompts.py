@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_PROMPTS = 256
 MAX_PROMPT_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 8 << 20
-_WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+PROMPT_WORD = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+"""A name, or a version."""
 
 
 class PublicPromptConfig(BaseModel):
@@ -24,8 +25,8 @@ class PublicPromptConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(pattern=f"^{_WORD}$", description="clients refer to the prompt as name@version")
-    version: str = Field(pattern=f"^{_WORD}$", description="other text needs another version")
+    name: str = Field(pattern=f"^{PROMPT_WORD}$", description="clients refer to the prompt as name@version")
+    version: str = Field(pattern=f"^{PROMPT_WORD}$", description="other text needs another version")
     text: str | None = Field(None, description="the prompt itself, or:")
     file: Path | None = Field(None, description="a UTF-8 file that holds it, to the last byte")
     sha256: str | None = Field(None, description="digest of its UTF-8 bytes; another one stops the start")

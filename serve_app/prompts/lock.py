@@ -1,0 +1,244 @@
+"""A directory of registered prompts: `NAME/VERSION.txt`, `prompts.lock` with the SHA-256 of each, and what was locked.
+
+A version never changes. A copy of its bytes, under `.locked/` by digest, is kept to say where a changed file differs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.config.prompts import MAX_PROMPT_BYTES, MAX_PROMPTS, MAX_TOTAL_BYTES, PROMPT_WORD
+
+LOCK = "prompts.lock"
+COPIES = ".locked"
+
+MAX_LOCK_BYTES = 1 << 20
+_SHOWN_BYTES = 16
+_WORD = re.compile(PROMPT_WORD)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_HEADER = "# Written by `warmpath prompts add`. A version never changes; its file is checked against this.\n"
+
+
+class PromptError(ValueError):
+    """A prompt, or the lock, is not as it should be; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLock:
+    """What the lock says of one version. ``tenant`` None: public; ``digest``: ``sha256:`` and 64 hex digits."""
+
+    name: str
+    version: str
+    tenant: str | None
+    digest: str
+
+    @property
+    def ref(self) -> str:
+        """What a request calls it."""
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class LockedPrompt:
+    """A version whose bytes are those that were locked."""
+
+    lock: PromptLock
+    text: str
+
+
+class PromptDirectory:
+    """The prompts below ``path``. Reads nothing by itself; every call sees the files as they are then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def locks(self) -> list[PromptLock]:
+        """Return what ``prompts.lock`` says, nothing where there is none. Raises PromptError."""
+        file = self._path / LOCK
+        if not self._path.is_dir():
+            raise PromptError(f"there is no directory {self._path}")
+        try:
+            raw = read_bounded(file, MAX_LOCK_BYTES)
+            entries = yaml.safe_load(raw.decode())
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise PromptError(f"cannot read {file}: {error}") from error
+        try:
+            found = list(_locks_of({} if entries is None else entries))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise PromptError(f"{file} is no lock of prompts ({error}); take it from version control") from error
+        if len(found) > MAX_PROMPTS:
+            raise PromptError(f"{file} has {len(found)} prompts; at most {MAX_PROMPTS}")
+        return found
+
+    def read(self) -> list[LockedPrompt]:
+        """Return all prompts. Raises PromptError for the first that is not what was locked."""
+        found = [LockedPrompt(lock, self._bytes(lock).decode()) for lock in self.locks()]
+        total = sum(len(prompt.text.encode()) for prompt in found)
+        if total > MAX_TOTAL_BYTES:
+            raise PromptError(f"the prompts in {self._path} have {total} bytes together; at most {MAX_TOTAL_BYTES}")
+        return found
+
+    def text(self, ref: str) -> str:
+        """Return one version's text. Raises PromptError."""
+        for lock in self.locks():
+            if lock.ref == ref:
+                return self._bytes(lock).decode()
+        raise PromptError(f"{self._path / LOCK} has no {ref}")
+
+    def problems(self) -> list[str]:
+        """Return what is wrong: files that are not what was locked, or not locked at all. Raises PromptError."""
+        locks = self.locks()
+        found: list[str] = []
+        for lock in locks:
+            try:
+                self._bytes(lock)
+            except PromptError as error:
+                found.append(str(error))
+        known = {self._file(lock) for lock in locks}
+        for file in sorted(self._path.glob("*/*.txt")):
+            if file not in known and not file.parent.name.startswith("."):
+                ref = f"{file.parent.name}@{file.stem}"
+                found.append(f"prompt {ref}: {file} is not in {LOCK} (run: warmpath prompts add {ref})")
+        return found
+
+    def add(self, ref: str, source: Path | None, tenant: str | None) -> PromptLock:
+        """Lock a version: the bytes of ``source``, else of the file that lies at its place.
+
+        ``tenant``: whose alone it is; None: as the name's other versions, public where it is the first. Raises
+        PromptError, also where the version is locked with other bytes: what clients have been given never changes.
+        """
+        name, separator, version = ref.partition("@")
+        if not separator or not _WORD.fullmatch(name) or not _WORD.fullmatch(version):
+            raise PromptError("a prompt is NAME@VERSION, each of 1 to 64 letters, digits and _ . -")
+        if tenant is not None and not _WORD.fullmatch(tenant):
+            raise PromptError("a tenant's name has 1 to 64 letters, digits and _ . -")
+        self._path.mkdir(parents=True, exist_ok=True)
+        locks = self.locks()
+        siblings = [lock for lock in locks if lock.name == name]
+        if siblings and tenant is None:
+            tenant = siblings[0].tenant
+        if siblings and siblings[0].tenant != tenant:
+            owner = f"the tenant {siblings[0].tenant}'s" if siblings[0].tenant else "public"
+            raise PromptError(f"{name} is {owner}, with all its versions; take another name")
+        place = self._path / name / f"{version}.txt"
+        raw = _prompt_bytes(ref, source or place)
+        digest = f"sha256:{sha256(raw).hexdigest()}"
+        lock = PromptLock(name, version, tenant, digest)
+        before = next((other for other in siblings if other.version == version), None)
+        if before is not None and before.digest != digest:
+            where = self._difference(before, raw)
+            raise PromptError(f"{ref} is locked as {before.digest}, and this is {digest}; {where}. Take a new version")
+        place.parent.mkdir(exist_ok=True)
+        write_atomically(place, raw)
+        (self._path / COPIES).mkdir(exist_ok=True)
+        write_atomically(self._copy(lock), raw)
+        if before is None:
+            _check_room([*locks, lock])
+            write_atomically(self._path / LOCK, (_HEADER + _dumped([*locks, lock])).encode())
+        return lock
+
+    def _file(self, lock: PromptLock) -> Path:
+        return self._path / lock.name / f"{lock.version}.txt"
+
+    def _copy(self, lock: PromptLock) -> Path:
+        return self._path / COPIES / lock.digest.removeprefix("sha256:")
+
+    def _bytes(self, lock: PromptLock) -> bytes:
+        file = self._file(lock)
+        raw = _prompt_bytes(lock.ref, file)
+        found = f"sha256:{sha256(raw).hexdigest()}"
+        if found != lock.digest:
+            where = self._difference(lock, raw)
+            raise PromptError(f"prompt {lock.ref}: {file} has {found}, and {LOCK} has {lock.digest}; {where}")
+        return raw
+
+    def _difference(self, lock: PromptLock, raw: bytes) -> str:
+        """Say where bytes differ from those that were locked, as far as a true copy of these is there."""
+        copy = self._copy(lock)
+        try:
+            locked = read_bounded(copy, MAX_PROMPT_BYTES)
+        except OSError:
+            return f"which byte differs cannot be told: there is no copy of what was locked, {copy}"
+        if f"sha256:{sha256(locked).hexdigest()}" != lock.digest:
+            return f"which byte differs cannot be told: {copy} was changed, too"
+        at = first_difference(locked, raw)
+        return f"the first differing byte is {at}: {_shown(locked, at)} was locked, {_shown(raw, at)} is there"
+
+
+def first_difference(one: bytes, other: bytes) -> int:
+    """Return the offset of the first byte that differs, counted from 0; the length where one begins the other."""
+    return len(os.path.commonprefix([one, other]))
+
+
+def read_bounded(file: Path, most: int) -> bytes:
+    """Return a file's bytes. Raises OSError, and ValueError where there are more than ``most``."""
+    with file.open("rb") as opened:
+        raw = opened.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it has over {most} bytes")
+    return raw
+
+
+def write_atomically(file: Path, raw: bytes) -> None:
+    """Replace a file's bytes, all or nothing. Raises OSError."""
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        part.write_bytes(raw)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _prompt_bytes(ref: str, file: Path) -> bytes:
+    try:
+        raw = read_bounded(file, MAX_PROMPT_BYTES)
+        raw.decode()
+    except FileNotFoundError:
+        raise PromptError(f"prompt {ref}: there is no {file}") from None
+    except UnicodeDecodeError as error:
+        raise PromptError(f"prompt {ref}: {file} is not UTF-8 at byte {error.start}") from None
+    except (OSError, ValueError) as error:
+        raise PromptError(f"prompt {ref}: cannot read {file}: {error}") from error
+    if not raw:
+        raise PromptError(f"prompt {ref}: {file} is empty")
+    return raw
+
+
+def _shown(raw: bytes, at: int) -> str:
+    return repr(raw[at : at + _SHOWN_BYTES])[1:] if at < len(raw) else "the end"
+
+
+def _check_room(locks: list[PromptLock]) -> None:
+    if len(locks) > MAX_PROMPTS:
+        raise PromptError(f"there are {MAX_PROMPTS} prompts already; take versions out of {LOCK} that nobody uses")
+
+
+def _locks_of(entries: Mapping[str, Any]) -> Iterable[PromptLock]:
+    for name, entry in entries.items():
+        tenant = entry.get("tenant")
+        for version, digest in entry["versions"].items():
+            words = (name, version) if tenant is None else (name, version, tenant)
+            if not all(isinstance(word, str) and _WORD.fullmatch(word) for word in words):
+                raise ValueError(f"{name!r} {version!r} has a name that is none")
+            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise ValueError(f"the digest of {name}@{version} is none")
+            yield PromptLock(name, version, tenant, digest)
+
+
+def _dumped(locks: Iterable[PromptLock]) -> str:
+    entries: dict[str, dict[str, Any]] = {}
+    for lock in locks:
+        entry = entries.setdefault(lock.name, {"tenant": lock.tenant} if lock.tenant is not None else {})
+        entry.setdefault("versions", {})[lock.version] = lock.digest
+    return yaml.safe_dump(entries, width=200)

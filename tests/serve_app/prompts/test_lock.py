@@ -1,0 +1,130 @@
+"""A directory of prompts: what was locked is what is read, to the byte, and a difference is named."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.prompts.lock import COPIES, LOCK, PromptDirectory, PromptError, first_difference
+
+WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=60)
+
+
+def digest(raw: bytes) -> str:
+    return f"sha256:{sha256(raw).hexdigest()}"
+
+
+@given(prompts=st.dictionaries(st.tuples(WORDS, WORDS), TEXTS, min_size=1, max_size=6), tenants=st.data())
+def test_what_is_read_is_what_was_locked(
+    tmp_path_factory: pytest.TempPathFactory, prompts: dict[tuple[str, str], str], tenants: st.DataObject
+) -> None:
+    """Any text, versions that look like numbers or dates, public or not; nothing is left to find fault with."""
+    shelf = PromptDirectory(tmp_path_factory.mktemp("any") / "prompts")
+    source = tmp_path_factory.mktemp("source") / "text"
+    owners = {name: tenants.draw(st.none() | WORDS) for name, _ in prompts}
+    for (name, version), text in prompts.items():
+        source.write_bytes(text.encode())
+        shelf.add(f"{name}@{version}", source, owners[name])
+    read = {(each.lock.name, each.lock.version): each for each in shelf.read()}
+    assert {key: each.text for key, each in read.items()} == prompts
+    assert all(each.lock.tenant == owners[name] for (name, _), each in read.items())
+    assert all(each.lock.digest == digest(each.text.encode()) for each in read.values())
+    assert shelf.problems() == []
+
+
+@given(one=st.binary(max_size=40), other=st.binary(max_size=40))
+def test_the_first_difference(one: bytes, other: bytes) -> None:
+    """All before it is equal, and there something differs or ends, unless both are the same."""
+    at = first_difference(one, other)
+    assert one[:at] == other[:at]
+    assert one == other if at == max(len(one), len(other)) else one[at : at + 1] != other[at : at + 1]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> PromptDirectory:
+    (tmp_path / "clerk").mkdir()
+    (tmp_path / "clerk/1.txt").write_bytes(b"You are the clerk.\r\n")
+    shelf = PromptDirectory(tmp_path)
+    shelf.add("clerk@1", None, None)
+    return shelf
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (b"You are the clerk.\n", r"first differing byte is 18: '\\r\\n' was locked, '\\n' is there"),
+        (b"You are the clerk.\r\n ", "first differing byte is 20: the end was locked, ' ' is there"),
+        (b"You", "first differing byte is 3: ' are the clerk.*' was locked, the end is there"),
+    ],
+)
+def test_a_changed_file_is_refused_with_both_digests(
+    shelf: PromptDirectory, tmp_path: Path, now: bytes, said: str
+) -> None:
+    locked = digest(b"You are the clerk.\r\n")
+    (tmp_path / "clerk/1.txt").write_bytes(now)
+    with pytest.raises(PromptError, match=said) as caught:
+        shelf.read()
+    assert digest(now) in str(caught.value) and locked in str(caught.value)
+    assert shelf.problems() == [str(caught.value)]
+    (tmp_path / COPIES / locked.removeprefix("sha256:")).write_bytes(b"also changed")
+    with pytest.raises(PromptError, match="cannot be told: .* was changed, too"):
+        shelf.read()
+    (tmp_path / COPIES / locked.removeprefix("sha256:")).unlink()
+    with pytest.raises(PromptError, match="cannot be told: there is no copy"):
+        shelf.read()
+
+
+def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path) -> None:
+    """Other bytes need another version; the same ones again change nothing, and put a changed file right."""
+    before = (tmp_path / LOCK).read_bytes()
+    original, other = tmp_path / "original", tmp_path / "other"
+    original.write_bytes(b"You are the clerk.\r\n")
+    other.write_bytes(b"You are a clerk.")
+    with pytest.raises(PromptError, match="first differing byte is 8.*Take a new version"):
+        shelf.add("clerk@1", other, None)
+    (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
+    shelf.add("clerk@1", original, None)
+    assert shelf.text("clerk@1") == "You are the clerk.\r\n"
+    assert (tmp_path / LOCK).read_bytes() == before
+
+
+def test_all_versions_of_a_name_are_one_tenants(shelf: PromptDirectory, tmp_path: Path) -> None:
+    """A name that is public does not become private with its next version, nor the other way round."""
+    text = tmp_path / "text"
+    text.write_bytes(b"Be brief.")
+    with pytest.raises(PromptError, match="clerk is public"):
+        shelf.add("clerk@2", text, "acme")
+    assert shelf.add("pilot@1", text, "acme").tenant == shelf.add("pilot@2", text, None).tenant == "acme"
+    with pytest.raises(PromptError, match="pilot is the tenant acme's"):
+        shelf.add("pilot@3", text, "globex")
+
+
+@pytest.mark.parametrize("ref", ["clerk", "clerk@", "@1", "../x@1", "clerk@../1", ".locked@1", "a@b@c", "a/b@1"])
+def test_no_name_leads_out_of_the_directory(shelf: PromptDirectory, tmp_path: Path, ref: str) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"Be brief.")
+    with pytest.raises(PromptError, match="NAME@VERSION"):
+        shelf.add(ref, text, None)
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["[]", "clerk: 1", "clerk: {versions: {'1': sha256:00}}", "x: {versions: [1]}", "../a: {versions: {'1': x}}",
+     "clerk: {versions: {1: 'sha256:" + "0" * 64 + "'}}", "{", "a: {}"],
+)  # fmt: skip
+def test_a_lock_that_is_none_is_refused(tmp_path: Path, lock: str) -> None:
+    (tmp_path / LOCK).write_text(lock)
+    with pytest.raises(PromptError, match=LOCK):
+        PromptDirectory(tmp_path).read()
+
+
+def test_what_nobody_locked_is_a_problem_but_is_not_served(shelf: PromptDirectory, tmp_path: Path) -> None:
+    (tmp_path / "clerk/2.txt").write_text("You are the new clerk.")
+    assert [prompt.lock.ref for prompt in shelf.read()] == ["clerk@1"]
+    (problem,) = shelf.problems()
+    assert "clerk@2" in problem and "warmpath prompts add clerk@2" in problem
