@@ -5,7 +5,6 @@ A version never changes. A copy of its bytes, under `.locked/` by digest, is kep
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -178,7 +177,8 @@ class PromptDirectory:
 
 def first_difference(one: bytes, other: bytes) -> int:
     """Return the offset of the first byte that differs, counted from 0; the length where one begins the other."""
-    return len(os.path.commonprefix([one, other]))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def read_bounded(file: Path, most: int) -> bytes:

@@ -59,7 +59,7 @@ def shelf(tmp_path: Path) -> PromptDirectory:
     [
         (b"You are the clerk.\n", r"first differing byte is 18: '\\r\\n' was locked, '\\n' is there"),
         (b"You are the clerk.\r\n ", "first differing byte is 20: the end was locked, ' ' is there"),
-        (b"You", "first differing byte is 3: ' are the clerk.*' was locked, the end is there"),
+        (b"You", r"first differing byte is 3: ' are the clerk.*' was locked, the end is there"),
     ],
 )
 def test_a_changed_file_is_refused_with_both_digests(
@@ -72,7 +72,7 @@ def test_a_changed_file_is_refused_with_both_digests(
     assert digest(now) in str(caught.value) and locked in str(caught.value)
     assert shelf.problems() == [str(caught.value)]
     (tmp_path / COPIES / locked.removeprefix("sha256:")).write_bytes(b"also changed")
-    with pytest.raises(PromptError, match="cannot be told: .* was changed, too"):
+    with pytest.raises(PromptError, match=r"cannot be told: .* was changed, too"):
         shelf.read()
     (tmp_path / COPIES / locked.removeprefix("sha256:")).unlink()
     with pytest.raises(PromptError, match="cannot be told: there is no copy"):
@@ -85,7 +85,7 @@ def test_a_version_never_changes(shelf: PromptDirectory, tmp_path: Path) -> None
     original, other = tmp_path / "original", tmp_path / "other"
     original.write_bytes(b"You are the clerk.\r\n")
     other.write_bytes(b"You are a clerk.")
-    with pytest.raises(PromptError, match="first differing byte is 8.*Take a new version"):
+    with pytest.raises(PromptError, match=r"first differing byte is 8.*Take a new version"):
         shelf.add("clerk@1", other, None)
     (tmp_path / "clerk/1.txt").write_bytes(b"spoilt")
     shelf.add("clerk@1", original, None)
