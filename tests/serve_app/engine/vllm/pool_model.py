@@ -1,0 +1,184 @@
+"""A model of vLLM's block pool and the events it publishes, after ``vllm/v1/core/block_pool.py``; no vllm needed.
+
+Free blocks are taken from the head of a queue and given back at its tail, a request's last block first; a block keeps
+its content until it is taken. Equal blocks are not merged. The last block of a prompt is never a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES, hash_blocks
+from serve_app.engine.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+_ARRAY_FIELDS = {
+    "BlockStored": BlockStored.__struct_fields__,
+    "BlockRemoved": BlockRemoved.__struct_fields__,
+    "AllBlocksCleared": (),
+}
+
+
+def encode(
+    events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared], *, maps: bool = True, rank: int = 0
+) -> bytes:
+    """Return the payload of a batch in one of the two published forms."""
+    forms: list[Any] = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
+    if not maps:
+        forms = [[form["type"], *(form[name] for name in _ARRAY_FIELDS[form["type"]])] for form in forms]
+    return msgspec.msgpack.encode([1.0, forms, rank])
+
+
+@dataclass
+class Request:
+    """A running request: its tokens so far, and the pool's blocks it holds."""
+
+    root: bytes
+    lora: str | None
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    hashed: int = 0
+
+
+@dataclass
+class _Block:
+    theirs: bytes | None = None
+    ours: bytes = b""
+    users: int = 0
+
+
+class PoolModel:
+    """``num_blocks`` blocks of ``size`` tokens. ``events``: those since the last ``take_events``."""
+
+    def __init__(self, num_blocks: int, size: int) -> None:
+        self.size = size
+        self.blocks = [_Block() for _ in range(num_blocks)]
+        self.free = list(range(num_blocks))
+        self.cached: dict[bytes, dict[int, None]] = {}
+        self.events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+
+    def held(self) -> set[bytes]:
+        """Our hashes of all that the pool holds, each computed from a whole prompt."""
+        return {block.ours for block in self.blocks if block.theirs is not None}
+
+    def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        events, self.events = self.events, []
+        return events
+
+    def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int) -> tuple[Request, int] | None:
+        """Hit what there is, then compute up to ``chunk`` tokens; return the hits in blocks. None: no room."""
+        request = Request(root, lora, tokens)
+        hits = self.match(request, (len(tokens) - 1) // self.size)
+        self.touch(hits)
+        request.blocks, request.hashed = list(hits), len(hits)
+        if not self.proceed(request, len(hits) * self.size + chunk):
+            self.end(request)
+            return None
+        return request, len(hits)
+
+    def match(self, request: Request, most: int) -> list[int]:
+        """Return the blocks of the longest held prefix, of equal ones the first."""
+        found: list[int] = []
+        for theirs in self._their_hashes(request)[:most]:
+            if theirs not in self.cached:
+                break
+            found.append(next(iter(self.cached[theirs])))
+        return found
+
+    def proceed(self, request: Request, tokens: int) -> bool:
+        """Compute the first ``tokens`` of a request; blocks are announced when they are given out. False: no room."""
+        tokens = min(tokens, len(request.tokens))
+        wanted = -(-tokens // self.size) - len(request.blocks)
+        if wanted > len(self.free):
+            return False
+        request.blocks += [self._take() for _ in range(wanted)]
+        full = tokens // self.size
+        if full > request.hashed:
+            self._store(request, full)
+        return True
+
+    def end(self, request: Request) -> None:
+        """Give its blocks back, as when it finishes, is aborted or preempted."""
+        self.release(list(reversed(request.blocks)))
+        request.blocks, request.hashed = [], 0
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Use blocks, as a hit or a pin does."""
+        for index in blocks:
+            if not self.blocks[index].users:
+                self.free.remove(index)
+            self.blocks[index].users += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """End a use, in this order."""
+        for index in blocks:
+            self.blocks[index].users -= 1
+            if not self.blocks[index].users:
+                self.free.append(index)
+
+    def reset(self) -> bool:
+        """Forget everything; nothing, and False, while any block is in use."""
+        if len(self.free) < len(self.blocks):
+            return False
+        for block in self.blocks:
+            block.theirs = None
+        self.cached.clear()
+        self.events.append(AllBlocksCleared())
+        return True
+
+    def _take(self) -> int:
+        index = self.free.pop(0)
+        block = self.blocks[index]
+        if block.theirs is not None:
+            del self.cached[block.theirs][index]
+            if not self.cached[block.theirs]:
+                del self.cached[block.theirs]
+            self.events.append(BlockRemoved([block.theirs], "GPU", 0))
+            block.theirs = None
+        block.users = 1
+        return index
+
+    def _store(self, request: Request, full: int) -> None:
+        first = request.hashed
+        hashes = self._their_hashes(request)
+        for index in range(first, full):
+            block = self.blocks[request.blocks[index]]
+            block.theirs = hashes[index]
+            block.ours = self._our_hash(request, index)
+            self.cached.setdefault(hashes[index], {})[request.blocks[index]] = None
+        self.events.append(
+            BlockStored(
+                hashes[first:full],
+                hashes[first - 1] if first else None,
+                request.tokens[first * self.size : full * self.size],
+                self.size,
+                None,
+                "GPU",
+                request.lora,
+                [self._extra_keys(request, index) for index in range(first, full)],
+                0,
+                "full_attention",
+            )
+        )
+        request.hashed = full
+
+    def _extra_keys(self, request: Request, index: int) -> tuple[str, ...] | None:
+        return ((request.lora,) if request.lora else ()) + ((request.root.hex(),) if index == 0 else ()) or None
+
+    def _their_hashes(self, request: Request) -> list[bytes]:
+        hashes: list[bytes] = []
+        parent = b""
+        for index in range(len(request.tokens) // self.size):
+            tokens = request.tokens[index * self.size : (index + 1) * self.size]
+            parent = sha256(repr((parent, tokens, self._extra_keys(request, index))).encode()).digest()
+            hashes.append(parent)
+        return hashes
+
+    def _our_hash(self, request: Request, index: int) -> bytes:
+        tokens = np.array(request.tokens[: (index + 1) * self.size], dtype=np.int32)
+        return hash_blocks(request.root, tokens, self.size)[-HASH_BYTES:]

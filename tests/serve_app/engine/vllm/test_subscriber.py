@@ -1,0 +1,157 @@
+"""Over real sockets: a late start, lost batches and a lost tail are repaired; what cannot be is forgotten, and said."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from router.feed.sequencer import BlockMirror
+from router.protocol.block_hash import hash_blocks, split_chain
+from router.protocol.events import Event
+from serve_app.engine.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored
+from serve_app.engine.vllm.subscriber import EventEndpoints, EventSubscriber
+from serve_app.engine.vllm.translator import Translator
+from tests.serve_app.engine.vllm.pool_model import encode
+from tests.serve_app.engine.vllm.publisher import Publisher
+
+ROOT = b"r" * 16
+
+
+def block(name: int) -> BlockStored:
+    return BlockStored([bytes([name])], None, [name, name], 2, None, "GPU", None, [(ROOT.hex(),)], 0, "full_attention")
+
+
+def ours(name: int) -> bytes:
+    return hash_blocks(ROOT, np.array([name, name], dtype=np.int32), 2)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for it, up to a generous limit."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Routers:
+    """What routers were told."""
+
+    def __init__(self) -> None:
+        self.mirror = BlockMirror()
+
+    def __call__(self, events: list[Event]) -> None:
+        for event in events:
+            self.mirror.apply(event)
+
+    def held(self) -> set[bytes]:
+        return set(split_chain(self.mirror.tiers().get("pool", b"")))
+
+
+@pytest.fixture
+def endpoints() -> Iterator[EventEndpoints]:
+    made = EventEndpoints.create()
+    yield made
+    made.remove()
+    assert not made.directory.exists()
+
+
+@pytest.fixture
+def routers() -> Routers:
+    return Routers()
+
+
+@pytest.fixture
+def subscriber(endpoints: EventEndpoints, routers: Routers) -> Iterator[EventSubscriber]:
+    made = EventSubscriber(endpoints, Translator(2, 100), routers)
+    made.start()
+    yield made
+    made.stop()
+    made.stop()
+
+
+@pytest.fixture
+def engine(endpoints: EventEndpoints) -> Iterator[Publisher]:
+    made = Publisher(endpoints.publish, endpoints.replay, kept=3)
+    yield made
+    made.stop()
+
+
+def test_nobody_else_reads_the_prompts(endpoints: EventEndpoints) -> None:
+    assert stat.S_IMODE(endpoints.directory.stat().st_mode) == 0o700
+    assert endpoints.publish.startswith("ipc://")
+    assert endpoints.replay.startswith("ipc://")
+
+
+def test_lost_batches_and_a_lost_tail_are_repaired(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers
+) -> None:
+    """The first batches of an engine often come before its subscriber is connected."""
+    engine.send(encode([block(1)]), lose=True)
+    engine.send(encode([block(2)]))
+    engine.send(encode([BlockRemoved([bytes([1])])]), lose=True)
+    until(lambda: routers.held() == {ours(2)} and subscriber.counts().replayed_batches)
+    engine.send(encode([block(3)]), lose=True)
+    until(lambda: routers.held() == {ours(2), ours(3)})
+    assert subscriber.known_blocks(ours(3), 1) == 1
+    assert (subscriber.counts().lost_batches, subscriber.num_blocks(), subscriber.healthy()) == (0, 2, True)
+
+
+def test_what_the_engine_has_no_longer_is_forgotten(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers
+) -> None:
+    engine.send(encode([block(0)]))
+    until(lambda: routers.held() == {ours(0)})
+    for name in range(1, 9):
+        engine.send(encode([block(name)]), lose=True)
+    until(lambda: subscriber.counts().lost_batches)
+    until(lambda: routers.held() == {ours(name) for name in (6, 7, 8)})
+
+
+def test_a_batch_that_cannot_be_read_empties_the_directory_and_the_next_one_counts(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers
+) -> None:
+    engine.send(encode([block(1)]))
+    engine.send(b"what?")
+    engine.send(encode([block(2)]))
+    until(lambda: routers.held() == {ours(2)})
+    assert subscriber.counts().malformed_batches == 1
+
+
+def test_an_engine_that_cannot_be_routed_by_is_followed_no_longer(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers
+) -> None:
+    engine.send(encode([block(1)]))
+    until(routers.held)
+    engine.send(encode([block(2)], rank=3))
+    until(lambda: not subscriber.healthy())
+    assert "data parallel rank 3" in subscriber.refusal
+    assert routers.held() == set()
+
+
+def test_a_reset_is_told_when_it_returns(engine: Publisher, subscriber: EventSubscriber, routers: Routers) -> None:
+    engine.send(encode([block(1)]))
+    until(routers.held)
+    subscriber.reset_ended(subscriber.reset_begins())
+    assert routers.held() == set()
+    engine.send(encode([AllBlocksCleared(), block(2)]))
+    until(lambda: routers.held() == {ours(2)})
+
+
+def test_a_sink_that_fails_does_not_end_the_listening(engine: Publisher, endpoints: EventEndpoints) -> None:
+    calls: list[list[Event]] = []
+
+    def sink(events: list[Event]) -> None:
+        calls.append(events)
+        raise RuntimeError("full")
+
+    subscriber = EventSubscriber(endpoints, Translator(2, 100), sink)
+    subscriber.start()
+    engine.send(encode([block(1)]))
+    until(lambda: len(calls) == 1)
+    engine.send(encode([block(2)]))
+    until(lambda: len(calls) == 2)
+    subscriber.stop()
