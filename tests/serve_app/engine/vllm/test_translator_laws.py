@@ -14,6 +14,7 @@ from router.protocol.events import Event
 from serve_app.engine.vllm.batch_order import SILENCE_S, BatchOrder, Lost, Ordered
 from serve_app.engine.vllm.events import decode_batch
 from serve_app.engine.vllm.translator import Translator
+from tests.conformance.kv_events.laws import Checker
 from tests.serve_app.engine.vllm.pool_model import PoolModel, Request, encode
 
 BLOCKS, SIZE = 10, 2
@@ -41,6 +42,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.order = BatchOrder(self.now_s)
         self.published: list[bytes] = []
+        self.checker = Checker(BLOCKS)
         self.on_the_way: list[tuple[int, bytes]] = []
         self.mirror = BlockMirror()
         self.directory = Directory(SIZE)
@@ -88,6 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         events = self.pool.take_events()
         if events:
             self.published.append(encode(events, maps=self.maps))
+            self.checker.batch(len(self.published) - 1, self.published[-1])
             if not lost:
                 self.on_the_way.append((len(self.published) - 1, self.published[-1]))
 
@@ -125,6 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
                     self.take(self.order.replayed(number, self.published[number]))
                 self.take(self.order.replay_ended(self.now_s))
         assert self.order.expected == len(self.published)
+        assert self.checker.violations == [], "the model keeps the laws that recorded engines keep"
         if self.forgot:
             assert self.mirrored() <= self.pool.held()
         else:
