@@ -261,7 +261,7 @@ def refuse_other_pools(event: BlockStored | BlockRemoved) -> None:
     if event.group_idx:
         raise UnsupportedEvents(
             f"the model has several groups of KV (group_idx {event.group_idx}): a prefix is held only where all of "
-            "them hold it, which one directory cannot say; use a model whose layers all have full attention"
+            "them hold it, which one directory cannot say; start vLLM with disable_hybrid_kv_cache_manager"
         )
     if event.medium not in (None, MEDIUM_GPU):
         raise UnsupportedEvents(

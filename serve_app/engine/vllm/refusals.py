@@ -1,0 +1,117 @@
+"""What a deployment cannot have with ``engine: vllm``: settings and a checkpoint's config in, sentences out.
+
+A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. Defaults
+that ask for what vLLM has not, as ``kv_pull``, mean: as far as the engine can. Pure, and without vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.config.app import AppConfig
+
+CPU_BLOCK_TOKENS = 32
+"""vLLM's attention on CPUs has blocks of multiples of this."""
+
+WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
+"""Model types whose ``sliding_window``, where it is not null, is that of every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Settings that are refused, ``because`` of what; ``wanted`` says whether one asks for it (default: any change)."""
+
+    settings: tuple[str, ...]
+    because: str
+    instead: str
+    wanted: Callable[[AppConfig], bool] | None = None
+
+
+TABLE = (
+    Refusal(
+        ("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
+        "what vLLM evicts from its pool is gone, there are no tiers below it",
+        "leave it out",
+    ),
+    Refusal(
+        ("max_pulls", "max_pull_bytes", "min_pull_tokens"),
+        "KV is not copied between replicas of vLLM",
+        "leave it out",
+    ),
+    Refusal(
+        ("prewarm_max_bytes", "prewarm_timeout_s"),
+        "KV is not copied between replicas of vLLM, so a new one begins cold",
+        "leave it out",
+    ),
+    Refusal(("pin_budget", "save_ttl_s"), "vLLM evicts whatever nobody uses, saved prompts too", "leave it out"),
+    Refusal(
+        ("public_prompts",),
+        "vLLM divides its cache by tenant from the first token on",
+        "put tenants that may share their KV in one trust_group",
+    ),
+    Refusal(
+        ("tenants[].cache_share",),
+        "vLLM's cache has no shares: a tenant's flood can evict another's KV",
+        "leave it out",
+        lambda config: any(tenant.cache_share != 1 for tenant in config.tenants),
+    ),
+    Refusal(
+        ("tenants[].store_kv",),
+        "every request's KV stays in vLLM's cache until it is evicted",
+        "leave it out",
+        lambda config: not all(tenant.store_kv for tenant in config.tenants),
+    ),
+    Refusal(("admission",), "vLLM admits and preempts by its own rule", "leave it out"),
+    Refusal(
+        ("speculative_model", "num_speculative_tokens"),
+        "an answer would depend on the drafts, and could not go on elsewhere",
+        "leave it out",
+    ),
+    Refusal(("attention_backend",), "vLLM chooses its kernels itself", "leave it out"),
+)
+"""In the order in which they are told; a line goes when vLLM's engine can do it."""
+
+
+def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
+    """Return a sentence for each setting that vLLM cannot follow; none where all is well."""
+    found = [
+        f"{name}: with engine=vllm {refusal.because}; {refusal.instead}"
+        for refusal in TABLE
+        for name in refusal.settings
+        if (_changed(config, name) if refusal.wanted is None else refusal.wanted(config))
+    ]
+    if on_cpu and config.block_size % CPU_BLOCK_TOKENS:
+        found.append(
+            f"block_size: with engine=vllm on a CPU it is a multiple of {CPU_BLOCK_TOKENS}; "
+            f"set block_size: {CPU_BLOCK_TOKENS}"
+        )
+    return found
+
+
+def refused_model(fields: Mapping[str, Any]) -> list[str]:
+    """Return why a model cannot be routed by vLLM's events, from its config.json; nothing where it can.
+
+    Layers with a window beside layers with full attention are no reason: vLLM keeps all their KV when its hybrid cache
+    manager is off. A window in every layer is, and so is state that is not KV by token.
+    """
+    text: Mapping[str, Any] = fields.get("text_config") or fields
+    kinds = set(text.get("layer_types") or text.get("layers_block_type") or ())
+    stateful = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    state_fields = sorted(name for name in text if name.startswith(("mamba_", "ssm_", "linear_num_")))
+    if stateful or state_fields or text.get("model_type") in ("mamba", "mamba2", "falcon_mamba", "rwkv"):
+        what = ", ".join(stateful or state_fields[:1] or [str(text["model_type"])])
+        return [f"the model has layers with a state in place of KV by token ({what}); use one with attention alone"]
+    uniform = not kinds and text.get("model_type") in WINDOWED and text.get("sliding_window") is not None
+    if kinds == {"sliding_attention"} or uniform:
+        return [
+            f"every layer of the model forgets what is more than {text.get('sliding_window')} tokens back, so that a "
+            "prefix is never held whole; use one with full attention in some layers"
+        ]
+    return []
+
+
+def _changed(config: AppConfig, name: str) -> bool:
+    field = type(config).model_fields[name]
+    return bool(getattr(config, name) != field.get_default(call_default_factory=True))
