@@ -25,6 +25,7 @@ MODULES = {
     "speculation": "engine.speculation",
     "eagle_head": "engine.eagle_training",
     "structured": "engine.structured",
+    "kv_events": "engine.kv_events",
     "routing": "routing.decision_latency",
     "simulate": "simulation.run",
     "simulate_day": "simulation.day.run",
