@@ -43,8 +43,8 @@ def cluster() -> Iterator[dict[str, str]]:
             "RAY_AUTH_MODE": "token",
             "PATH": f"{BIN}:{os.environ['PATH']}",
         }
-        subprocess.run(
-            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=300, stdout=subprocess.DEVNULL
+        token = subprocess.run(
+            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=300, stdout=subprocess.PIPE, text=True
         )
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
@@ -56,6 +56,7 @@ def cluster() -> Iterator[dict[str, str]]:
                 "RAY_ADDRESS": address,
                 "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
                 "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
+                "RAY_AUTH_TOKEN": token.stdout.split()[-1],
             }
         finally:
             end(process, 30)
@@ -80,6 +81,20 @@ def listens(url: str) -> bool:
     return True
 
 
+def serve(cluster: dict[str, str], verb: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """PUT, GET or DELETE, as `serve deploy`, `status` and `shutdown` do: a command takes seconds to start."""
+    response = httpx.request(
+        verb,
+        f"{cluster['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/",
+        headers={"Authorization": f"Bearer {cluster['RAY_AUTH_TOKEN']}"},
+        json=config,
+        timeout=300,
+    )
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json() if verb == "GET" else {}
+    return found
+
+
 def wait_for_replicas(url: str, count: int, cluster: dict[str, str]) -> None:
     """Wait until the ingress' router knows so many; while the app changes it may not answer. Or say what Serve says."""
     seen: object = None
@@ -96,8 +111,7 @@ def wait_for_replicas(url: str, count: int, cluster: dict[str, str]) -> None:
     try:
         eventually(all_are_known, within_s=300)
     except AssertionError:
-        status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        raise AssertionError(f"{url}: never {count} replicas but {seen!r}: {status.stdout[-3000:]}") from None
+        raise AssertionError(f"{url}: never {count} replicas but {seen!r}: {messages(cluster)}") from None
 
 
 @pytest.fixture
@@ -111,7 +125,7 @@ def port() -> Iterator[int]:
 def shut_down(cluster: dict[str, str]) -> Iterator[None]:
     """Leave the cluster without Serve, whatever the test did: the next one brings its own HTTP options."""
     yield
-    subprocess.run(["serve", "shutdown", "-y"], env=cluster, cwd=ROOT, check=True, timeout=300)
+    serve(cluster, "DELETE")
 
 
 def answer(url: str, model: str = "demo") -> str:
@@ -134,24 +148,22 @@ def test_serve_deploy_of_the_config_file(cluster: dict[str, str], port: int, tmp
     wait_for_replicas(url, replicas, cluster)
     before = answer(url)
 
-    config["applications"][0]["args"]["replicas"] = replicas + 1
-    file.write_text(yaml.safe_dump(config))
-    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
-    wait_for_replicas(url, replicas + 1, cluster)
+    config["applications"][0]["args"]["replicas"] = replicas - 1
+    serve(cluster, "PUT", config)
+    wait_for_replicas(url, replicas - 1, cluster)
     assert answer(url) == before
 
 
 def messages(cluster: dict[str, str]) -> list[str]:
     """What `serve status` tells of the app and of its deployments."""
-    status = subprocess.run(["serve", "status"], env=cluster, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    app = yaml.safe_load(status.stdout)["applications"]["warmpath"]
+    app = serve(cluster, "GET")["applications"]["warmpath"]
     return [app["message"], *(one["message"] for one in app["deployments"].values())]
 
 
 @pytest.mark.usefixtures("shut_down")
-def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
+def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int) -> None:
     """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has."""
-    missing, file = {"model": "/nope/model", "engine": "simulated"}, tmp_path / "serve_config.yaml"
+    missing = {"model": "/nope/model", "engine": "simulated"}
     with pytest.raises(BadSettings) as typo:
         app_config({"polcy": "sglang"})
     for args, sentence in (
@@ -160,8 +172,7 @@ def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int
     ):
         config = live_config(port, {})
         config["applications"][0]["args"] = args
-        file.write_text(yaml.safe_dump(config))
-        subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
+        serve(cluster, "PUT", config)
         eventually(lambda sentence=sentence: sentence in map(innermost, messages(cluster)))
 
 
@@ -253,16 +264,15 @@ class Instance:
 
 
 @pytest.mark.usefixtures("shut_down")
-def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
+def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, str], port: int) -> None:
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 
     A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
     """
-    file, instance = tmp_path / "serve_config.yaml", Instance(f"http://127.0.0.1:{port}")
+    instance = Instance(f"http://127.0.0.1:{port}")
 
     def deploy(**user_config: object) -> None:
-        file.write_text(yaml.safe_dump(live_config(port, user_config)))
-        subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
+        serve(cluster, "PUT", live_config(port, user_config))
 
     operators = [KEYS["operator"][1]]
     deploy(tenants=[tenant("acme")], operator_key_sha256=operators, policy="sglang")
