@@ -38,12 +38,7 @@ class BatchOrder:
         self._ahead: dict[int, bytes] = {}
         self._heard_s = now_s
         self._asked_s: float | None = None
-        self._asked_for_gap = 0
-
-    @property
-    def _gap_end(self) -> int:
-        """The first number known behind the missing ones; ``expected`` where none is known to be missing."""
-        return min(self._ahead, default=self.expected)
+        self._answered_before = 0
 
     def live(self, number: int, payload: bytes, now_s: float) -> list[Ordered]:
         """Take a batch that the engine published; return what can be taken now, in order."""
@@ -56,13 +51,15 @@ class BatchOrder:
         return self._take(number, payload)
 
     def replay_ended(self, now_s: float) -> list[Ordered]:
-        """Take the end mark: what was missing when the engine was asked, and has not come, will not."""
+        """Take the end mark: what was missing before the batches known when the engine was asked will not come."""
         self._asked_s, self._heard_s = None, now_s
-        if self.expected >= self._asked_for_gap:
-            return []
-        lost = Lost(self._asked_for_gap - self.expected)
-        self.expected = self._asked_for_gap
-        return [lost, *self._in_order()]
+        out: list[Ordered] = []
+        while self.expected < self._answered_before:
+            gap_end = min(self._ahead)  # there is one: the batch whose number was known when the engine was asked
+            out += [Lost(gap_end - self.expected)]
+            self.expected = gap_end
+            out += self._in_order()
+        return out
 
     def ask(self, now_s: float) -> int | None:
         """Return from which number on to ask for a replay, if it is time to; answers to earlier questions are void."""
@@ -72,7 +69,7 @@ class BatchOrder:
             due = bool(self._ahead) or now_s - self._heard_s >= SILENCE_S
         if not due:
             return None
-        self._asked_s, self._asked_for_gap = now_s, self._gap_end
+        self._asked_s, self._answered_before = now_s, max(self._ahead, default=0)
         return self.expected
 
     def _take(self, number: int, payload: bytes) -> list[Ordered]:

@@ -145,8 +145,7 @@ class Translator:
             else:
                 self.counts.clears += 1
                 self._clears_seen += 1
-                if self._clears_seen >= self._clears_told:
-                    self._clear(out)
+                self._clear(out)
         return out.all()
 
     def before_reset(self) -> int:

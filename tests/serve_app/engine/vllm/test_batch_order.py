@@ -37,7 +37,7 @@ def test_what_the_engine_has_no_longer_is_lost() -> None:
     assert order.live(5, b"5", 0.0) == []
     assert order.ask(0.0) == 0
     assert order.replayed(3, b"3") == []
-    assert order.replay_ended(0.0) == [Lost(5), b"5"], "0 to 2 are gone; 3 alone is of no use without them"
+    assert order.replay_ended(0.0) == [Lost(3), b"3", Lost(1), b"5"], "0 to 2 are gone, and 4"
 
 
 def test_an_answer_to_an_older_question_does_not_say_that_a_batch_is_lost() -> None:
