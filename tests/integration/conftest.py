@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from openai import OpenAI
 
@@ -36,8 +37,14 @@ def client(url: str) -> Iterator[OpenAI]:
 def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait until something holds. What cannot be asked just now does not hold."""
     deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+    while True:
+        refused: Exception | None = None
+        try:
+            if holds():
+                return
+        except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body has no such keys
+            refused = error
+        assert time.monotonic() < deadline_s, f"it did not happen in time: {refused!r}"
         time.sleep(0.05)
 
 
