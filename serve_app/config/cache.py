@@ -17,7 +17,7 @@ CPU_POOL_BYTES = 512 * MIB
 class CacheSection(BaseModel):
     """What a replica keeps of computed KV, where, and for how long."""
 
-    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block; vLLM on a CPU: 32")
     num_blocks: int | None = Field(None, ge=2, description="blocks in a replica's pool; default: from kv_cache_bytes")
     kv_cache_bytes: Annotated[int, Field(ge=MIB), InBytes] | None = Field(
         None, description="bytes of a replica's KV pool; default: 512 MiB, on a GPU by gpu_memory_utilization"

@@ -13,8 +13,9 @@ from serve_app.config.quantities import Seconds
 class EngineSection(BaseModel):
     """How a replica computes: device, kernels, step sizes, admission, drafts."""
 
-    engine: Literal["torch", "simulated"] = Field(
-        "torch", description="'simulated' replaces the forward by a cost model"
+    engine: Literal["torch", "vllm", "simulated"] = Field(
+        "torch",
+        description="'torch': the built-in one; 'vllm': vLLM in each replica; 'simulated': a cost model, no forward",
     )
     replica_num_cpus: float = Field(0.1, ge=0, description="logical CPUs Ray reserves for an engine replica")
     replica_num_gpus: float = Field(0.0, ge=0, description="GPUs Ray reserves for an engine replica")

@@ -30,6 +30,8 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     """
     if config.engine == "simulated":
         return _simulated_engine(config, info, event_sink)
+    if config.engine == "vllm":
+        return _vllm_engine(config, info, event_sink)
     # Only here: they are seconds and hundreds of megabytes, which simulated replicas do without.
     from serve_app.engine.core.build import build_engine
     from serve_app.replica.pool_size import pool_blocks
@@ -37,6 +39,45 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
     drafter = drafter_path(config)
     settings = _settings(config, info, pool_blocks(config, info.path, drafter), drafter)
     return build_engine(info.path, settings, event_sink)
+
+
+def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
+    # Only here: vLLM is installed where it is used.
+    from serve_app.engine.runner.model_runner import choose_device, choose_dtype
+    from serve_app.engine.vllm.engine import VllmEngine
+    from serve_app.engine.vllm.refusals import refused_model, refused_settings
+    from serve_app.engine.vllm.settings import VllmSettings
+    from serve_app.replica.pool_size import pool_blocks
+
+    device = choose_device(config.device)
+    on_cpu = device.type == "cpu"
+    fields = json.loads((info.path / "config.json").read_text())
+    if refused := [*refused_settings(config, on_cpu=on_cpu), *refused_model(fields)]:
+        raise ValueError("; ".join(refused))
+    dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
+    settings = VllmSettings(
+        model=str(info.path),
+        end_token_ids=info.eos_token_ids,
+        block_size=config.block_size,
+        block_bytes=kv_bytes_per_block(_model_config(info.path), dtype, config.block_size),
+        num_blocks=pool_blocks(config, info.path, None) if on_cpu else config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=max_model_len(config, info),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting_requests=config.max_waiting_requests,
+        enable_prefix_caching=config.enable_prefix_caching,
+        dtype=dtype,
+        enforce_eager=config.enforce_eager,
+        num_threads=config.num_threads or max(1, (os.cpu_count() or 1) // config.most_replicas),
+        lora=bool(config.lora_adapters) or config.allow_runtime_lora,
+        max_loras=config.max_loras,
+        max_cpu_loras=config.max_cpu_loras,
+        max_lora_rank=config.max_lora_rank,
+        tenant_shares=config.cache_shares,
+    )
+    return VllmEngine(settings, event_sink)
 
 
 def _simulated_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> TorchEngine:

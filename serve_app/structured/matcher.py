@@ -34,10 +34,12 @@ _NOTHING: TokenArray = np.empty(0, dtype=np.int32)
 class AnswerMatcher:
     """Which tokens may come next in one answer; satisfies the engine's ``TokenMatcher``.
 
-    ``clock``: CPU seconds of this thread, so that a busy machine ends no answer.
+    ``clock``: CPU seconds of this thread, so that a busy machine ends no answer. ``text``: the grammar, in llguidance's
+    form, for an engine whose steps run in another process.
     """
 
-    def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, compiled: LLMatcher, clock: Callable[[], float] = time.thread_time, *, text: str = "") -> None:
+        self.text = text
         self._compiled = compiled
         self._clock = clock
         self._matcher = compiled.deep_copy()
@@ -104,4 +106,4 @@ class Matchers:
                 self._compiled[text] = compiled
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return AnswerMatcher(compiled)
+        return AnswerMatcher(compiled, text=text)

@@ -23,10 +23,19 @@ _RETRY_AFTER_S = 1.0
 class LoadedAdapters(Generic[W]):
     """``step.AdapterSlots`` over what ``load`` makes of an adapter."""
 
-    def __init__(self, load: Callable[[AdapterSpec], W], *, max_loras: int, max_cpu_loras: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[AdapterSpec], W],
+        *,
+        max_loras: int,
+        max_cpu_loras: int,
+        on_forget: Callable[[W], None] = lambda _: None,
+    ) -> None:
+        """``on_forget``: called, with the lock held, with what ``load`` made once it is not kept any more."""
         if max_loras < 1 or max_cpu_loras < max_loras:
             raise ValueError("max_loras must be at least 1, and max_cpu_loras at least max_loras")
         self._load = load
+        self._on_forget = on_forget
         self._max_loras = max_loras
         self._max_cpu_loras = max_cpu_loras
         self._lock = threading.Lock()
@@ -61,10 +70,12 @@ class LoadedAdapters(Generic[W]):
         weights = self._load(spec)
         with self._lock:
             if self._renew(spec.key):
+                self._on_forget(weights)
                 return
             while len(self._loaded) >= self._max_cpu_loras:
                 idle = next((key for key in self._loaded if not self._live[key]), None)
                 if idle is None:
+                    self._on_forget(weights)
                     raise QueueFull("every adapter in memory has requests that run or wait", _RETRY_AFTER_S)
                 self._forget(idle)
                 self._evictions += 1
@@ -161,7 +172,7 @@ class LoadedAdapters(Generic[W]):
             self._forget(key)
 
     def _forget(self, key: str) -> None:
-        del self._loaded[key]
+        self._on_forget(self._loaded.pop(key))
         self._slots.pop(key, None)
         self._retired.discard(key)
 

@@ -176,6 +176,7 @@ class EventSubscriber:
     def _ask(self, context: zmq.Context[zmq.Socket[bytes]], first: int) -> zmq.Socket[bytes]:
         asked = context.socket(zmq.DEALER)
         asked.setsockopt(zmq.RCVHWM, _MAX_QUEUED_BATCHES)
+        asked.setsockopt(zmq.LINGER, 0)  # a question that nobody takes any more must not hold up the end
         asked.setsockopt(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
         asked.connect(self._endpoints.replay)
         asked.send_multipart((b"", first.to_bytes(SEQUENCE_BYTES, "big")))

@@ -32,7 +32,7 @@ With `engine: simulated` no model runs and all times are simulated ones. Serve's
 LABELS = {
     "ingress": "an ingress' replica id",
     "replica": "a replica's id; its series end when it leaves",
-    "engine": "`torch` or `simulated`",
+    "engine": "`torch`, `vllm` or `simulated`",
     "tenant": "a configured name; `default` where none are configured; `none` without a valid key; `(public)`: blocks "
     "of registered public prompts; of a replica's beyond 100 `other`",
     "endpoint": "the route's name: `chat`, `completions`, `models`, `metrics`, ...",

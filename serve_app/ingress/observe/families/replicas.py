@@ -158,7 +158,7 @@ _MODELS = (
     ),
 )
 SECTIONS = (
-    Section("Replicas: requests and speed", "By replica; `engine` is `torch` or `simulated`.", _ENGINE),
+    Section("Replicas: requests and speed", "By replica; `engine` is `torch`, `vllm` or `simulated`.", _ENGINE),
     Section("Replicas: KV cache", "The pool of each replica.", _CACHE),
     Section("Replicas: tiers below the pool", "Only where a tier is configured; `tier` is `host` or `disk`.", _TIERS),
     Section("Replicas: pulls", "KV copied from one replica to another in place of computing it.", _PULLS),

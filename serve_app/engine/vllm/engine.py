@@ -1,0 +1,303 @@
+"""vLLM behind the engine's contract: requests in, tokens, cache events and load out.
+
+Owns the parts and the order in which a request passes through them. vLLM itself is ``VllmFrontend``'s; requests enter
+from any thread, everything that vLLM says comes in its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+
+from router.protocol.block_hash import extend_chain
+from router.protocol.events import LoadReport, StatsReport
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import (
+    AdapterSpec,
+    Clock,
+    EngineError,
+    EngineOutput,
+    EngineRequest,
+    EventSink,
+    FinishReason,
+    OutputSink,
+    SaveResult,
+)
+from serve_app.engine.scheduling.sequence import check_request
+from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.frontend import Generated, VllmFrontend
+from serve_app.engine.vllm.gauges import gauge_samples
+from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
+from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
+from serve_app.engine.vllm.no_transfer import NoTransfer, refuse_unmapped
+from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
+from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.subscriber import EventEndpoints, EventSubscriber
+from serve_app.engine.vllm.translator import Translator
+
+STALL_AFTER_S = 120.0
+"""Live requests and no step for so long make the engine unhealthy."""
+
+_STOPPED = "the engine was stopped"
+_TOO_LATE = "The answer took too long; ask for fewer tokens."
+
+
+class VllmEngine(NoTransfer):
+    """Continuous batching by vLLM in child processes; satisfies ``protocol.Engine``."""
+
+    def __init__(self, settings: VllmSettings, event_sink: EventSink, *, clock: Clock = time.monotonic) -> None:
+        """Start vLLM, which takes half a minute or more. Raises what ``VllmFrontend`` raises."""
+        self.settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._meters = EngineMeters()
+        self._load = LoadMirror(settings.max_num_seqs, settings.max_waiting_requests, self._meters)
+        self._live = LiveRequests(settings.max_waiting_requests, len(settings.tenant_shares))
+        self._stopping = False
+        self._progress_s = clock()
+        self._endpoints = EventEndpoints.create()
+        self._events: EventSubscriber | None = None
+        try:
+            self._frontend = VllmFrontend(settings, self._endpoints, self._stepped)
+        except BaseException:
+            self._endpoints.remove()
+            raise
+        self.facts = self._frontend.facts
+        self._outbox = Outbox(self._frontend.loop.call_soon)
+        if settings.enable_prefix_caching:
+            translator = Translator(settings.block_size, self.facts.num_blocks)
+            self._events = EventSubscriber(self._endpoints, translator, event_sink)
+        self._adapters = VllmAdapters(
+            self._endpoints.directory / "adapters",
+            lambda name, number, path: self._frontend.call(self._frontend.add_lora(name, number, path)).result(),
+            lambda number: self._frontend.call(self._frontend.remove_lora(number)),
+            enabled=settings.lora,
+            max_loras=settings.max_loras,
+            max_cpu_loras=settings.max_cpu_loras,
+        )
+        self._labels = (*settings.labels, ("engine", "vllm"))
+
+    def start(self) -> None:
+        """Begin to listen to vLLM's events; vLLM itself runs since it was made."""
+        if self._events is not None:
+            self._events.start()
+
+    def stop(self) -> None:
+        """End vLLM's processes; unfinished requests get an "error" output."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        self._frontend.call(self._end_all()).result()
+        if self._events is not None:
+            self._events.stop()
+        self._frontend.stop()
+        self._endpoints.remove()
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """Queue a request (any thread).
+
+        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
+        """
+        size = self.settings.block_size
+        sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens or 1)
+        check_request(
+            replace(request, sampling=sampling),
+            vocab_size=self.facts.vocab_size,
+            max_model_len=self.facts.max_model_len,
+            max_blocks=self.facts.num_blocks,
+            block_size=size,
+        )
+        refuse_unmapped(request)
+        failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
+        choice = choice_of(request, str(failure))
+        ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
+        known = 0
+        if self._events is not None:
+            chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
+            known = self._events.known_blocks(chain, (len(ids) - 1) // size)
+        with self._lock:
+            if self._stopping:
+                raise EngineError("the engine is stopped")
+            self._live.check(request.request_id, request.tenant, self._load.retry_after_s())
+            self._adapters.slots.pin(request.scope.lora)
+            if not len(self._live):
+                self._progress_s = self._clock()
+            live = LiveRequest(replace(request, token_ids=ids), sink, choice, self._clock(), failure)
+            self._live.add(live)
+            self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known * size)
+            self._frontend.loop.call_soon_threadsafe(self._begin, live)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
+        with self._lock:
+            live = self._live.get(request_id)
+        if live is not None:
+            self._frontend.loop.call_soon_threadsafe(lambda: live.task is not None and live.task.cancel())
+
+    def load(self) -> LoadReport:
+        """Return the load as of the last step, with everything submitted since."""
+        with self._lock:
+            return self._load.report(self._clock())
+
+    def stats(self) -> StatsReport:
+        """Return counters and gauges as Prometheus-style samples."""
+        held = self._events.num_blocks() if self._events is not None else 0
+        with self._lock:
+            gauges = tuple(gauge_samples(self.facts, self._load, held, self._labels))
+        counted = self._meters.samples(self._labels)
+        return StatsReport(samples=(*counted, *gauges, *self._adapters.slots.samples(self._labels)))
+
+    def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
+        """Forget every cached block; False, and nothing is forgotten, while a block is in use."""
+        mark = self._events.reset_begins() if self._events is not None else 0
+        done = self._frontend.call(self._frontend.reset_prefix_cache()).result()
+        if done and self._events is not None:
+            self._events.reset_ended(mark)
+        return done
+
+    def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
+        """Go by as many tenants from now on in the waiting line. vLLM's cache and memory have no shares."""
+        with self._lock:
+            self._live.tenants = len(shares)
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one block's KV."""
+        return self.facts.block_bytes
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
+        return self._events.known_blocks(block_hashes, most) if self._events is not None else 0
+
+    def load_adapter(self, spec: AdapterSpec) -> None:
+        """Make a LoRA adapter available; reads files, so not for an event loop.
+
+        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
+        """
+        self._adapters.slots.load(spec)
+
+    def unload_adapter(self, key: str) -> bool:
+        """Refuse new requests for an adapter; those it has go on. False when it is not loaded."""
+        return self._adapters.slots.unload(key)
+
+    def adapters(self) -> tuple[str, ...]:
+        """Keys of the loaded adapters."""
+        return self._adapters.slots.loaded
+
+    def healthy(self) -> bool:
+        """Return whether vLLM's core and the listener live, and requests are not without a step for too long."""
+        if self._stopping or self._frontend.errored or (self._events is not None and not self._events.healthy()):
+            return False
+        with self._lock:
+            return not len(self._live) or self._clock() - self._progress_s < STALL_AFTER_S
+
+    def _begin(self, live: LiveRequest) -> None:
+        if not live.ended:
+            live.task = asyncio.get_running_loop().create_task(self._generate(live))
+            live.task.add_done_callback(lambda task: self._settle(live, task))
+
+    async def _generate(self, live: LiveRequest) -> None:
+        request = live.request
+        key = request.scope.lora
+        lora = self._adapters.slots.weights(key).request if key else None
+        parts = self._frontend.generate(
+            request.request_id,
+            request.token_ids.tolist(),
+            request.root.hex(),
+            vllm_sampling(request.sampling, live.choice),
+            lora,
+        )
+        left_s = live.arrival_s + request.timeout_s - self._clock()
+        async with asyncio.timeout(None if left_s == math.inf else left_s), aclosing(parts):
+            async for part in parts:
+                self._take(live, part)
+                if live.ended:
+                    return
+
+    def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
+        """End a request whose task ended before its answer did."""
+        if task.cancelled():
+            self._end(live, "cancelled")
+            return
+        error = task.exception()
+        if isinstance(error, TimeoutError):
+            self._end(live, "timeout", error=_TOO_LATE)
+        else:
+            self._end(live, "error", error=f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it")
+
+    def _take(self, live: LiveRequest, part: Generated) -> None:
+        request, sampling = live.request, live.request.sampling
+        self._progress_s = self._clock()
+        if live.choice is not None and live.failure.exists():
+            self._end(live, "error", error=live.failure.read_text())
+            return
+        ids = part.token_ids if sampling.max_tokens else ()
+        reason: FinishReason | None = None
+        if part.finish_reason:
+            reason = {"stop": "stop", "length": "length", "abort": "cancelled"}.get(part.finish_reason, "error")  # type: ignore[assignment]
+        self._meters.generation_tokens += len(ids)
+        if reason == "stop" and ids and ids[-1] not in sampling.shown_stop_token_ids:
+            ids = ids[:-1]
+        output = EngineOutput(request.request_id, ids, part.logprobs[: len(ids)])
+        if not live.begun and reason != "cancelled":
+            output = self._first(live, part, output)
+        if reason is None:
+            self._outbox.add(live.sink, output)
+            return
+        for _ in range(part.preemptions):
+            self._meters.preempted(request.tenant)
+        self._end(live, reason, output=output, error="vLLM ended it" if reason == "error" else "")
+
+    def _first(self, live: LiveRequest, part: Generated, output: EngineOutput) -> EngineOutput:
+        """Note a request's first part; return it with what is said once."""
+        request = live.request
+        self._meters.queue_time.observe(part.queue_s)
+        self._meters.prefill_time.observe(max(0.0, self._clock() - live.arrival_s - part.queue_s))
+        self._meters.admitted(
+            request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
+        )
+        with self._lock:
+            self._live.begin(live)
+            self._load.begun(request.request_id)
+        save = SaveResult("off") if request.save is not None or request.keep else None
+        return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=save)
+
+    def _end(
+        self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""
+    ) -> None:
+        """End a request, once: let go of all that it has, and say so."""
+        if live.ended:
+            return
+        request = live.request
+        with self._lock:
+            self._live.remove(live)
+            self._load.ended(request.request_id)
+        self._adapters.slots.unpin(request.scope.lora)
+        live.failure.unlink(missing_ok=True)
+        self._meters.finished[reason] += 1
+        last = output or EngineOutput(request.request_id)
+        self._outbox.add(live.sink, replace(last, finish_reason=reason, error=error))
+
+    async def _end_all(self) -> None:
+        with self._lock:
+            live = self._live.all()
+        for one in live:
+            self._end(one, "error", error=_STOPPED)
+        tasks = [one.task for one in live if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        self._outbox.flush()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _stepped(self, step: StepStats) -> None:
+        with self._lock:
+            self._load.stepped(step)
+            self._progress_s = self._clock()

@@ -1,0 +1,211 @@
+"""vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core and workers are child processes.
+
+Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts and one
+``StepStats`` a step. Knows no requests of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from serve_app.config.vllm import MISSING
+from serve_app.engine.protocol import TokenLogprob
+from serve_app.engine.vllm.arguments import engine_arguments, set_environment
+from serve_app.engine.vllm.load_mirror import StepStats
+from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.subscriber import EventEndpoints
+
+T = TypeVar("T")
+
+SHUTDOWN_TIMEOUT_S = 5.0
+"""After this vLLM kills its core."""
+
+
+class VllmMissing(RuntimeError):
+    """vLLM cannot be imported here; the message says how to install it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What vLLM made of the settings. ``num_blocks``: without its null block; ``block_bytes``: of KV."""
+
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a request got in a step or a few. ``finish_reason``: vLLM's word for it, "" while it goes on.
+
+    ``queue_s``: arrival to first scheduling; ``preemptions``: so far.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str
+    cached_tokens: int
+    queue_s: float
+    preemptions: int
+
+
+class VllmFrontend:
+    """One ``AsyncLLM``. Methods that are coroutines belong to its loop: hand them to ``call`` or ``start_task``."""
+
+    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: Callable[[StepStats], None]) -> None:
+        """Start vLLM, which takes half a minute or more. Raises VllmMissing, ValueError, and what vLLM raises."""
+        self.loop = asyncio.new_event_loop()
+        self._on_step = on_step
+        self._thread = threading.Thread(target=self._run, name="vllm-frontend", daemon=True)
+        self._thread.start()
+        self._llm: Any = None
+        try:
+            self.facts: ModelFacts = self.call(self._open(settings, endpoints)).result()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def errored(self) -> bool:
+        """Whether vLLM's core is gone, or the thread."""
+        return bool(self._llm.errored) or not self._thread.is_alive()
+
+    def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the loop (any other thread)."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def stop(self) -> None:
+        """End vLLM's processes and the loop."""
+        try:
+            if self._llm is not None:
+                self.call(self._close()).result()
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    async def generate(
+        self, request_id: str, token_ids: list[int], salt: str, sampling: Mapping[str, Any], lora: Any
+    ) -> AsyncGenerator[Generated, None]:
+        """Yield what a request gets; cancelling it aborts the request. Raises what vLLM raises.
+
+        ``sampling``: fields of vLLM's ``SamplingParams``; ``lora``: what ``add_lora`` returned, None for none.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
+        prompt = tokens_input(token_ids, cache_salt=salt)
+        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+            yield _generated(output, params.logprobs)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing forgotten, while one is in use."""
+        return bool(await self._llm.reset_prefix_cache())
+
+    async def add_lora(self, name: str, number: int, path: str) -> Any:
+        """Load an adapter; return what ``generate`` takes. Raises what vLLM raises, or ValueError."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
+        if not await self._llm.add_lora(request):
+            raise ValueError("it was not loaded")
+        return request
+
+    async def remove_lora(self, number: int) -> None:
+        """Drop an adapter from memory."""
+        await self._llm.remove_lora(number)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def _open(self, settings: VllmSettings, endpoints: EventEndpoints) -> ModelFacts:
+        set_environment(os.environ, settings.num_threads)
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise VllmMissing(f"{MISSING} ({error})") from error
+        from vllm.config.kv_events import KVEventsConfig
+
+        arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
+        config = self._llm.vllm_config
+        size = config.cache_config.block_size
+        if size != settings.block_size:
+            raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
+        model, parallel = config.model_config, config.parallel_config
+        block_bytes = (
+            2 * model.get_num_layers(parallel) * size * model.get_num_kv_heads(parallel) * model.get_head_size()
+        ) * model.dtype.itemsize  # fmt: skip
+        return ModelFacts(
+            model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, block_bytes
+        )
+
+    async def _close(self) -> None:
+        self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+
+
+def _generated(output: Any, logprobs: int | None) -> Generated:
+    part, metrics = output.outputs[0], output.metrics
+    ids = tuple(part.token_ids)
+    told = () if logprobs is None else _logprobs(ids, part.logprobs or (), logprobs)
+    queue_s = max(0.0, metrics.scheduled_ts - metrics.queued_ts) if metrics is not None else 0.0
+    return Generated(
+        ids,
+        told,
+        part.finish_reason or "",
+        output.num_cached_tokens or 0,
+        queue_s,
+        metrics.num_preemptions if metrics is not None else 0,
+    )
+
+
+def _logprobs(ids: Sequence[int], found: Sequence[Mapping[int, Any]], most: int) -> tuple[TokenLogprob, ...]:
+    """Return what is told of each token: its own logarithm, and the likeliest by their ranks, which begin with 1."""
+    told = []
+    for token, by_id in zip(ids, found, strict=True):
+        best = sorted((one.rank, other, one.logprob) for other, one in by_id.items() if one.rank <= most)
+        told.append(TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most])))
+    return tuple(told)
+
+
+def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any]:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepLogger(StatLoggerBase):  # type: ignore[misc]
+        """Passes on what a step did."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            """Called by vLLM once a step, in the loop."""
+            if scheduler_stats is None:
+                return
+            details = scheduler_stats.iteration_details
+            computed = (
+                (details.num_ctx_tokens, details.num_generation_tokens, details.elapsed_ms / 1000)
+                if details is not None and not details.is_dummy
+                else (0, 0, 0.0)
+            )
+            on_step(StepStats(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed))
+
+        def log_engine_initialized(self) -> None:
+            """Nothing to say."""
+
+    return StepLogger

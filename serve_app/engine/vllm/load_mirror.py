@@ -1,0 +1,129 @@
+"""How busy vLLM is, told from what was submitted and what each of its steps computed.
+
+vLLM serves first come, first served, so a step's prompt tokens belong to the oldest prefills: what is queued is known
+to the token without asking. Not thread-safe: the engine's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from router.protocol.events import LoadReport, RouterShare
+from serve_app.engine.metrics import EngineMeters
+
+ROUTERS_REMEMBERED = 256
+"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
+
+_UNKNOWN_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What vLLM says of one step. ``running``: sequences after it; ``kv_usage``: part of the pool in use.
+
+    Of a step that computed nothing, ``duration_s`` is 0.0.
+    """
+
+    running: int
+    kv_usage: float
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    duration_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Prefill:
+    router_id: str
+    tokens: int
+
+
+class LoadMirror:
+    """Queued prefill tokens in all and by router. A request counts from its submission to its first token."""
+
+    def __init__(self, max_num_seqs: int, max_waiting_requests: int, meters: EngineMeters) -> None:
+        self._max_running = max_num_seqs
+        self._max_waiting = max_waiting_requests
+        self._meters = meters
+        self._prefills: OrderedDict[str, _Prefill] = OrderedDict()
+        self._reservations: OrderedDict[str, int] = OrderedDict()
+        self._running = 0
+        self._live = 0
+        self.kv_usage = 0.0
+
+    @property
+    def running(self) -> int:
+        """Sequences that run, as of the last step."""
+        return min(self._running, self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Live requests that did not run in the last step."""
+        return self._live - self.running
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to be computed."""
+        return sum(prefill.tokens for prefill in self._prefills.values())
+
+    def arrived(self, request_id: str, router_id: str, reservation: int, uncached_tokens: int) -> None:
+        """Count a request that is submitted. ``uncached_tokens``: of its prompt, by what is known to be cached."""
+        self._live += 1
+        self._prefills[request_id] = _Prefill(router_id, uncached_tokens)
+        if router_id:
+            self._reservations[router_id] = max(self._reservations.get(router_id, 0), reservation)
+            self._reservations.move_to_end(router_id)
+            if len(self._reservations) > ROUTERS_REMEMBERED:
+                self._reservations.popitem(last=False)
+
+    def stepped(self, step: StepStats) -> None:
+        """Take a step's prompt tokens off the oldest prefills. What none of them has left was computed again."""
+        self._running, self.kv_usage = step.running, step.kv_usage
+        if not step.duration_s:
+            return
+        left = step.prompt_tokens
+        for prefill in self._prefills.values():
+            taken = min(left, prefill.tokens)
+            prefill.tokens -= taken
+            left -= taken
+            if not left:
+                break
+        self._meters.computed_prompt_tokens += step.prompt_tokens - left
+        self._meters.recomputed_tokens += left
+        self._meters.stepped(step.prompt_tokens, step.duration_s)
+
+    def begun(self, request_id: str) -> None:
+        """Note that a request has its first token: nothing of its prompt is left."""
+        self._prefills.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        """Note that a live request is live no more."""
+        self._prefills.pop(request_id, None)
+        self._live -= 1
+
+    def report(self, now_s: float) -> LoadReport:
+        """Return the load as one message. Nobody overtakes what is queued, so all of it is committed."""
+        routers = dict.fromkeys(self._reservations, 0)
+        for prefill in self._prefills.values():
+            if prefill.router_id:
+                routers[prefill.router_id] = routers.get(prefill.router_id, 0) + prefill.tokens
+        queued = self.queued_tokens
+        return LoadReport(
+            queued_prefill_tokens=queued,
+            running_sequences=self.running,
+            waiting_sequences=self.waiting,
+            max_running_sequences=self._max_running,
+            max_waiting_sequences=self._max_waiting,
+            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            prefill_rate_tokens=self._meters.prefill_rate_tokens,
+            decode_step_s=self._meters.decode_step_s,
+            shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
+            committed_prefill_tokens=queued,
+            committed_sequences=self.waiting,
+            taken_at_s=now_s,
+        )
+
+    def retry_after_s(self) -> float:
+        """Return when a refused request might fit: the time to compute half of what is queued."""
+        rate = self._meters.prefill_tokens_per_s
+        return max(0.1, self.queued_tokens / rate / 2) if rate > 0.0 else _UNKNOWN_RETRY_S

@@ -1,0 +1,1 @@
+"""How a request's tokens are chosen inside vLLM: by this project's own code, in a logits processor."""

@@ -1,0 +1,39 @@
+"""What settings say of vLLM before a replica starts."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli import main
+from serve_app.config.app import AppConfig
+
+
+def test_blocks_are_those_that_vllm_has_on_a_cpu() -> None:
+    """The routers' blocks are the same, and what crossed to a replica is read there again."""
+    config = AppConfig(engine="vllm")
+    assert config.block_size == 32
+    assert AppConfig.model_validate(config.to_json()) == config
+    assert AppConfig(engine="vllm", replica_num_gpus=1).block_size == 16
+    assert AppConfig(engine="vllm", block_size=64).block_size == 64
+    assert AppConfig().block_size == 16
+
+
+def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts Ray; it names both ways."""
+    monkeypatch.setattr(main, "vllm_missing", lambda: True)
+    told = CliRunner().invoke(main.app, ["serve", "--engine", "vllm"])
+    assert told.exit_code == 1
+    assert "warmpath[vllm]" in told.output
+    assert "make venv-vllm" in " ".join(told.output.split())
+
+
+def test_settings_that_vllm_cannot_follow_are_told_by_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts Ray, all of them at once."""
+    monkeypatch.setattr(main, "vllm_missing", lambda: False)
+    told = CliRunner().invoke(
+        main.app, ["serve", "--engine", "vllm", "--set", "admission=worst_case", "--set", "pin_budget=0.5"]
+    )
+    assert told.exit_code == 1
+    assert "admission" in told.output
+    assert "pin_budget" in told.output
