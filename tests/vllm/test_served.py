@@ -1,0 +1,46 @@
+"""`warmpath serve --engine vllm`: the whole way over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from benchmarks.common.server import instance
+from tests.integration.conftest import PATIENCE_S, wait_until_cached
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """One replica of the demo model in float32."""
+    settings = ("dtype=float32", "replicas=1", "kv_cache_bytes=134217728", "enforce_eager=true", "max_model_len=2048")
+    with instance("--model", "demo", "--engine", "vllm", *(f"--set={setting}" for setting in settings)) as base:
+        yield base
+
+
+def test_chats_hit_what_the_router_says_and_seeds_hold(url: str) -> None:
+    """A conversation's next turn finds the last one; a grammar is followed; a metric says which engine it was."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "system", "content": "You know ships. " * 60}, {"role": "user", "content": "Hello"}],
+        "max_tokens": 12,
+        "seed": 4,
+        "temperature": 1.0,
+    }
+
+    def ask(**more: object) -> dict[str, object]:
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, **more}, timeout=PATIENCE_S)
+        answer.raise_for_status()
+        found: dict[str, object] = answer.json()
+        return found
+
+    first = ask()
+    wait_until_cached(url, body)
+    again = ask()
+    assert again["choices"] == first["choices"]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96  # type: ignore[index]
+    chosen = ask(structured_outputs={"choice": ["port", "starboard"]})
+    assert chosen["choices"][0]["message"]["content"] in ("port", "starboard")  # type: ignore[index]
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    assert 'engine="vllm"' in metrics
