@@ -22,11 +22,11 @@ def test_the_page_of_settings_is_current() -> None:
 def test_the_page_shows_type_bounds_default_and_meaning() -> None:
     """One row of each kind."""
     page = settings_page()
-    assert "| `block_size` | integer, 1 to 1024 | 16 | tokens in a KV block |" in page
+    assert "| `block_size` | integer, 1 to 1024 | 16 | tokens in a KV block; vLLM on a CPU: 32 |" in page
     assert "| `max_body_bytes` | bytes, at least 1KiB | 8MiB | larger bodies" in page
     assert "| `save_ttl_s` | seconds, above 0 | none | " in page
     assert "| `enable_prefix_caching` | boolean | true | " in page
-    assert "| `engine` | `torch` or `simulated` | `torch` | " in page
+    assert "| `engine` | `torch` or `vllm` or `simulated` | `torch` | " in page
     assert "## An entry of `tenants`" in page
 
 

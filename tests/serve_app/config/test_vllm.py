@@ -23,7 +23,7 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
     """Before it starts Ray; it names both ways."""
     monkeypatch.setattr(main, "vllm_missing", lambda: True)
     told = CliRunner().invoke(main.app, ["serve", "--engine", "vllm"])
-    assert told.exit_code == 1
+    assert told.exit_code == 2
     assert "warmpath[vllm]" in told.output
     assert "make venv-vllm" in " ".join(told.output.split())
 
@@ -34,6 +34,6 @@ def test_settings_that_vllm_cannot_follow_are_told_by_serve(monkeypatch: pytest.
     told = CliRunner().invoke(
         main.app, ["serve", "--engine", "vllm", "--set", "admission=worst_case", "--set", "pin_budget=0.5"]
     )
-    assert told.exit_code == 1
+    assert told.exit_code == 2
     assert "admission" in told.output
     assert "pin_budget" in told.output
