@@ -21,7 +21,6 @@ from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
 from serve_app.config.vllm import MISSING, vllm_missing
-from serve_app.engine.vllm.refusals import refused_settings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
@@ -79,11 +78,8 @@ def serve(
         )
     except ValueError as error:
         fail(str(error))
-    if settings.engine == "vllm":
-        if vllm_missing():
-            fail(MISSING)
-        if refused := refused_settings(settings, on_cpu=not settings.replica_num_gpus):
-            fail("\n".join(refused))
+    if settings.engine == "vllm" and vllm_missing():
+        fail(MISSING)
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []

@@ -89,7 +89,7 @@ def both(demo_model_path: Path) -> Iterator[Both]:
             max_model_len=2048,
             max_num_seqs=8,
             max_num_batched_tokens=256,
-            max_waiting_requests=4,
+            max_waiting_requests=32,
             dtype="float32",
             enforce_eager=True,
             num_threads=os.cpu_count() or 1,

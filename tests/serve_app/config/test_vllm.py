@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import main
+from serve_app.cli.preflight import problems
 from serve_app.config.app import AppConfig
 
 
@@ -28,12 +29,9 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
     assert "make venv-vllm" in " ".join(told.output.split())
 
 
-def test_settings_that_vllm_cannot_follow_are_told_by_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it starts Ray, all of them at once."""
-    monkeypatch.setattr(main, "vllm_missing", lambda: False)
-    told = CliRunner().invoke(
-        main.app, ["serve", "--engine", "vllm", "--set", "admission=worst_case", "--set", "pin_budget=0.5"]
-    )
-    assert told.exit_code == 2
-    assert "admission" in told.output
-    assert "pin_budget" in told.output
+def test_settings_that_vllm_cannot_follow_are_told_before_a_start() -> None:
+    """By `warmpath serve` and `warmpath check` alike, all of them at once."""
+    settings = AppConfig(engine="vllm", model="/no/model", admission="worst_case", pin_budget=0.5)
+    told = problems(settings, elsewhere=True).sentences
+    assert [sentence.partition(":")[0] for sentence in told] == ["pin_budget", "admission"]
+    assert problems(AppConfig(engine="vllm", model="/no/model"), elsewhere=True).sentences == ()
