@@ -14,6 +14,7 @@ MODULES = {
     "ttft": "end_to_end.ttft",
     "estimates": "end_to_end.estimates",
     "affinity": "end_to_end.affinity",
+    "cutover": "end_to_end.cutover",
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",
     "autoscale": "end_to_end.autoscale.run",

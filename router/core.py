@@ -148,6 +148,11 @@ class RoutingCore:
         with self._lock:
             return POLICIES[self.settings.policy](self._view_of(request, blocked), None)
 
+    def holders(self, request: RoutedRequest) -> dict[str, int]:
+        """Return how many leading prompt tokens each replica can reuse, of those that can reuse any."""
+        with self._lock:
+            return dict(self.directory.match(self._reusable_chain(request)))
+
     def decide_unkeyed(self, blocked: Collection[str] = ()) -> str | None:
         """Return the least loaded replica for a call without a prompt, None while every replica is full."""
         with self._lock:

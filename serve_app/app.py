@@ -50,7 +50,7 @@ def build_app(args: Mapping[str, Any] | AppConfig) -> Application:
             request_router_class="router.serve.request_router.CacheAwareRouter",
             request_router_kwargs=settings.routing(),
         ),
-    ).bind({**config, "public_prompts": []})
+    ).bind({**config, "public_prompts": [], "prompts_dir": None})
     return serve.deployment(
         Ingress,
         name=INGRESS_NAME,

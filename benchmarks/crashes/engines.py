@@ -22,7 +22,7 @@ from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Runner
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import Tenants
@@ -76,7 +76,7 @@ def call_crashes(
     engines = [TorchEngine(runner(), settings, lambda _: None) for _ in range(2)]
     adapters = AdapterRegistry("demo")
     adapters.merge(AdapterEntry(spec.name, spec) for spec in specs)
-    tokenizer, prompts = PromptTokenizer(model), PublicPrompts([PROMPT])
+    tokenizer, prompts = PromptTokenizer(model), Prompts([PROMPT])
     prompts.install(tokenizer)
     limits = Limits(_MAX_MODEL_LEN, 32)
     simulated = kind == "simulated"

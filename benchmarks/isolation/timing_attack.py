@@ -32,7 +32,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.settings import EngineSettings
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -92,7 +92,7 @@ class Stage:
             configs.append(PublicPromptConfig(name="rules", version="1", text=self._system, file=None, sha256=None))
         tokenizer = PromptTokenizer(model_path, cache_bytes=64 << 20, block_size=16)
         self._words = [f" {word}" for word in WORDS if len(tokenizer.encode(f" {word}", b"\0" * 16).token_ids) == 1]
-        prompts = PublicPrompts(configs)
+        prompts = Prompts(configs)
         prompts.install(tokenizer)
         self._preparer = Preparer(
             load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,

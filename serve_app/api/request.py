@@ -34,7 +34,8 @@ class RequestFields:
     ``stop_token_ids`` are excluded from the text, unless ``include_stop_str_in_output``. ``logprobs``: how many of the
     likeliest tokens to tell with each, None for nothing. ``grammar``: what the answer must match.
     ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
-    ``prompt_ref`` names the registered prompt that goes before everything else. ``store_kv`` False: leave nothing
+    ``prompt_ref`` names the registered prompt that goes before everything else. ``user``: for whom the client asks, as
+    far as it says so. ``store_kv`` False: leave nothing
     in the cache; None: as the tenant's setting says. ``unknown``: fields without effect.
     """
 
@@ -67,6 +68,7 @@ class RequestFields:
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_ref: str | None = None
+    user: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
@@ -81,6 +83,11 @@ class RequestFields:
     def choices(self) -> int:
         """Sequences to generate, over all prompts."""
         return self.n
+
+    @property
+    def sticky_key(self) -> str | None:
+        """What tells those who ask apart: the user, or else the session; None where nothing does."""
+        return self.user or self.prompt_cache_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,12 @@ class ChatRequest(RequestFields):
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[CacheMark, ...] = ()
+
+    @property
+    def sticky_key(self) -> str | None:
+        """As above, and where the client says nothing the conversation's first words: its later turns have them too."""
+        words = (str(message.get("content") or "") for message in self.messages if message["role"] != "system")
+        return self.user or self.prompt_cache_key or next(words, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.answer import answer_pieces
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.saves import save_warning
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -92,7 +92,8 @@ class _Batch:
         self._tenant = tenants.authenticate(None)
         shares = Shares({})
         self._places = WaitingLine(Budget(shares, lambda: file.batch_size))
-        prompts = PublicPrompts(config.public_prompts)
+        prompts = Prompts.of(config.public_prompts, config.prompts_dir)
+        prompts.cutovers = prompts.cutovers.without_canaries()
         prompts.install(tokenizer)
         self._preparer = Preparer(
             info,

@@ -11,7 +11,7 @@ import yaml
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 
-PATHS = frozenset({"disk_cache_dir", "lora_root", "secret_file", "usage_file"})
+PATHS = frozenset({"disk_cache_dir", "lora_root", "prompts_dir", "secret_file", "usage_file"})
 MODELS = frozenset({"model", "speculative_model"})
 """A path, or the name of a model: a path where something lies there, or where it is written as one."""
 

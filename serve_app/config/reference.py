@@ -90,6 +90,7 @@ EXAMPLES = {
   - name: clerk
     version: "3"
     text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
+    "prompts_dir": "prompts",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
     "secret_file": "secret",
     "usage_file": "usage.sqlite",

@@ -64,6 +64,9 @@ class TenantsSection(BaseModel):
     public_prompts: list[PublicPromptConfig] = Field(
         default_factory=list, description="system prompts whose KV all tenants share"
     )
+    prompts_dir: Path | None = Field(
+        None, description="prompts by version with their prompts.lock, as `warmpath prompts add` makes it"
+    )
     operator_key_sha256: list[Sha256Hex] = Field(
         default_factory=list, description="SHA-256 of each key for /metrics, /v1/cache, adapters and resets"
     )

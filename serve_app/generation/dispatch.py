@@ -66,8 +66,10 @@ class Dispatcher:
         self._count_retry = count_retry
         self._caller = caller
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
+
+        ``avoid``: replicas that it goes to only where no other one can take it.
 
         A replica that dies is replaced by another, which gets the prompt and the tokens already received: since a
         token depends only on (seed, position) the client's stream goes on as if nothing had happened. One whose line is
@@ -77,7 +79,6 @@ class Dispatcher:
         Raises a ``WarmpathError`` when the generation cannot be done.
         """
         received: list[int] = []
-        avoid: tuple[str, ...] = ()
         dead: tuple[str, ...] = ()
         cached_reported = False
         losses = refusals = moves = sent_back = 0

@@ -17,7 +17,7 @@ class Generation:
     least so much lies between its tokens' ways here, except the first ones' and the last ones'. ``store_kv``: whether
     its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
     prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
-    to keep, the shortest first.
+    to keep, the shortest first. ``prompt_ref``: the version of a registered prompt that it begins with, "" for none.
     """
 
     request_id: str
@@ -37,6 +37,12 @@ class Generation:
     resumed_tokens: int = 0
     echo: str = ""
     keep: tuple[KeptPrefix, ...] = ()
+    prompt_ref: str = ""
+
+    @property
+    def public(self) -> bool:
+        """Whether some of its blocks are public: other tenants' prompts have them, too."""
+        return self.scope.public_blocks > 0
 
 
 @dataclass(frozen=True, slots=True)

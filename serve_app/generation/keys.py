@@ -12,7 +12,7 @@ import xxhash
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, system_prompt_key
 from serve_app.engine.protocol import AdapterSpec
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import EncodedPrompt
 
@@ -34,7 +34,7 @@ class Keys:
 class ScopeKeys:
     """The keys of one model's scopes. ``fingerprint``: the model's."""
 
-    def __init__(self, fingerprint: str, tenants: Tenants, secret: bytes, prompts: PublicPrompts) -> None:
+    def __init__(self, fingerprint: str, tenants: Tenants, secret: bytes, prompts: Prompts) -> None:
         self._fingerprint = fingerprint
         self._tenants = tenants
         self._secret = secret

@@ -28,7 +28,11 @@ async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Enc
     for mark in request.marks:
         messages = _as_far_as(mark, request)
         try:
-            alone = await encode(ChatRequest(model=request.model, messages=messages, tool_use=request.tool_use))
+            alone = await encode(
+                ChatRequest(
+                    model=request.model, messages=messages, tool_use=request.tool_use, prompt_ref=request.prompt_ref
+                )
+            )
         except InvalidRequest:
             continue
         tokens = common_tokens(alone, token_ids) // size * size

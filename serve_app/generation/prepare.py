@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
+from typing import TypeVar
 
 from router.protocol.block_hash import TokenArray, system_prompt_key
-from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
+from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest, RequestFields
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.engine.protocol import KeptPrefix, SamplingParams, Save, TokenRules
@@ -23,12 +24,14 @@ from serve_app.generation.grammars import CheckedGrammars
 from serve_app.generation.keys import Keys, ScopeKeys
 from serve_app.generation.marks import kept_prefixes
 from serve_app.generation.rules import refuse_without_logits, rules_of
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.chat_template import RenderedPrompt
 from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import EncodedPrompt, PromptTokenizer
+
+R = TypeVar("R", bound=RequestFields)
 
 WHOLE_INTERVAL_S = 0.25
 """Between chunks of an answer that is sent whole: nobody sees its parts, and each costs an ingress as much."""
@@ -57,7 +60,7 @@ class Preparer:
         secret: bytes,
         adapters: AdapterRegistry,
         limits: Limits,
-        prompts: PublicPrompts | None = None,
+        prompts: Prompts | None = None,
         *,
         workers: FairWorkers | None = None,
         simulated: bool = False,
@@ -66,7 +69,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._adapters = adapters
         self._limits = limits
-        self._prompts = PublicPrompts() if prompts is None else prompts
+        self._prompts = Prompts() if prompts is None else prompts
         self._keys = ScopeKeys(info.fingerprint, tenants, secret, self._prompts)
         compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
         self._grammars = CheckedGrammars(compiler, workers or FairWorkers(Shares({})))
@@ -75,6 +78,10 @@ class Preparer:
     def configure(self, limits: Limits) -> None:
         """Go by other limits from the next request on, and by what the tenants and prompts have become."""
         self._limits = limits
+        self.prompts_changed()
+
+    def prompts_changed(self) -> None:
+        """Go by what the prompts have become."""
         self._keys.clear()
 
     async def prepare(
@@ -89,6 +96,7 @@ class Preparer:
             refuse_without_logits(request)
         store_kv = _stores_kv(request, tenant)
         await self._prompts.keep_current(self._tokenizer)
+        request = self._with_version(request, tenant.name)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         keys = self._keys.of(tenant, request.cache_salt, adapter)
         seed = secrets.randbits(62) if request.seed is None else request.seed
@@ -124,9 +132,20 @@ class Preparer:
                         grammar=grammar,
                         echo=echo,
                         keep=keep,
+                        prompt_ref=request.prompt_ref or "",
                     )
                 )
         return generations
+
+    def _with_version(self, request: R, tenant: str) -> R:
+        """Return a request with NAME@VERSION for the prompt that it refers to. Raises what ``Prompts.find`` does."""
+        if request.prompt_ref is None:
+            return request
+        return replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant, request.sticky_key).ref)
+
+    def _before(self, request: GenerateRequest, tenant: str) -> str:
+        """Return the text of the prompt that a request refers to, "" for none."""
+        return "" if request.prompt_ref is None else self._prompts.find(request.prompt_ref, tenant).text
 
     async def _grammar(self, request: GenerateRequest, tenant: str) -> str:
         """Return what the answer must match, in llguidance's form, "" for anything. Raises InvalidRequest."""
@@ -156,7 +175,7 @@ class Preparer:
         root, public_root = keys.root, keys.public_root
         encode = partial(self._tokenizer.encode_async, root=root, tenant=tenant, public_root=public_root)
         if isinstance(request, CompletionRequest):
-            before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
+            before = self._before(request, tenant)
             if before and not all(isinstance(prompt, str) for prompt in request.prompts):
                 raise InvalidRequest("prompt_ref needs prompts that are text, not token ids.", param="prompt_ref")
             for prompt in request.prompts:
@@ -173,7 +192,7 @@ class Preparer:
 
     async def formatted(self, request: ChatRequest, tenant: str) -> RenderedPrompt:
         """Return a chat as the model reads it, with its formatted system prompt. Raises what ``prepare`` does."""
-        before = "" if request.prompt_ref is None else self._prompts.text(request.prompt_ref)
+        before = self._before(request, tenant)
         messages = request.messages if not before else ({"role": "system", "content": before}, *request.messages)
         contents = [str(message.get("content") or "") for message in messages]
         chars = sum(map(len, contents))
@@ -245,6 +264,7 @@ class Preparer:
     async def count(self, request: ChatRequest, tenant: Tenant) -> int:
         """Return how many tokens a request's prompt has. Raises what ``prepare`` would for the prompt."""
         await self._prompts.keep_current(self._tokenizer)
+        request = self._with_version(request, tenant.name)
         adapter = self._adapters.choose(request.model, request.lora_name, tenant.name, tenant.models)
         keys = self._keys.of(tenant, request.cache_salt, adapter)
         return sum([len(encoded.token_ids) async for encoded, _ in self._encode(request, keys, tenant.name)])

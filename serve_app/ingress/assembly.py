@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -35,10 +36,13 @@ from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.prompts.admin import PromptAdmin
+from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
+from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
@@ -87,6 +91,11 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
+    prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
+    warmer = Warmer(prompts, preparer, tenants, core, dispatcher.generate, config.model_name)
+    prompt_admin = PromptAdmin(
+        prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
+    )
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -120,6 +129,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         workers=workers,
         broadcast=broadcast,
         adapter_admin=AdapterAdmin(config, adapters, broadcast.replicas, broadcast.ingresses),
+        prompt_admin=prompt_admin,
         explainer=Explainer(core, preparer, tenants),
         completions=Completions(
             preparer,
@@ -132,8 +142,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             stopping,
             request_timeout_s=config.request_timeout_s,
             ledger=ledger,
+            prompts=prompt_traffic,
         ),
-        health=Health(core, asyncio.create_task(broadcast.connect(adapters))),
+        health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
         stopping=stopping,
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=UsageBook(ledger, broadcast.ingresses),
@@ -151,10 +162,10 @@ def places(config: AppConfig, replicas: int) -> int:
     return max(1, max(config.first_replicas, replicas) * by_replica // config.ingress_replicas)
 
 
-def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, PublicPrompts]:
+def _load_tokenizer(path: Path, config: AppConfig, workers: FairWorkers) -> tuple[PromptTokenizer, Prompts]:
     tokenizer = PromptTokenizer(
         path, cache_bytes=config.tokenizer_cache_bytes, block_size=config.block_size, workers=workers
     )
-    prompts = PublicPrompts(config.public_prompts)
+    prompts = Prompts.of(config.public_prompts, config.prompts_dir)
     prompts.install(tokenizer)
     return tokenizer, prompts

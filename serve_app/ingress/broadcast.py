@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ray import serve
@@ -38,8 +39,10 @@ class Broadcast:
         handle = serve.get_deployment_handle(INGRESS_NAME, self._app_name)
         return list(await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s))
 
-    async def connect(self, adapters: AdapterRegistry) -> None:
+    async def connect(self, adapters: AdapterRegistry, learn: Callable[[], Awaitable[None]]) -> None:
         """Return once replicas and ingresses answer; ``adapters`` learns what they know, and is current then.
+
+        ``learn``: asks the ingresses for more.
 
         A router comes to life with its handle's first call; the snapshots of the replicas' caches follow.
         """
@@ -49,6 +52,7 @@ class Broadcast:
                 # Replicas may all be younger than what an operator loaded; the other ingresses know it too.
                 for known in [*await self.replicas("known_adapters"), *await self.ingresses("known_adapters")]:
                     adapters.merge(known)
+                await learn()
                 adapters.current = True
                 return
             except NoReplicaLeft:

@@ -33,12 +33,16 @@ from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.http import TimedStream, json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
+from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
+
+PROMPT_HEADER = "x-warmpath-prompt"
+"""Of an answer: the version of the registered prompt that it begins with."""
 
 
 class Completions:
@@ -60,7 +64,9 @@ class Completions:
         *,
         request_timeout_s: float,
         ledger: Ledger | None = None,
+        prompts: PromptTraffic | None = None,
     ) -> None:
+        self._prompts = prompts or PromptTraffic()
         self._ledger = ledger or Ledger(None, 0)
         self._preparer = preparer
         self._source = source
@@ -106,8 +112,12 @@ class Completions:
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
             answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
+            ref = generations[0].prompt_ref
+            version = {PROMPT_HEADER: ref} if ref else {}
             if not wanted.stream:
-                return await until_disconnect(request, _collect(answer, wanted.unknown))
+                whole = await until_disconnect(request, _collect(answer, wanted.unknown))
+                whole.headers.update(version)
+                return whole
             try:
                 # Errors before the first token still have a status of their own.
                 first = await until_disconnect(request, anext(pieces))
@@ -118,7 +128,7 @@ class Completions:
             place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
             allowance.end()
             raise
-        headers = {**sse.HEADERS, **warning_headers(first.save, wanted.unknown, usage.asked_by)}
+        headers = {**sse.HEADERS, **version, **warning_headers(first.save, wanted.unknown, usage.asked_by)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + timeout_s + LAST_EVENT_S
         return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
@@ -161,7 +171,8 @@ class Completions:
         """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
         uncached_tokens = output_tokens = 0
-        used = (name, wanted.answering_model, wanted.prompt_ref or "")
+        ref = generations[0].prompt_ref
+        used = (name, wanted.answering_model, ref)
         refused = False
         deadline_s = arrived_s + timeout_s
         last_s: dict[int, float] = {}
@@ -192,6 +203,10 @@ class Completions:
                                 *used, prompt_tokens, piece.cached_tokens, stored=generation.store_kv
                             )
                             metrics.written_tokens.labels(name).inc(written_tokens)
+                            if ref:
+                                self._prompts.add(ref, prompt_tokens, piece.cached_tokens, now_s - arrived_s)
+                                if generation.store_kv:
+                                    self._prompts.add_use(ref, use_of(wanted, name), public=generation.public)
                     elif piece.new_tokens and piece.index in last_s:
                         metrics.inter_token_s.labels(name).observe((now_s - last_s[piece.index]) / piece.new_tokens)
                     last_s[piece.index] = now_s
@@ -258,6 +273,12 @@ async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response
             choices[piece.index].add(piece)
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], answer.usage.total())
     return json_response(body, headers=warning_headers(answer.usage.save, unknown, answer.usage.asked_by))
+
+
+def use_of(wanted: GenerateRequest, tenant: str) -> Use:
+    """Return the way in which a request asks for its prompt."""
+    chat = isinstance(wanted, ChatRequest) and wanted.apply_chat_template
+    return Use(tenant, wanted.model, wanted.lora_name, wanted.cache_salt, chat)
 
 
 def warning_headers(

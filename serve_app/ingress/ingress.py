@@ -11,6 +11,9 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
+from serve_app.ingress.prompts.admin import Report
+from serve_app.ingress.prompts.warming import Warm
+from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage.report import Rows
 
@@ -55,6 +58,26 @@ class Ingress:
     async def known_adapters(self) -> tuple[AdapterEntry, ...]:
         """Say which adapters this ingress knows, to one that has just started."""
         return self._services.adapters.entries()
+
+    async def reload_prompts(self) -> str:
+        """Read the directory of prompts again; returns what is wrong with it, or ""."""
+        return await self._services.prompt_admin.reload()
+
+    async def prompts_heard(self, warm: list[Warm]) -> bool:
+        """Return whether this ingress' router knows who holds warm prompts, once it does or the time is over."""
+        return await self._services.prompt_admin.heard(warm)
+
+    async def take_cutovers(self, cutovers: Cutovers) -> str:
+        """Let names of prompts mean what another ingress was told; returns why that cannot be kept, or ""."""
+        return await self._services.prompt_admin.take(cutovers)
+
+    async def known_cutovers(self) -> Cutovers:
+        """Say what names of prompts mean here."""
+        return self._services.prompt_admin.known()
+
+    async def prompt_report(self) -> Report:
+        """Say how prompts are used here."""
+        return self._services.prompt_admin.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""

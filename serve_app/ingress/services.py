@@ -40,9 +40,10 @@ from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
+from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
-from serve_app.prompts.registry import PublicPrompts
+from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -70,7 +71,7 @@ class Services:
     tenants: Tenants
     adapters: AdapterRegistry
     tokenizer: PromptTokenizer
-    prompts: PublicPrompts
+    prompts: Prompts
     preparer: Preparer
     core: RoutingCore
     metrics: IngressMetrics
@@ -82,6 +83,7 @@ class Services:
     workers: FairWorkers
     broadcast: Broadcast
     adapter_admin: AdapterAdmin
+    prompt_admin: PromptAdmin
     explainer: Explainer
     completions: Completions
     health: Health
@@ -92,7 +94,7 @@ class Services:
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""
         # First what takes time, and could fail. All else happens between two requests.
-        await self.prompts.replace(config.public_prompts, self.tokenizer)
+        await self.prompts.replace(self.tokenizer, config.public_prompts)
         self.core.configure(RouterSettings.from_json(config.routing()))
         self.tenants.configure(config.tenants, config.operator_key_sha256)
         self.shares.set_weights(config.cache_shares)

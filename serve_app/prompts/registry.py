@@ -1,16 +1,24 @@
-"""Registered public prompts: ``name@version`` -> text, and which tokens of any prompt they make public."""
+"""Registered prompts: a reference -> the text a tenant gets; the tokens that public ones make public in any prompt.
+
+They come from the settings (``public_prompts``) and from a directory with a lock (``prompts_dir``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import InvalidRequest, NotFound
+from serve_app.prompts.cutover import Cutovers, read_cutovers, share_of
+from serve_app.prompts.lock import LockedPrompt, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
     from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -19,74 +27,186 @@ logger = logging.getLogger(__name__)
 
 
 class PromptNotFound(NotFound):
-    """A request refers to a prompt that is not registered."""
+    """A request refers to a prompt that is not registered, or that is another tenant's."""
 
     code = "prompt_not_found"
 
 
-class PublicPrompts:
-    """All public prompts of a deployment, and their formatted texts for one tokenizer.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One version. ``tenant``: whose alone it is, None: public. ``digest`` "": it came with the settings."""
 
-    A chat template may write the date into a system prompt, so they are formatted anew each day.
+    name: str
+    version: str
+    text: str
+    tenant: str | None = None
+    digest: str = ""
+
+    @property
+    def ref(self) -> str:
+        """What a request calls it."""
+        return f"{self.name}@{self.version}"
+
+
+class Prompts:
+    """All prompts of a deployment, and the formatted texts of the public ones for one tokenizer.
+
+    ``cutovers``: what names alone mean. A chat template may write the date into a system prompt, so they are formatted
+    anew each day. ``draw``: where one stands among all who cannot be told apart, from 0 to below 1.
     """
 
-    def __init__(self, configs: Iterable[PublicPromptConfig] = (), *, today: Callable[[], date] = date.today) -> None:
-        self._texts = {config.ref: config.text or "" for config in configs}
+    def __init__(
+        self,
+        configs: Iterable[PublicPromptConfig] = (),
+        locked: Iterable[LockedPrompt] = (),
+        cutovers: Cutovers | None = None,
+        *,
+        today: Callable[[], date] = date.today,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._configs, self._locked = tuple(configs), tuple(locked)
+        self._prompts = _merged(self._configs, self._locked)
+        self.cutovers = cutovers or Cutovers()
+        self.cutovers.check(_refs(self._locked))
         self._today = today
+        self._draw = draw
+        self._tokens: dict[str, int] = {}
         self._formatted: tuple[str, ...] = ()
         self._formatted_on: date | None = None
         self._lock = asyncio.Lock()
 
-    def __bool__(self) -> bool:
-        return bool(self._texts)
+    @classmethod
+    def of(cls, configs: Iterable[PublicPromptConfig], directory: Path | None) -> Prompts:
+        """Return the prompts of settings, and of a directory where there is one. Raises PromptError."""
+        if directory is None:
+            return cls(configs)
+        return cls(configs, PromptDirectory(directory).read(), read_cutovers(directory))
 
-    def text(self, ref: str) -> str:
-        """Return a prompt's text. Raises InvalidRequest for what is no reference, PromptNotFound for an unknown one."""
+    def __bool__(self) -> bool:
+        return any(prompt.tenant is None for prompt in self._prompts.values())
+
+    def all(self) -> Mapping[str, Prompt]:
+        """Return all prompts by reference, private ones too."""
+        return self._prompts
+
+    def tokens(self, ref: str) -> int:
+        """Return how many tokens a prompt's own text has, 0 for one that is not registered."""
+        return self._tokens.get(ref, 0)
+
+    def least_tokens(self, ref: str, block_size: int) -> int:
+        """Return how many cached tokens say that all of a prompt was cached, 0 where it fills no block.
+
+        A block less than its own text fills: its last token may merge with what follows.
+        """
+        return max(0, self.tokens(ref) // block_size - 1) * block_size
+
+    def find(self, ref: str, tenant: str = "", key: str | None = None) -> Prompt:
+        """Return the prompt that a tenant means by NAME@VERSION or NAME.
+
+        ``key``: who asks or in which conversation, so that the same one always gets the same version while a canary
+        runs; None: nobody knows. Raises InvalidRequest for what is no reference, and PromptNotFound, for one that is
+        unknown and for one that is another tenant's in the same words.
+        """
         name, separator, version = ref.partition("@")
-        if not (name and separator and version):
-            raise InvalidRequest("prompt_ref must be NAME@VERSION.", param="prompt_ref")
-        found = self._texts.get(ref)
-        if found is None:
-            versions = [known for known in self._texts if known.startswith(f"{name}@")]
-            hint = f"known versions: {', '.join(versions[:8])}" if versions else "no version of it is registered"
-            raise PromptNotFound(f"There is no public prompt {ref[:160]!r}; {hint}.", param="prompt_ref")
+        if not name or (separator and not version):
+            raise InvalidRequest(
+                "prompt_ref must be NAME@VERSION, or NAME for the version that is promoted.", param="prompt_ref"
+            )
+        cutover = self.cutovers.names.get(name)
+        if not separator and cutover is not None:
+            version = cutover.promoted
+            if cutover.canary:
+                canary = f"{name}@{cutover.canary}"
+                version = cutover.version(self._draw() if key is None else share_of(tenant, key, canary))
+        found = self._prompts.get(f"{name}@{version}")
+        if found is None or found.tenant not in (None, tenant):
+            seen = [each.ref for each in self._prompts.values() if each.name == name and each.tenant in (None, tenant)]
+            what = "known versions" if separator else "none of it is promoted; name a version"
+            hint = f"{what}: {', '.join(seen[:8])}" if seen else "no version of it is registered"
+            raise PromptNotFound(f"There is no prompt {ref[:160]!r}; {hint}.", param="prompt_ref")
         return found
 
     def is_public(self, system_text: str) -> bool:
-        """Tell whether a formatted system prompt is a registered one and nothing else."""
+        """Tell whether a formatted system prompt is a registered public one and nothing else."""
         return system_text in self._formatted
 
-    async def replace(self, configs: Iterable[PublicPromptConfig], tokenizer: PromptTokenizer) -> None:
-        """Register these prompts in the place of all others; answers under way keep what they have."""
+    async def replace(
+        self,
+        tokenizer: PromptTokenizer,
+        configs: Sequence[PublicPromptConfig] | None = None,
+        locked: Sequence[LockedPrompt] | None = None,
+    ) -> None:
+        """Register these prompts in the place of those from the same source; answers under way keep what they have.
+
+        Raises PromptError where two have the same reference, or one that is in use is gone; then nothing changes.
+        """
         async with self._lock:
-            texts = {config.ref: config.text or "" for config in configs}
-            if texts != self._texts:
-                await asyncio.to_thread(self._install, texts, tokenizer)
+            now = (
+                self._configs if configs is None else tuple(configs),
+                self._locked if locked is None else tuple(locked),
+            )
+            if now != (self._configs, self._locked):
+                prompts = _merged(*now)
+                self.cutovers.check(_refs(now[1]))
+                await asyncio.to_thread(self._install, prompts, tokenizer)
+                self._configs, self._locked = now
+
+    def switch(self, cutovers: Cutovers) -> bool:
+        """Let names mean what a newer state says, from the next request on; False for one that is no newer.
+
+        Raises PromptError where it names a version that is not here.
+        """
+        if not cutovers.newer_than(self.cutovers):
+            return False
+        cutovers.check(_refs(self._locked))
+        self.cutovers = cutovers
+        return True
 
     async def keep_current(self, tokenizer: PromptTokenizer) -> None:
         """Format the prompts, where that has not been done today."""
-        if self._texts and self._formatted_on != self._today():
+        if self._prompts and self._formatted_on != self._today():
             async with self._lock:
                 if self._formatted_on != self._today():
                     await asyncio.to_thread(self.install, tokenizer)
 
     def install(self, tokenizer: PromptTokenizer) -> None:
-        """Format and tokenize every prompt, and have the tokenizer recognise them, in chats and as bare text."""
-        self._install(self._texts, tokenizer)
+        """Format and tokenize every prompt, and have the tokenizer recognise public ones, in chats and as bare text."""
+        self._install(self._prompts, tokenizer)
 
-    def _install(self, texts: dict[str, str], tokenizer: PromptTokenizer) -> None:
+    def _install(self, prompts: dict[str, Prompt], tokenizer: PromptTokenizer) -> None:
         today = self._today()
-        chats = [text for text in (_chat_text(tokenizer, ref, text) for ref, text in texts.items()) if text]
-        formatted = (*chats, *texts.values())
+        public = {ref: prompt.text for ref, prompt in prompts.items() if prompt.tenant is None}
+        chats = [text for text in (_chat_text(tokenizer, ref, text) for ref, text in public.items()) if text]
+        formatted = (*chats, *public.values())
+        # What the tokenizer remembers of these calls is under a root that nobody has.
+        root = secrets.token_bytes(16)
+        if prompts != self._prompts or not self._tokens:
+            bare = {
+                ref: tokenizer.encode(prompt.text, root, add_special_tokens=True).token_ids
+                for ref, prompt in prompts.items()
+            }
+            self._tokens = {ref: len(ids) for ref, ids in bare.items()}
         if formatted != self._formatted:
-            # What the tokenizer remembers of these calls is under a root that nobody has.
-            root = secrets.token_bytes(16)
             ids = [tokenizer.encode(text, root).token_ids for text in chats]
-            ids += [tokenizer.encode(text, root, add_special_tokens=True).token_ids for text in texts.values()]
+            ids += [tokenizer.encode(text, root, add_special_tokens=True).token_ids for text in public.values()]
             tokenizer.set_public(ids)
             self._formatted = formatted
-        self._texts = texts
+        self._prompts = prompts
         self._formatted_on = today
+
+
+def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[LockedPrompt]) -> dict[str, Prompt]:
+    found = {config.ref: Prompt(config.name, config.version, config.text or "") for config in configs}
+    for each in locked:
+        lock = each.lock
+        if lock.ref in found:
+            raise PromptError(f"{lock.ref} is in public_prompts and in prompts_dir; take one out")
+        found[lock.ref] = Prompt(lock.name, lock.version, each.text, lock.tenant, lock.digest)
+    return found
+
+
+def _refs(locked: Iterable[LockedPrompt]) -> frozenset[str]:
+    return frozenset(each.lock.ref for each in locked)
 
 
 def _chat_text(tokenizer: PromptTokenizer, ref: str, text: str) -> str:

@@ -9,8 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from benchmarks.common.server import instance
+from serve_app.cli.main import app
+from serve_app.prompts.lock import PromptDirectory
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, eventually, wait_until_cached
 
@@ -33,7 +36,18 @@ def auth(name: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of prompts: a public clerk, and acme's own pilot."""
+    directory = tmp_path_factory.mktemp("prompts")
+    for name, tenant in (("clerk", None), ("pilot", "acme")):
+        (directory / name).mkdir()
+        (directory / name / "1.txt").write_text(f"You are the {name}. " * (60 if name == "clerk" else 30))
+        PromptDirectory(directory).add(f"{name}@1", None, tenant)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, prompts: Path) -> Iterator[str]:
     settings: Path = tmp_path_factory.mktemp("tenants") / "settings.yaml"
     tenants = [{"name": name, "key_sha256": [KEYS[name][1]]} for name in ("acme", "globex")]
     tenants += [
@@ -51,13 +65,20 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         {"name": "narrow", "key_sha256": [keys["narrow"]], "models": ["pirate"]},
     ]
     (settings.parent / "rules.txt").write_text(RULES)
-    prompts = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
+    public = [{"name": "rules", "version": "2", "file": str(settings.parent / "rules.txt")}]
     operators = [KEYS["operator"][1]]
     prices = {"input_per_million": 3, "output_per_million": 15}
     usage = {"usage_file": str(settings.parent / "usage.sqlite"), "prices": prices}
     settings.write_text(
         yaml.safe_dump(
-            {"model": "demo", "tenants": tenants, "public_prompts": prompts, "operator_key_sha256": operators, **usage}
+            {
+                "model": "demo",
+                "tenants": tenants,
+                "public_prompts": public,
+                "prompts_dir": str(prompts),
+                "operator_key_sha256": operators,
+                **usage,
+            }
         )
     )
     with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
@@ -325,3 +346,78 @@ def test_a_retry_storm_shuts_nobody_out(url: str) -> None:
             assert [task.result() for task in storms] == [128] * 12
 
     asyncio.run(run())
+
+
+def cut_over(url: str, *arguments: str) -> str:
+    """What `warmpath prompts` prints for the operator."""
+    result = CliRunner().invoke(
+        app, ["prompts", *arguments, "--url", url], env={"WARMPATH_OPERATOR_KEY": KEYS["operator"][0]}
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def referring(url: str, tenant: str, path: str = CHAT, **extra: object) -> tuple[str, int]:
+    """The version that answered, and the cached tokens."""
+    body: dict[str, object] = {"model": "demo", "max_tokens": 1, "temperature": 0}
+    body |= {"input": "Hi"} if path == "/v1/responses" else {"messages": said(("user", "Hi"))}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    answer = httpx.post(url + path, json={**body, **extra}, headers=auth(tenant), timeout=PATIENCE_S).raise_for_status()
+    usage = answer.json()["usage"]
+    found = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = found["cached_tokens"] if found else usage["cache_read_input_tokens"]
+    return answer.headers["x-warmpath-prompt"], cached
+
+
+def test_a_promoted_version_is_warm_for_everybody(url: str, prompts: Path) -> None:
+    """From the first request on, in every API; a canary's users keep it, and a roll-back is warm, too."""
+    shelf = PromptDirectory(prompts)
+    assert "1 is promoted" in cut_over(url, "promote", "clerk@1")
+    apis = (CHAT, "/v1/responses", "/v1/messages")
+    for path in apis:
+        for tenant in ("acme", "globex"):
+            version, cached = referring(url, tenant, path, prompt_ref="clerk")
+            assert (version, cached > 200) == ("clerk@1", True)
+    (prompts / "clerk/2.txt").write_text("You are the new clerk. " * 60)
+    shelf.add("clerk@2", None, None)
+    assert "2 is promoted, before it 1" in cut_over(url, "promote", "clerk@2")
+    for path in apis:
+        for tenant in ("initech", "acme", "globex"):
+            version, cached = referring(url, tenant, path, prompt_ref="clerk")
+            assert (version, cached > 200) == ("clerk@2", True)
+    assert referring(url, "acme", prompt_ref="clerk@1")[0] == "clerk@1"
+    cut_over(url, "canary", "clerk@1", "50%")
+    users = [f"user-{number}" for number in range(12)]
+    first = [referring(url, "acme", prompt_ref="clerk", user=user) for user in users]
+    assert {version for version, _ in first} == {"clerk@1", "clerk@2"} and min(cached for _, cached in first) > 200
+    assert [referring(url, "acme", prompt_ref="clerk", user=user)[0] for user in users] == [each for each, _ in first]
+    assert "2 is promoted, before it 1" in cut_over(url, "rollback", "clerk")
+    assert "1 is promoted" in cut_over(url, "rollback", "clerk")
+    version, cached = referring(url, "globex", prompt_ref="clerk")
+    assert (version, cached > 200) == ("clerk@1", True)
+    shown = cut_over(url, "status", "clerk")
+    assert shown.count(" 0 cold, warm TTFT ") == 2, shown
+
+
+def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(url: str, prompts: Path) -> None:
+    """Another tenant is told what it would be of no prompt at all; what runs goes on with what was locked."""
+    cut_over(url, "promote", "pilot@1")
+    assert referring(url, "acme", prompt_ref="pilot")[0] == "pilot@1"
+    refused = [
+        httpx.post(url + CHAT, json={**BODY, "prompt_ref": ref}, headers=auth("globex"), timeout=PATIENCE_S)
+        for ref in ("pilot@1", "nobod@1")
+    ]
+    assert [answer.status_code for answer in refused] == [404, 404]
+    assert refused[0].text.replace("pilot", "nobod") == refused[1].text
+    for path in ("/v1/prompts", "/v1/prompts?name=clerk"):
+        assert httpx.get(url + path, headers=auth("acme"), timeout=PATIENCE_S).status_code == 403
+    (prompts / "pilot/1.txt").write_text("You are the Pilot. " * 30)
+    broken = httpx.post(
+        url + "/v1/prompts/warm", json={"prompt_ref": "clerk@1"}, headers=auth("operator"), timeout=PATIENCE_S
+    )
+    assert broken.status_code == 400
+    message = broken.json()["error"]["message"]
+    assert message.count("sha256:") == 2 and "the first differing byte is 12" in message
+    version, cached = referring(url, "acme", prompt_ref="pilot")
+    assert (version, cached > 50) == ("pilot@1", True)

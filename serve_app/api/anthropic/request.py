@@ -70,11 +70,11 @@ class CountTokensBody(JsonBody):
     """The body of ``POST /v1/messages/count_tokens``: all that a prompt is made of."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id"}
+        {"service_tier", "inference_geo", "user_profile_id", "workspace_id"}
     )
     bounded: ClassVar[Mapping[str, int]] = {
         "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
-        "stop_sequences": 1 << 10,
+        "stop_sequences": 1 << 10, "metadata": 1 << 10,
     }  # fmt: skip
     refused: ClassVar[Refused] = {
         "thinking": (NOT_THINKING,),
@@ -102,6 +102,8 @@ class CountTokensBody(JsonBody):
     cache_control: Control = None
     output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
+    prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
+    metadata: Any = Field(None, description="user_id: whom it is for, who gets the same version of a prompt each time")
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""
@@ -126,8 +128,14 @@ class CountTokensBody(JsonBody):
             continue_final_message=goes_on,
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
+            prompt_ref=self.prompt_ref,
+            user=self._user(),
             unknown=self.unknown(sorted(read.ignored), _INNER_FIELDS),
         )
+
+    def _user(self) -> str | None:
+        user = self.metadata.get("user_id") if isinstance(self.metadata, dict) else None
+        return user[:1024] if isinstance(user, str) else None
 
     def _tool_use(self) -> ToolUse:
         functions = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]
@@ -194,7 +202,7 @@ class MessagesBody(CountTokensBody):
         previous = self.diagnostics.previous_message_id if self.diagnostics is not None else None
         return Asked(
             digest([self.model, self.cache_salt]),
-            digest(messages[:at]),
+            digest([prompt.prompt_ref, *messages[:at]]),
             digest(prompt.tool_use.tools),
             digests(messages[at:]),
             previous is not None,

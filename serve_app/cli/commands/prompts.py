@@ -1,6 +1,6 @@
 """`warmpath prompts`: versions of system prompts, locked to the byte.
 
-These commands read and write a directory; none of them needs an instance.
+The commands here read and write a directory; those of `prompt_cutover` ask a running instance.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from typing import Annotated
 
 import typer
 
+from serve_app.cli.commands import prompt_cutover
 from serve_app.cli.console import fail
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError, first_difference
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, check, compare.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
+for command in (
+    prompt_cutover.warm, prompt_cutover.canary, prompt_cutover.promote, prompt_cutover.rollback, prompt_cutover.status,
+):  # fmt: skip
+    app.command()(command)
 
 Directory = Annotated[Path, typer.Option("--dir", help=f"where the prompts and {LOCK} lie")]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -164,7 +165,7 @@ def test_an_ingress_that_has_just_started_serves_no_adapter_before_it_knows_what
                 raise TimeoutError
             return [new.entries(), old.entries()]
 
-    asyncio.run(Others().connect(new))
+    asyncio.run(Others().connect(new, AsyncMock()))
     assert new.current
     with pytest.raises(ModelNotFound):
         new.choose("a", None, "t")

@@ -21,7 +21,7 @@ from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Limits, Preparer
-from serve_app.prompts.registry import PromptNotFound, PublicPrompts
+from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.structured.grammar import Grammar
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -125,7 +125,7 @@ def _is_prefix(part: np.ndarray, whole: np.ndarray) -> bool:
 def shop(model_path: Path) -> Preparer:
     """A deployment with one public prompt, in two versions."""
     tokenizer = PromptTokenizer(model_path)
-    prompts = PublicPrompts(
+    prompts = Prompts(
         PublicPromptConfig.model_validate({"name": "clerk", "version": version, "text": text})
         for version, text in (("1", RULES), ("2", RULES + "Be brief."))
     )
@@ -231,7 +231,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(
     kind: str, model_path: Path, tokenizer: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is rendered, tokenized or hashed of what is longer than all of a model's tokens together."""
-    prompts = PublicPrompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
+    prompts = Prompts([PublicPromptConfig(name="big", version="1", text="word " * 200_000)])
     preparer = Preparer(
         load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
         AdapterRegistry("demo"), Limits(4096, 8, 300.0), prompts,

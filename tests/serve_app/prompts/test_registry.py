@@ -15,7 +15,9 @@ from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
 from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest
-from serve_app.prompts.registry import PromptNotFound, PublicPrompts
+from serve_app.prompts.cutover import Cutovers, write_cutovers
+from serve_app.prompts.lock import LockedPrompt, PromptDirectory, PromptError, PromptLock
+from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 TEXT = "You are the clerk of a harbour. Name the ship, the berth and the tide before any advice. " * 3
@@ -84,16 +86,16 @@ def test_the_registry_is_bounded() -> None:
 
 def test_references_are_exact() -> None:
     """No version is guessed; an unknown one names those there are."""
-    prompts = PublicPrompts([config(text="one"), config(text="two", version="2")])
-    assert (prompts.text("clerk@1"), prompts.text("clerk@2")) == ("one", "two")
-    for ref in ("clerk", "@1", "clerk@", ""):
+    prompts = Prompts([config(text="one"), config(text="two", version="2")])
+    assert (prompts.find("clerk@1").text, prompts.find("clerk@2").text) == ("one", "two")
+    for ref in ("@1", "clerk@", "", "@"):
         with pytest.raises(InvalidRequest, match="NAME@VERSION"):
-            prompts.text(ref)
+            prompts.find(ref)
     with pytest.raises(PromptNotFound, match="known versions: clerk@1, clerk@2") as caught:
-        prompts.text("clerk@3")
+        prompts.find("clerk@3")
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "prompt_not_found", "prompt_ref")
     with pytest.raises(PromptNotFound, match="no version of it"):
-        PublicPrompts().text("nobody@1")
+        Prompts().find("nobody@1")
 
 
 def test_what_begins_with_a_public_prompt_is_recognised() -> None:
@@ -102,7 +104,7 @@ def test_what_begins_with_a_public_prompt_is_recognised() -> None:
     root, public_root = b"r" * 16, b"p" * 16
     chat = tokenizer.render_chat([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
     before = tokenizer.encode(chat.text, root, public_root=public_root)
-    prompts = PublicPrompts([config(text=TEXT)])
+    prompts = Prompts([config(text=TEXT)])
     prompts.install(tokenizer)
     system = tokenizer.encode(chat.system_text, root)
     whole = tokenizer.encode(chat.text, root, public_root=public_root)
@@ -123,7 +125,7 @@ def test_prompts_are_formatted_anew_each_day() -> None:
     tokenizer = PromptTokenizer(resolve_model("demo"))
     now = [date(2026, 11, 21)]
     template = tokenizer._tokenizer.chat_template
-    prompts = PublicPrompts([config(text=TEXT)], today=lambda: now[0])
+    prompts = Prompts([config(text=TEXT)], today=lambda: now[0])
 
     def public_blocks() -> int:
         chat = tokenizer.render_chat([{"role": "system", "content": TEXT}, {"role": "user", "content": "Hi"}])
@@ -142,20 +144,92 @@ def test_prompts_are_formatted_anew_each_day() -> None:
 def test_other_prompts_take_the_place_of_all() -> None:
     """Settings change: what was public is private from the next request on, and the other way round."""
     tokenizer = PromptTokenizer(resolve_model("demo"))
-    prompts = PublicPrompts()
+    prompts = Prompts()
     prompts.install(tokenizer)
 
     def public_blocks(text: str) -> int:
         return tokenizer.encode(text, b"r" * 16, public_root=b"p" * 16, add_special_tokens=True).public_blocks
 
     assert not prompts and public_blocks(TEXT) == 0
-    asyncio.run(prompts.replace([config(text=TEXT)], tokenizer))
+    asyncio.run(prompts.replace(tokenizer, [config(text=TEXT)]))
     assert prompts and public_blocks(TEXT) > 0
-    assert prompts.text("clerk@1") == TEXT
+    assert prompts.find("clerk@1").text == TEXT
     other = "You are a pirate. " * 20
-    asyncio.run(prompts.replace([config(text=other, version="2")], tokenizer))
+    asyncio.run(prompts.replace(tokenizer, [config(text=other, version="2")]))
     assert public_blocks(TEXT) == 0 < public_blocks(other)
     with pytest.raises(PromptNotFound):
-        prompts.text("clerk@1")
-    asyncio.run(prompts.replace([], tokenizer))
+        prompts.find("clerk@1")
+    asyncio.run(prompts.replace(tokenizer, []))
     assert not prompts and public_blocks(other) == 0
+
+
+def locked(ref: str, text: str = TEXT, tenant: str | None = None) -> LockedPrompt:
+    name, _, version = ref.partition("@")
+    return LockedPrompt(PromptLock(name, version, tenant, "sha256:" + sha256(text.encode()).hexdigest()), text)
+
+
+def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there() -> None:
+    """By version and by name, promoted or not: the words differ in what was asked for alone, and it is never public."""
+    tokenizer = PromptTokenizer(resolve_model("demo"))
+    cutovers = Cutovers().promoted("pilot", "1")
+    prompts = Prompts([config(text="one")], [locked("pilot@1", tenant="acme")], cutovers)
+    prompts.install(tokenizer)
+    assert prompts.find("pilot@1", "acme").text == prompts.find("pilot", "acme").text == TEXT
+    for ref in ("pilot@1", "pilot", "pilot@2"):
+        said = []
+        for name in ("pilot", "other"):
+            with pytest.raises(PromptNotFound) as caught:
+                prompts.find(ref.replace("pilot", name), "globex")
+            said.append(caught.value.message.replace(name, ""))
+        assert said[0] == said[1]
+    assert tokenizer.encode(TEXT, b"r" * 16, public_root=b"p" * 16, add_special_tokens=True).public_blocks == 0
+    assert not Prompts([], [locked("pilot@1", tenant="acme")]), "nothing is public"
+
+
+def test_a_name_means_what_is_promoted() -> None:
+    """And nothing before; a canary's share is drawn for those who cannot be told apart, the others keep theirs."""
+    draws = iter([0.09, 0.1])
+    prompts = Prompts([], [locked("clerk@1", "one"), locked("clerk@2", "two")], draw=lambda: next(draws))
+    with pytest.raises(PromptNotFound, match="none of it is promoted; name a version: clerk@1, clerk@2"):
+        prompts.find("clerk")
+    assert prompts.switch(Cutovers().promoted("clerk", "1"))
+    assert prompts.find("clerk").text == "one"
+    canary = prompts.cutovers.canary("clerk", "2", 10)
+    assert prompts.switch(canary) and not prompts.switch(canary)
+    assert [prompts.find("clerk").text for _ in range(2)] == ["two", "one"]
+    for user in "abcdefgh":
+        assert len({prompts.find("clerk", "acme", user).text for _ in range(3)}) == 1
+    assert prompts.find("clerk@1", "acme", "a").text == "one", "who names a version gets it"
+    with pytest.raises(PromptError, match="clerk@3 is in use"):
+        prompts.switch(canary.promoted("clerk", "3"))
+    assert prompts.cutovers == canary
+
+
+def test_a_directory_is_read_again_as_a_whole() -> None:
+    """A new version is there with the next request; what takes away a version in use changes nothing."""
+    tokenizer = PromptTokenizer(resolve_model("demo"))
+    prompts = Prompts([config(text="one")], [locked("pilot@1")], Cutovers().promoted("pilot", "1"))
+    prompts.install(tokenizer)
+    asyncio.run(prompts.replace(tokenizer, locked=[locked("pilot@1"), locked("pilot@2", TEXT + "More.")]))
+    assert prompts.find("pilot@2").text == TEXT + "More."
+    assert prompts.tokens("pilot@2") > prompts.tokens("pilot@1") >= 32
+    assert prompts.least_tokens("pilot@1", 16) == (prompts.tokens("pilot@1") // 16 - 1) * 16
+    for refused, said in (
+        ([locked("pilot@2")], "pilot@1 is in use"), ([locked("pilot@1"), locked("clerk@1")], "clerk@1 is in public"),
+    ):  # fmt: skip
+        with pytest.raises(PromptError, match=said):
+            asyncio.run(prompts.replace(tokenizer, locked=refused))
+    assert set(prompts.all()) == {"clerk@1", "pilot@1", "pilot@2"}
+
+
+def test_a_directory_that_was_changed_does_not_start(tmp_path: Path) -> None:
+    """What is served is what was locked, also after a restart."""
+    (tmp_path / "clerk").mkdir()
+    (tmp_path / "clerk/1.txt").write_text("Be brief.")
+    PromptDirectory(tmp_path).add("clerk@1", None, None)
+    write_cutovers(tmp_path, Cutovers().promoted("clerk", "1"))
+    assert Prompts.of([], tmp_path).find("clerk").text == "Be brief."
+    assert Prompts.of([], None).all() == {}
+    (tmp_path / "clerk/1.txt").write_text("Be Brief.")
+    with pytest.raises(PromptError, match="first differing byte is 3"):
+        Prompts.of([], tmp_path)

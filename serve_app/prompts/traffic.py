@@ -1,0 +1,112 @@
+"""How each version of a prompt is used: reuse and times to first token, and in which ways it is asked for.
+
+One ingress' view since it started, in bounded memory; knows no texts. ``merged`` puts several ingresses' together.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MIN_WARM = 5
+"""Fewer warm requests than this have no typical time to first token."""
+
+_TIMES = 256
+_USES = 16
+_VERSIONS = 1024
+
+
+class Use(NamedTuple):
+    """A way to ask for a prompt, under which its KV lies apart from that of others.
+
+    ``tenant``: who did so last; ``chat``: through the chat template, else as bare text.
+    """
+
+    tenant: str
+    model: str
+    lora_name: str | None
+    cache_salt: str | None
+    chat: bool
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one version. ``warm_ttft_s``: of the latest requests that found all of it in the cache."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    warm_requests: int = 0
+    warm_ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what an operator is shown; times only where there are enough."""
+        told = len(self.warm_ttft_s) >= MIN_WARM
+        p50, p99 = np.percentile(self.warm_ttft_s, (50, 99)).tolist() if told else (None, None)
+        return {
+            "requests": self.requests,
+            "cold_requests": self.requests - self.warm_requests,
+            "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else None,
+            "warm_ttft_p50_s": p50 and round(p50, 4),
+            "warm_ttft_p99_s": p99 and round(p99, 4),
+        }
+
+
+class PromptTraffic:
+    """What came to one ingress, by NAME@VERSION.
+
+    ``least_tokens``: how many cached tokens say that all of a version was cached.
+    """
+
+    def __init__(self, least_tokens: Callable[[str], int] = lambda _: 1) -> None:
+        self._least_tokens = least_tokens
+        self._figures: OrderedDict[str, Figures] = OrderedDict()
+        self._uses: OrderedDict[str, OrderedDict[Use, Use]] = OrderedDict()
+
+    def add(self, ref: str, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
+        """Count one answered request."""
+        figures = self._figures.setdefault(ref, Figures())
+        self._figures.move_to_end(ref)
+        if len(self._figures) > _VERSIONS:
+            self._figures.popitem(last=False)
+        figures.requests += 1
+        figures.prompt_tokens += prompt_tokens
+        figures.cached_tokens += cached_tokens
+        if cached_tokens >= max(1, self._least_tokens(ref)):
+            figures.warm_requests += 1
+            figures.warm_ttft_s.append(ttft_s)
+
+    def add_use(self, ref: str, use: Use, *, public: bool) -> None:
+        """Remember how a prompt is asked for; of a public one KV is the same for all tenants and salts."""
+        name = ref.partition("@")[0]
+        uses = self._uses.setdefault(name, OrderedDict())
+        self._uses.move_to_end(name)
+        if len(self._uses) > _VERSIONS:
+            self._uses.popitem(last=False)
+        key = use._replace(tenant="", cache_salt=None) if public else use
+        uses[key] = use
+        uses.move_to_end(key)
+        if len(uses) > _USES:
+            uses.popitem(last=False)
+
+    def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
+        """Return the figures by version, and the ways each name is asked for, the latest last."""
+        return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
+
+
+def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Return the figures of several ingresses as one's."""
+    found: dict[str, Figures] = {}
+    for report in reports:
+        for ref, one in report.items():
+            total = found.setdefault(ref, Figures(warm_ttft_s=deque()))
+            total.requests += one.requests
+            total.prompt_tokens += one.prompt_tokens
+            total.cached_tokens += one.cached_tokens
+            total.warm_requests += one.warm_requests
+            total.warm_ttft_s.extend(one.warm_ttft_s)
+    return found
