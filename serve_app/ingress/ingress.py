@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -11,11 +11,13 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
-from serve_app.ingress.prompts.admin import Report
-from serve_app.ingress.prompts.warming import Warm
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage.report import Rows
+
+if TYPE_CHECKING:
+    from serve_app.ingress.prompts.admin import Report
+    from serve_app.ingress.prompts.warming import Warm
 
 
 @serve.ingress()
