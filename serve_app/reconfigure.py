@@ -16,6 +16,7 @@ from ray import serve
 from router.serve.notices import clear, post, remove
 from serve_app.config.app import AppConfig
 from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, overlaid
+from serve_app.engine.vllm.refusals import refused_settings
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class LiveSettings:
         context = serve.get_replica_context()
         self.args = app_config(args)
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = overlaid(self.args, context._deployment_config.user_config)
+        self.config = _in_force(self.args, context._deployment_config.user_config)
         self.refused = 0
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
@@ -64,7 +65,7 @@ class LiveSettings:
         async with self._lock:
             before = self.config
             try:
-                config = overlaid(self.args, user_config)
+                config = _in_force(self.args, user_config)
                 if before.tenants and not config.tenants:
                     raise BadSettings([(("tenants",), NO_TENANTS)])
                 if config != before:
@@ -94,3 +95,13 @@ class LiveSettings:
                 await asyncio.to_thread(post, self._app_name, KIND, self._name, {"name": self._name, **notice})
         except Exception:
             logger.exception("the notice board cannot be reached")
+
+
+def _in_force(args: AppConfig, user_config: Any) -> AppConfig:
+    """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""
+    config = overlaid(args, user_config)
+    # Block sizes do not change here, and which device a replica has is found where its engine is made.
+    refused = refused_settings(config, on_cpu=False) if config.engine == "vllm" else []
+    if refused:
+        raise BadSettings([((), sentence) for sentence in refused])
+    return config

@@ -78,6 +78,18 @@ def test_a_replica_starts_with_the_user_config_or_not_at_all(start: Any) -> None
         start({"polcy": "lmetric"})
 
 
+def test_what_the_engine_cannot_follow_is_refused(start: Any, board: Board) -> None:
+    """vLLM's cache has no shares: a share that is given while it runs is told, and changes nothing."""
+    shared = {"tenants": [{**ACME, "cache_share": 2}]}
+    with pytest.raises(BadSettings, match="cache_share"):
+        start(shared, engine="vllm")
+    settings, applied = start({"tenants": [ACME]}, engine="vllm"), Applied()
+    assert asyncio.run(settings.reconfigure(shared, applied)) is False
+    assert applied == []
+    assert "cache_share: with engine=vllm" in board.notices["Ingress r1"]["why"]
+    assert asyncio.run(start({"tenants": [ACME]}, engine="torch").reconfigure(shared, applied)) is True
+
+
 def test_a_replica_that_starts_takes_down_what_is_over(start: Any, board: Board) -> None:
     """The settings that it could use are everybody's; a replica that is gone takes no notice down."""
     board.notices["Ingress gone"] = {"accepted": False}

@@ -132,6 +132,14 @@ def test_an_architecture_that_is_not_served(changed: Callable[..., Path]) -> Non
     assert said(sliding, engine="torch") == "qwen3: layers of type sliding_attention"
 
 
+def test_what_vllm_cannot_do(changed: Callable[..., Path]) -> None:
+    """Settings without effect, and a model whose prefixes are never held whole; windows in some layers are fine."""
+    everywhere = changed(layer_types=["sliding_attention"], sliding_window=64)
+    assert "more than 64 tokens back" in said(everywhere, engine="vllm")
+    somewhere = changed(layer_types=["sliding_attention", "full_attention"])
+    assert said(somewhere, engine="vllm", admission="worst_case").startswith("admission: with engine=vllm")
+
+
 def test_what_is_on_other_machines_is_not_missed(tmp_path: Path) -> None:
     """A file for a cluster names what only its nodes have; but a mistake that can be seen here is one."""
     values = {"model": "/models/llama", "secret_file": "/run/secret", "lora_adapters": {"a": "/adapters/a"}}
