@@ -47,7 +47,7 @@ TABLE = (
     ),
     Refusal(("pin_budget", "save_ttl_s"), "vLLM evicts whatever nobody uses, saved prompts too", "leave it out"),
     Refusal(
-        ("public_prompts",),
+        ("public_prompts", "prompts_dir"),
         "vLLM divides its cache by tenant from the first token on",
         "put tenants that may share their KV in one trust_group",
     ),

@@ -24,6 +24,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "pin_budget": {"pin_budget": 0.5},
     "save_ttl_s": {"save_ttl_s": 60},
     "public_prompts": {"public_prompts": [{"name": "p", "version": "1", "text": "x"}]},
+    "prompts_dir": {"prompts_dir": "x"},
     "tenants[].cache_share": {"tenants": [{**TENANT, "cache_share": 2}]},
     "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
     "admission": {"admission": "worst_case"},
