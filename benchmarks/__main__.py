@@ -34,6 +34,7 @@ MODULES = {
     "timing_attack": "isolation.timing_attack",
     "admission": "isolation.admission",
     "hostile": "isolation.hostile.run",
+    "misses": "misses.run",
     "soak": "soak.run",
     "crashes": "crashes.run",
 }

@@ -36,6 +36,7 @@ class Usage:
     """Token counts of one request over all its choices. ``cached_tokens``: prompt tokens whose KV was reused.
 
     ``kept_5m_tokens``, ``kept_1h_tokens``: other tokens of the prompt, kept for so long because it was asked for.
+    ``cache_miss``: why other tokens were not, where the request asks and it is known, which is at the answer's end.
     """
 
     prompt_tokens: int
@@ -43,6 +44,7 @@ class Usage:
     cached_tokens: int
     kept_5m_tokens: int = 0
     kept_1h_tokens: int = 0
+    cache_miss: Mapping[str, Any] | None = None
 
 
 class ShownToken(NamedTuple):

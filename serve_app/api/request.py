@@ -36,7 +36,8 @@ class RequestFields:
     ``prompt_cache_key`` is a routing hint, ``cache_salt`` divides the tenant's own cache;
     ``prompt_ref`` names the registered prompt that goes before everything else. ``user``: for whom the client asks, as
     far as it says so. ``store_kv`` False: leave nothing
-    in the cache; None: as the tenant's setting says. ``unknown``: fields without effect.
+    in the cache; None: as the tenant's setting says. ``cache_diagnostics``: tell why the cache was missed.
+    ``unknown``: fields without effect.
     """
 
     prompt_field: ClassVar[str]
@@ -72,6 +73,7 @@ class RequestFields:
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
+    cache_diagnostics: bool = False
     unknown: tuple[UnknownField, ...] = ()
 
     @property

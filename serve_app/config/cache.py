@@ -26,6 +26,9 @@ class CacheSection(BaseModel):
         0.9, gt=0, le=1, description="part of a GPU that a replica may take: weights, a step's work, the rest KV"
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV of a prefix that was computed before")
+    explain_misses: bool = Field(
+        True, description="find why prompts miss the cache; keeps tenants' last prompts in an ingress' memory"
+    )
     host_cache_bytes: Bytes = Field(0, ge=0, description="host memory of a replica for blocks evicted from its pool")
     disk_cache_bytes: Bytes = Field(0, ge=0, description="disk of a replica for blocks evicted from the tier above")
     disk_cache_dir: Path | None = Field(None, description="directory of the disk tier; replicas take a slot in it each")

@@ -18,6 +18,7 @@ class Generation:
     its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
     prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
     to keep, the shortest first. ``prompt_ref``: the version of a registered prompt that it begins with, "" for none.
+    ``system_chars``: of the formatted system prompt, 0 for none.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Generation:
     echo: str = ""
     keep: tuple[KeptPrefix, ...] = ()
     prompt_ref: str = ""
+    system_chars: int = 0
 
     @property
     def public(self) -> bool:

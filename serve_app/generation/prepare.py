@@ -133,6 +133,7 @@ class Preparer:
                         echo=echo,
                         keep=keep,
                         prompt_ref=request.prompt_ref or "",
+                        system_chars=len(system_text),
                     )
                 )
         return generations

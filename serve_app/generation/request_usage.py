@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 from serve_app.api.format import Usage
 from serve_app.engine.protocol import KeptPrefix, SaveResult
@@ -10,11 +13,22 @@ from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
 from serve_app.generation.saves import SAVE_FIELD
 
+MISS_WAIT_S = 1.0
+"""An answer that is whole waits so long for the reason of its miss, and is sent without it then."""
+
+
+class ShownMiss(Protocol):
+    """Why the cache was missed."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as answers tell it."""
+
 
 class RequestUsage:
     """Adds up a request's usage; a prompt counts once, however many choices it has.
 
-    ``n``: choices of each prompt. ``save``: what became of a save, ``asked_by``: the field that asked for it.
+    ``n``: choices of each prompt. ``save``: what became of a save, ``asked_by``: the field that asked for it. ``miss``:
+    why the cache was missed, once it is known.
     """
 
     def __init__(self, n: int, generations: list[Generation]) -> None:
@@ -25,6 +39,8 @@ class RequestUsage:
         self._keep = generations[0].keep
         self._kept = (0, 0)
         self.save: SaveResult | None = None
+        self.miss: Awaitable[ShownMiss] | None = None
+        self._cache_miss: Mapping[str, Any] | None = None
         self.asked_by = "cache_control" if self._keep else SAVE_FIELD
 
     def add(self, piece: Piece) -> None:
@@ -36,9 +52,15 @@ class RequestUsage:
             if self._keep and (piece.save is None or piece.save.outcome != "off"):
                 self._kept = kept_tokens(self._keep, piece.cached_tokens)
 
+    async def know_miss(self) -> None:
+        """Wait for the reason of the miss, where it was asked for."""
+        if self.miss is not None:
+            with suppress(TimeoutError):
+                self._cache_miss = (await asyncio.wait_for(asyncio.shield(self.miss), MISS_WAIT_S)).shown()
+
     def total(self) -> Usage:
         """Return the usage as of now."""
-        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept)
+        return Usage(self._prompt_tokens, self._completion_tokens, self._cached_tokens, *self._kept, self._cache_miss)
 
 
 def kept_tokens(keep: Sequence[KeptPrefix], cached_tokens: int) -> tuple[int, int]:

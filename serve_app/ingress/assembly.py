@@ -41,6 +41,7 @@ from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
+from serve_app.misses.detector import MissDetector
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.secret import load_secret
@@ -96,6 +97,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
+    misses = MissDetector(
+        tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed, metrics.found_elsewhere
+    )
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -143,6 +147,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             request_timeout_s=config.request_timeout_s,
             ledger=ledger,
             prompts=prompt_traffic,
+            misses=misses if config.explain_misses and config.enable_prefix_caching else None,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
         stopping=stopping,

@@ -33,6 +33,7 @@ from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.http import TimedStream, json_response, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
+from serve_app.misses.detector import MissDetector
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
@@ -65,8 +66,10 @@ class Completions:
         request_timeout_s: float,
         ledger: Ledger | None = None,
         prompts: PromptTraffic | None = None,
+        misses: MissDetector | None = None,
     ) -> None:
         self._prompts = prompts or PromptTraffic()
+        self._misses = misses
         self._ledger = ledger or Ledger(None, 0)
         self._preparer = preparer
         self._source = source
@@ -108,9 +111,11 @@ class Completions:
             pieces = answer_pieces(
                 generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
             )
-            pieces = self._timed(pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance)
-            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
+            pieces = self._timed(
+                pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance, usage
+            )
+            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
             answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
             ref = generations[0].prompt_ref
             version = {PROMPT_HEADER: ref} if ref else {}
@@ -167,6 +172,7 @@ class Completions:
         timeout_s: float,
         body_bytes: int,
         allowance: Allowance,
+        usage: RequestUsage,
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
@@ -212,6 +218,12 @@ class Completions:
                     last_s[piece.index] = now_s
                     metrics.completion_tokens.labels(name).inc(piece.new_tokens)
                     yield piece
+                    # Not before: nobody's first token waits for an explanation.
+                    if self._misses and piece.cached_tokens is not None and piece.index % wanted.n == 0:
+                        generation = generations[piece.index]
+                        miss = self._misses.observe(generation, piece.cached_tokens, arrived_s, now_s)
+                        if miss is not None and wanted.cache_diagnostics and piece.index == 0:
+                            usage.miss = miss
         except WarmpathError:
             refused = not last_s
             raise
@@ -262,6 +274,7 @@ class Completions:
             self._metrics.disconnects.inc()
             raise
         else:
+            await usage.know_miss()
             yield stream.usage(usage.total())
 
 
@@ -271,6 +284,7 @@ async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response
         async for piece in pieces:
             answer.usage.add(piece)
             choices[piece.index].add(piece)
+    await answer.usage.know_miss()
     body = answer.format.whole(answer.head, [choice.choice() for choice in choices], answer.usage.total())
     return json_response(body, headers=warning_headers(answer.usage.save, unknown, answer.usage.asked_by))
 

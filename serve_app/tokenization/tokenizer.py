@@ -203,6 +203,10 @@ class PromptTokenizer:
         """Return the text of token ids, special ones left out."""
         return self._texts.decode(token_ids)
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special ones included."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=False))
+
     async def word_ids(self, words: Sequence[str], tenant: str) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, each at the beginning of a text and within one.
 

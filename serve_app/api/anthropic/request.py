@@ -192,6 +192,7 @@ class MessagesBody(CountTokensBody):
             stop=self.stop_sequences,
             stream=self.stream,
             store_kv=self.store_kv,
+            cache_diagnostics=self.diagnostics is not None,
             repeated={"diagnostics": self._asked(prompt)},
         )
 

@@ -110,12 +110,14 @@ class _Stream:
         self._blocks = 0
         self._open = ""
         self._stop: dict[str, Any] = {}
+        self._diagnostics: dict[str, Any] | None = None
 
     def opening(self, index: int, usage: Usage) -> bytes:
         message = {
             **message_head(self._head, usage, self._history),
             "content": [], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
+        self._diagnostics = message["diagnostics"]
         return _event("message_start", message=message)
 
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
@@ -137,7 +139,8 @@ class _Stream:
     def usage(self, usage: Usage) -> bytes:
         """End with why it ended and with usage, which is always told."""
         shown = {name: value for name, value in _usage(usage).items() if name.endswith("_tokens")}
-        return _event("message_delta", delta=self._stop, usage=shown) + _event("message_stop")
+        told = {} if usage.cache_miss is None else {"diagnostics": _with_miss(self._diagnostics, usage)}
+        return _event("message_delta", delta=self._stop, usage=shown, **told) + _event("message_stop")
 
     def error(self, error: WarmpathError) -> bytes:
         """End with an event that holds the error."""
@@ -170,8 +173,16 @@ def message_head(head: AnswerHead, usage: Usage, history: TenantHistory) -> dict
         "role": "assistant",
         "model": head.model,
         "usage": _usage(usage),
-        "diagnostics": history.compare(message_id, asked, usage),
+        "diagnostics": _with_miss(history.compare(message_id, asked, usage), usage),
     }
+
+
+def _with_miss(diagnostics: dict[str, Any] | None, usage: Usage) -> dict[str, Any] | None:
+    """Return diagnostics with where the prompt differs from its tenant's earlier ones, where that is known by now."""
+    if usage.cache_miss is None:
+        return diagnostics
+    reason = {"type": "unavailable"} if diagnostics is None else diagnostics["cache_miss_reason"]
+    return {"cache_miss_reason": {**reason, "details": usage.cache_miss}}
 
 
 def _stop(reason: FinishReason, stop_sequence: str) -> dict[str, Any]:

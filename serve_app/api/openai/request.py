@@ -120,6 +120,7 @@ class GenerationBody(SamplingBody):
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
+    cache_diagnostics: Flag = Field(False, description="tell in usage why the cache was missed")
 
     def common(self, ignored: Iterable[str] = (), known: Iterable[str] = _INNER_FIELDS) -> dict[str, Any]:
         """Return what every request has, by the names of ``GenerateRequest``. Raises InvalidRequest.

@@ -178,8 +178,13 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **cache_miss(usage)},
     }
+
+
+def cache_miss(usage: Usage) -> dict[str, Any]:
+    """Return the field that says why the cache was missed, where it was asked for and was."""
+    return {} if usage.cache_miss is None else {"cache_miss": usage.cache_miss}
 
 
 def _error_body(error: WarmpathError) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """POST /v1/cache/explain: where a request would go now, and why, without sending it.
 
-Owns the endpoint's own fields, ``tenant`` and ``policy``; the rest of the body is a chat or a completion as clients
-send it. Whoever calls has checked that an operator asks.
+Owns the endpoint's own fields, ``tenant`` and ``policy``; the rest of the body is a chat, a completion or a
+response as clients send it. Whoever calls has checked that an operator asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from router.core import RoutingCore
 from router.policy.policies import POLICIES
 from serve_app.api.json_body import JsonBody, Text64
 from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.request import GenerateRequest
 from serve_app.errors import InvalidRequest
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.prepare import Preparer
@@ -21,12 +24,21 @@ from serve_app.tenants.tenants import Tenant, Tenants
 
 
 class ExplainBody(JsonBody):
-    """The body of ``POST /v1/cache/explain``: a chat's or a completion's fields, and these."""
+    """The body of ``POST /v1/cache/explain``: a chat's, a completion's or a response's fields, and these."""
 
     tenant: Text64 = Field(None, description="on whose behalf; needed where there are several")
     policy: Text64 = Field(None, description="default: all policies, the acting one first")
     messages: Any = Field(None, description="a chat's messages, or:")
-    prompt: Any = Field(None, description="a completion's prompt")
+    prompt: Any = Field(None, description="a completion's prompt, or:")
+    input: Any = Field(None, description="a response's input")
+
+
+_PARSERS: dict[str, Callable[[bytes], GenerateRequest]] = {
+    "messages": parse_chat,
+    "prompt": parse_completion,
+    "input": parse_response_request,
+}
+"""By the field that no other body has."""
 
 
 class Explainer:
@@ -45,10 +57,12 @@ class Explainer:
         asked = ExplainBody.parse(body)
         policies = self._policies(asked.policy)
         tenant = self._tenant(asked.tenant)
-        chat = asked.messages is not None
-        if chat == (asked.prompt is not None):
-            raise InvalidRequest("Send the body of a chat (with messages) or of a completion (with prompt).")
-        wanted = parse_chat(body) if chat else parse_completion(body)
+        parsers = [parse for field, parse in _PARSERS.items() if getattr(asked, field) is not None]
+        if len(parsers) != 1:
+            raise InvalidRequest(
+                "Send the body of a chat (with messages), of a completion (with prompt) or of a response (with input)."
+            )
+        wanted = parsers[0](body)
         generations = await self._preparer.prepare(wanted, tenant, "explain")
         return {
             "object": "cache.explanation",

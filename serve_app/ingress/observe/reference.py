@@ -46,7 +46,8 @@ LABELS = {
     "tier": "`host` or `disk`",
     "reason": "one of a few words. Of decisions `cached`: it holds the most; `in_flight`: it is computing the same "
     "beginning; `cold`: nobody holds any; `load_spill`: a holder is too busy; `hot_prefix`: one more holder is needed; "
-    "`only_replica`: no other can take it; the others say how the policy works",
+    "`only_replica`: no other can take it; the others say how the policy works. Of misses: see "
+    "[caching](caching.md#why-a-prompt-missed)",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",
     "cause": "`not_selected`, `evicted`, `unused`",

@@ -30,6 +30,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import Stopping
+from serve_app.misses.detector import MissDetector
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -101,6 +102,7 @@ def scripted(path: Path) -> Iterator[tuple[str, Script]]:
             front_door,
             stopping,
             request_timeout_s=120,
+            misses=MissDetector(tokenizer.text_of, FairWorkers(shares), lambda: 1, metrics.missed),
         ),
     }
     settings = uvicorn.Config(make_application(Services(**parts)), host="127.0.0.1", port=0, log_level="error")

@@ -169,6 +169,22 @@ def test_diagnostics_name_what_changed(client: Anthropic, script: Script) -> Non
     assert unknown["cache_miss_reason"] == {"type": "previous_message_not_found"}
 
 
+def test_diagnostics_say_where_a_prompt_differs(client: Anthropic, script: Script) -> None:
+    """Whole, and at a stream's end: the class of the first difference from the tenant's own prompts."""
+    script.text = "Yes."
+    rules = "Answer in whole sentences, and name the paragraph of the terms that you rest on. " * 12
+    asked: dict[str, Any] = {
+        "model": "demo", "max_tokens": 5, "messages": HI, "extra_body": {"diagnostics": {"previous_message_id": None}},
+    }  # fmt: skip
+    client.messages.create(system=f"Turn 1 of many. {rules}", **asked)
+    raw = client.messages.with_raw_response.create(system=f"Turn 2 of many. {rules}", **asked)
+    reason = json.loads(raw.http_response.content)["diagnostics"]["cache_miss_reason"]
+    assert reason["type"] == "unavailable"
+    assert (reason["details"]["reason"], reason["details"]["first_difference"]["part"]) == ("counter", "system")
+    *_, delta, _ = client.messages.create(system=f"Turn 3 of many. {rules}", stream=True, **asked)
+    assert delta.model_dump()["diagnostics"]["cache_miss_reason"]["details"]["first_difference"]["found"] == "3"
+
+
 def test_errors_are_the_clients_own(client: Anthropic, script: Script) -> None:
     """Before an answer, in the middle of one, and on a path that is none."""
     with pytest.raises(anthropic.NotFoundError) as missing:

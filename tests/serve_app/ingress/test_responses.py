@@ -145,3 +145,31 @@ def test_errors_are_the_clients(client: OpenAI, script: Script) -> None:
     script.text, script.fails = "It rains all day long", GenerationFailed("The replica died.")
     with pytest.raises(openai.APIError, match="The replica died"):
         list(client.responses.create(model="demo", input="x", stream=True))
+
+
+def test_an_answer_tells_why_the_cache_was_missed_where_it_is_asked(client: OpenAI, script: Script) -> None:
+    """In usage, whole and at a stream's end; without the field nothing is there, nor where it was a hit."""
+    script.text = "Yes."
+    rest = "Answer in whole sentences, and name the paragraph of the terms that you rest on. " * 12
+    asked: dict[str, Any] = {"model": "demo", "extra_body": {"cache_diagnostics": True}}
+
+    def messages(day: int) -> list[Any]:
+        return [{"role": "system", "content": f"Today is 2026-11-{day}. {rest}"}, {"role": "user", "content": "Hi"}]
+
+    def told(usage: Any) -> tuple[str, str]:
+        details = usage["input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"]
+        return details["cache_miss"]["reason"], details["cache_miss"]["first_difference"]["found"]
+
+    silent = client.chat.completions.create(model="demo", messages=messages(11))
+    assert "cache_miss" not in silent.model_dump()["usage"]["prompt_tokens_details"]
+    chat = client.chat.completions.create(messages=messages(12), **asked)
+    assert told(chat.model_dump()["usage"]) == ("date", "2026-11-12")
+    stream = client.chat.completions.create(
+        messages=messages(13), stream=True, stream_options={"include_usage": True}, **asked
+    )
+    *_, last = stream
+    assert told(last.model_dump()["usage"]) == ("date", "2026-11-13")
+    response = client.responses.create(input="Hi", instructions=messages(14)[0]["content"], **asked)
+    assert told(response.model_dump()["usage"]) == ("date", "2026-11-14")
+    short = client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **asked)
+    assert "cache_miss" not in short.model_dump()["usage"]["prompt_tokens_details"]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
-from serve_app.api.openai.response import openai_error
+from serve_app.api.openai.response import cache_miss, openai_error
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
 from serve_app.errors import WarmpathError
@@ -172,7 +172,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     """Return usage; nothing is charged for a write to the cache, and no model here reasons apart from its text."""
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0, **cache_miss(usage)},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -61,6 +61,25 @@ SECTIONS = (
                 "Prompt tokens computed in whole blocks which stay cached, once for all choices of a request.",
                 "tenant",
             ),
+            _of(
+                "warmpath_cache_misses_total",
+                "Prompts that were computed to a good part, by what differs from the tenant's own earlier prompts.",
+                "tenant",
+                "reason",
+            ),
+            _of(
+                "warmpath_cache_missed_tokens_total",
+                "Of their tokens those that an earlier prompt of the tenant had in the same order: what a fix "
+                "would save.",
+                "tenant",
+                "reason",
+            ),
+            _of(
+                "warmpath_prompts_of_other_tenants_total",
+                "Prompts new to their tenant whose first 64 tokens another tenant had sent under its own salt: make "
+                "them public, or put the tenants into one trust_group. Shown to operators alone.",
+                "tenant",
+            ),
             _of("warmpath_tenant_completion_tokens_total", "Tokens generated and received by the ingress.", "tenant"),
             _of(
                 "warmpath_request_retries_total",

@@ -120,3 +120,11 @@ def test_bad_bodies_are_refused_as_the_request_would_be(
     with pytest.raises(error) as caught:
         alone.ask(body)
     assert getattr(caught.value, "param", None) == param
+
+
+def test_a_response_is_explained_as_the_chat_that_it_is(alone: Desk) -> None:
+    """A body of responses leads to the same prefix as the chat in other words; two bodies in one are none."""
+    chat, response = alone.ask(CHAT), alone.ask({"model": "demo", "input": CHAT["messages"]})
+    assert response["prompts"][0]["prefix"] == chat["prompts"][0]["prefix"]
+    with pytest.raises(InvalidRequest, match="with input"):
+        alone.ask({**CHAT, "input": "Hi"})
