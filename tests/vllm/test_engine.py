@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -276,7 +275,7 @@ def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
     scopes = [PrefixScope("tiny", salt=name) for name in (b"a", b"b")]
     talks = [[scope, both.prompt(40 + 60 * i, seed=i // 2)] for i, scope in enumerate(scopes * 3)]
     wrong, hits = [], 0
-    for number in range(60):
+    for number in range(300):
         talk = talks[random.integers(len(talks))]
         scope, ids = talk
         chain = extend_chain(root_of(scope), 0, ids, BLOCK)
@@ -290,7 +289,7 @@ def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
             wrong.append((name, predicted, found.cached[name]))
         more = np.concatenate([ids, np.array(found.tokens[name], dtype=np.int32), both.prompt(50, seed=100 + number)])
         talk[1] = more if len(more) < 900 else both.prompt(40, seed=1000 + number)
-    assert hits > 20
+    assert hits > 100
     assert wrong == []
 
 
@@ -364,14 +363,15 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
 
 def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
     """The replica is replaced then; the end is clean all the same, and leaves no process and no file."""
-    children = psutil.Process().children(recursive=True)
+    ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
+    assert len(ours) >= 2, "the core and its worker"
     directory = both.vllm._endpoints.directory
     collector = Collector()
     both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), collector)
     collector.wait_tokens("dying", 2, 120)
-    for child in children:
-        if "EngineCore" in " ".join(child.cmdline() or [child.name()]):
-            os.kill(child.pid, signal.SIGKILL)
+    for child in ours:
+        if "EngineCore" in child.name():
+            child.kill()
     collector.wait(["dying"], 120)
     assert collector.finish["dying"] == "error"
     assert not both.vllm.healthy()
@@ -379,6 +379,6 @@ def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
     both.vllm.stop()
     with pytest.raises(EngineError):
         both.vllm.submit(request("late", both.prompt(40)), collector)
-    _, alive = psutil.wait_procs([child for child in children if "python" in child.name().lower()], timeout=60)
+    _, alive = psutil.wait_procs(ours, timeout=60)
     assert alive == []
     assert not directory.exists()
