@@ -19,12 +19,13 @@ from benchmarks.common.report import names_of, parser_of, progress, spread, writ
 from benchmarks.common.server import instance
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.vllm import CPU_BLOCK_SIZE
 
 
 def main() -> None:
     """Parse flags, run each policy on a fresh instance, write the JSON."""
     parser = parser_of(__doc__, "demo")
-    parser.add_argument("--engine", default="torch", choices=["torch", "simulated"])
+    parser.add_argument("--engine", default="torch", choices=["torch", "vllm", "simulated"])
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=500)
@@ -62,7 +63,7 @@ async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[
                 (first if is_first else repeats).append(await stream_chat(client, url, body))
 
         await asyncio.gather(*(work() for _ in range(arguments.clients)))
-    enough = arguments.prompt_tokens - 2 * 16
+    enough = arguments.prompt_tokens - 2 * (CPU_BLOCK_SIZE if arguments.engine == "vllm" else 16)
     hits = [answer for answer in repeats if answer.cached_tokens >= enough]
     tokens = sum(answer.prompt_tokens for answer in repeats)
     return {
