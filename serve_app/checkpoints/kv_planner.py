@@ -14,6 +14,16 @@ from serve_app.engine.runner.kv_size import dtype_bytes, kv_bytes_per_block, kv_
 
 
 @dataclass(frozen=True, slots=True)
+class KvRoom:
+    """What one replica's memory holds. ``tokens``: in whole blocks, beside the weights."""
+
+    bytes_per_token: int
+    weights_bytes: int
+    kv_bytes: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvPlan:
     """What fits. ``hit_rate``: expected of requests over equally popular prefixes, each at its home replica.
 
@@ -43,6 +53,14 @@ def weights_bytes(fields: Mapping[str, Any], dtype: str) -> int:
     return (embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden) * dtype_bytes(dtype)
 
 
+def kv_room(fields: Mapping[str, Any], dtype: str, memory_bytes: int, block_size: int = 16) -> KvRoom:
+    """Return the room of a replica of ``memory_bytes``. Raises as ``plan_kv``."""
+    weights = weights_bytes(fields, dtype)
+    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size)
+    kv_bytes = max(0, memory_bytes - weights)
+    return KvRoom(block_bytes // block_size, weights, kv_bytes, kv_bytes // block_bytes * block_size)
+
+
 def plan_kv(
     fields: Mapping[str, Any],
     dtype: str,
@@ -57,17 +75,14 @@ def plan_kv(
 
     ``fields``: of config.json. Raises KeyError for a config that lacks a size, ValueError for an unknown ``dtype``.
     """
-    weights = weights_bytes(fields, dtype)
-    block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, block_size)
-    kv_bytes = max(0, memory_bytes - weights)
-    blocks = kv_bytes // block_bytes
-    held = blocks // -(-prefix_tokens // block_size)
+    room = kv_room(fields, dtype, memory_bytes, block_size)
+    held = room.tokens // (-(-prefix_tokens // block_size) * block_size)
     return KvPlan(
-        bytes_per_token=block_bytes // block_size,
-        prefix_bytes=block_bytes // block_size * prefix_tokens,
-        weights_bytes=weights,
-        kv_bytes=kv_bytes,
-        tokens_per_replica=blocks * block_size,
+        bytes_per_token=room.bytes_per_token,
+        prefix_bytes=room.bytes_per_token * prefix_tokens,
+        weights_bytes=room.weights_bytes,
+        kv_bytes=room.kv_bytes,
+        tokens_per_replica=room.tokens,
         prefixes_per_replica=held,
         hit_rate=min(1.0, held * replicas / prefixes),
         replicas_needed=-(-prefixes // held) if held else 0,

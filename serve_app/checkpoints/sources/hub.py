@@ -5,6 +5,7 @@ HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean everywhere
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from serve_app.checkpoints.checkpoint import CheckpointError
@@ -20,13 +21,27 @@ def ensure_snapshot(model_id: str, revision: str | None) -> Path:
     ``revision``: a branch, tag or commit. Raises CheckpointError with what to do about it.
     """
     # Seconds to import, which only a hub id needs.
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    def fetch() -> str:
+        return snapshot_download(model_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+
+    return _fetched(model_id, revision, fetch)
+
+
+def ensure_config(model_id: str, revision: str | None) -> Path:
+    """Return a model's config.json, fetched without the weights. Raises CheckpointError with what to do about it."""
+    from huggingface_hub import hf_hub_download
+
+    return _fetched(model_id, revision, lambda: hf_hub_download(model_id, "config.json", revision=revision))
+
+
+def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> Path:
+    from huggingface_hub import errors
 
     named = model_id if revision is None else f"{model_id} at revision {revision}"
     try:
-        return Path(
-            snapshot_download(model_id, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
-        ).resolve()
+        return Path(fetch()).resolve()
     except errors.GatedRepoError:
         raise CheckpointError(f"{model_id} is gated: accept its terms on the hub, then set HF_TOKEN") from None
     except errors.RevisionNotFoundError:

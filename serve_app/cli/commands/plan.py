@@ -1,72 +1,161 @@
-"""`warmpath plan`: whether a working set of prefixes fits, in numbers and sentences."""
+"""`warmpath plan`: what a cache of some memory holds and hits, of equal prefixes or of a trace."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from serve_app.checkpoints.kv_planner import KvPlan, plan_kv
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.kv_planner import KvPlan, kv_room, plan_kv
+from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
+from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
 from serve_app.config.quantities import Bytes
 
+_MEMORIES = (0.25, 0.5, 1, 2, 4, 8)
+"""Rows of the table, as parts of the memory that is asked about."""
+_GOOD_PART = 0.9
+"""Of what an unlimited cache hits: what lies above is dear."""
+
 
 def plan(
-    model: Annotated[Path, typer.Option(help="directory with a config.json, or that file; weights are not needed")],
-    prefixes: Annotated[int, typer.Option(min=1, help="distinct prefixes that are in use")],
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="tokens of each")],
+    model: Annotated[str, typer.Option(help="as `warmpath serve` takes it, or a config.json; no weights are fetched")],
     memory: Annotated[str, typer.Option(help="of one replica, for weights and KV: 80GB")],
+    prefixes: Annotated[int | None, typer.Option(min=1, help="distinct prefixes that are in use")] = None,
+    prefix_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each")] = None,
+    trace: Annotated[Path | None, typer.Option(help="in place of prefixes: Mooncake's JSON lines or their .gz")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "bfloat16",
     replicas: Annotated[int, typer.Option(min=1, help="engine replicas")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="figures for machines")] = False,
 ) -> None:
-    """Say how many prefixes a cache holds, and what hit rate to expect; leaves with 2 for what cannot be planned."""
+    """Say what a cache holds, and what hit rate to expect; leaves with 2 for what cannot be planned."""
+    if (trace is None) == (prefixes is None) or (prefixes is None) != (prefix_tokens is None):
+        fail("give --prefixes and --prefix-tokens, or --trace")
     try:
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
-        fields = json.loads((model / "config.json" if model.is_dir() else model).read_text())
-        fields = fields.get("text_config") or fields
-        found = plan_kv(
-            fields,
-            dtype,
-            memory_bytes=memory_bytes,
-            prefixes=prefixes,
-            prefix_tokens=prefix_tokens,
-            replicas=replicas,
-        )
+        fields = model_config(model)
+        if trace is not None:
+            figures, lines = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
+        else:
+            figures, lines = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
         fail(f"{model} lacks a size that a language model's config has: {error}")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        fail(f"{model} is neither a directory with a config.json nor such a file")
+    except CheckpointError as error:
+        fail(str(error))
     except (OSError, ValueError, TypeError) as error:
-        fail(f"{model} cannot be read or planned: {error}")
-    if as_json:
-        print(json.dumps(asdict(found), indent=2))
-        return
-    print("\n".join(_sentences(found, prefixes, replicas)))
+        fail(f"it cannot be read or planned: {error}")
+    print(json.dumps(figures, indent=2) if as_json else "\n".join(lines))
 
 
-def _sentences(found: KvPlan, prefixes: int, replicas: int) -> list[str]:
+def _by_prefixes(
+    fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, prefixes: int, prefix_tokens: int
+) -> tuple[dict[str, Any], list[str]]:
+    def planned(memory: int) -> KvPlan:
+        sizes = {"memory_bytes": memory, "prefixes": prefixes, "prefix_tokens": prefix_tokens}
+        return plan_kv(fields, dtype, **sizes, replicas=replicas)
+
+    found = planned(memory_bytes)
+    rows = [
+        {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
+        for size in _sizes(memory_bytes)
+        for plan in [planned(size)]
+    ]
     lines = [
         f"KV of a token: {found.bytes_per_token:,} bytes; of a prefix: {found.prefix_bytes:,} bytes "
         f"({found.prefix_bytes / 2**30:.2f} GiB).",
-        f"Weights: about {found.weights_bytes / 1e9:.1f} GB, which leave {found.kv_bytes / 1e9:.1f} GB to KV: "
-        f"{found.tokens_per_replica:,} tokens or {found.prefixes_per_replica:,} prefixes a replica, "
-        f"{found.prefixes_per_replica * replicas:,} in all.",
+        _room_sentence(found.weights_bytes, found.kv_bytes, found.tokens_per_replica),
+        "",
+        f"{'memory a replica':>17} {'prefixes held':>14} {'hit rate':>9}",
+        *(f"{_gb(row['memory_bytes']):>17} {row['prefixes']:>14,} {row['hit_rate']:>9.1%}" for row in rows),
+        "",
     ]
     if not found.replicas_needed:
-        return [*lines, "Not one prefix fits: take more memory, or a smaller model or dtype."]
-    lines.append(
-        f"Expected hit rate, all prefixes being equally popular: {found.hit_rate:.0%}; "
-        f"{1000 * (1 - found.hit_rate):.0f} of 1,000 requests evict a prefix."
-    )
-    if found.replicas_needed > replicas:
-        lines.append(f"{prefixes:,} prefixes need {found.replicas_needed} replicas, or host_cache_bytes.")
+        lines.append("Not one prefix fits: take more memory, or a smaller model or dtype.")
     else:
-        lines.append("The working set fits; what is left is for running requests.")
-    return lines
+        lines.append(
+            f"Expected hit rate, all prefixes being equally popular: {found.hit_rate:.0%}; "
+            f"{1000 * (1 - found.hit_rate):.0f} of 1,000 requests evict a prefix."
+        )
+        short = found.replicas_needed > replicas
+        lines.append(
+            f"{prefixes:,} prefixes need {found.replicas_needed} replicas, or host_cache_bytes."
+            if short
+            else "The working set fits; what is left is for running requests."
+        )
+    return {**asdict(found), "by_memory": rows}, lines
+
+
+def _by_trace(
+    fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, curve: ReuseCurve
+) -> tuple[dict[str, Any], list[str]]:
+    room = kv_room(fields, dtype, memory_bytes)
+
+    def row(memory: int) -> dict[str, Any]:
+        blocks = kv_room(fields, dtype, memory).tokens * replicas // TRACE_BLOCK_TOKENS
+        evicted = curve.evictions(blocks) * TRACE_BLOCK_TOKENS
+        return {
+            "memory_bytes": memory,
+            "kv_tokens": blocks * TRACE_BLOCK_TOKENS,
+            "hit_rate": curve.hit_rate(blocks),
+            "evicted_tokens_per_request": evicted / curve.requests,
+        }
+
+    rows = [row(size) for size in _sizes(memory_bytes)]
+    highest = curve.hit_rate()
+    good_tokens = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS
+    good_bytes = good_tokens * room.bytes_per_token
+    lines = [
+        f"{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there "
+        "before: no cache hits more.",
+        _room_sentence(room.weights_bytes, room.kv_bytes, room.tokens),
+        "",
+        f"{'memory a replica':>17} {'KV tokens in all':>17} {'hit rate':>9} {'tokens evicted a request':>25}",
+        *(
+            f"{_gb(one['memory_bytes']):>17} {one['kv_tokens']:>17,} {one['hit_rate']:>9.1%} "
+            f"{one['evicted_tokens_per_request']:>25,.0f}"
+            for one in rows
+        ),
+        "",
+        _advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest),
+    ]
+    figures = {
+        **asdict(room),
+        "requests": curve.requests,
+        "prompt_tokens": curve.prompt_tokens,
+        "highest_hit_rate": highest,
+        "good_hit_rate": _GOOD_PART * highest,
+        "good_kv_bytes": good_bytes,
+        "by_memory": rows,
+    }
+    return figures, lines
+
+
+def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> str:
+    """Say what it takes to hit ``hit_rate``: nothing more, host memory or replicas."""
+    if not good_bytes:
+        return "Nothing is asked for twice: a prefix cache is of no use to these requests."
+    takes = f"A hit rate of {hit_rate:.1%} (nine tenths of the most) takes {_gb(good_bytes)} of KV"
+    lacking = good_bytes - kv_bytes * replicas
+    if lacking <= 0:
+        return f"{takes}; there is room for it."
+    host = f"host_cache_bytes of {_gb(-(-lacking // replicas))} a replica"
+    return f"{takes}: {-(-good_bytes // kv_bytes):,} replicas, or {host}." if kv_bytes else f"{takes}: {host}."
+
+
+def _sizes(memory_bytes: int) -> list[int]:
+    return [int(memory_bytes * part) for part in _MEMORIES]
+
+
+def _room_sentence(weights_bytes: int, kv_bytes: int, tokens: int) -> str:
+    return f"Weights: about {_gb(weights_bytes)}, which leave {_gb(kv_bytes)} to KV: {tokens:,} tokens a replica."
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB"

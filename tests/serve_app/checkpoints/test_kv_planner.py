@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from serve_app.checkpoints.kv_planner import plan_kv
+from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.main import app
+from tests.serve_app.checkpoints.sources.tiny_gguf import HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, write_tiny_gguf
 
 LLAMA = {
     "hidden_size": 4096,
@@ -46,3 +48,39 @@ def test_the_command_needs_a_config_only(tmp_path: Path) -> None:
     assert json.loads(told.output)["prefix_bytes"] == 1_310_720_000
     assert "need 3 replicas" in CliRunner().invoke(app, [*base, "80GB"]).output
     assert CliRunner().invoke(app, [*base, "much"]).exit_code == 2
+    table = json.loads(told.output)["by_memory"]
+    assert [row["prefixes"] for row in table] == sorted(row["prefixes"] for row in table)
+    assert table[2] == {"memory_bytes": 80 * 10**9, "prefixes": 48, "hit_rate": 0.48}
+
+
+def test_a_trace_is_planned_by_memory(tmp_path: Path) -> None:
+    """Two prompts in turn that share nothing: a cache of one of them never hits, a cache of both hits all but two."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    prompts = [list(range(10)), list(range(10, 20))] * 4
+    rows = [{"timestamp": at, "input_length": 5120, "hash_ids": ids} for at, ids in enumerate(prompts)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one_prompt = 2 * 8_030_261_248 + 5120 * 131_072
+    base = ["plan", "--model", str(tmp_path / "config.json"), "--trace", str(tmp_path / "trace.jsonl"), "--json"]
+    told = json.loads(CliRunner().invoke(app, [*base, "--memory", str(one_prompt)]).output)
+    by_memory = {row["memory_bytes"]: row for row in told["by_memory"]}
+    assert told["highest_hit_rate"] == 0.75 and told["good_kv_bytes"] == 19 * 512 * 131_072
+    once, twice = by_memory[one_prompt], by_memory[2 * one_prompt]
+    assert (once["kv_tokens"], once["hit_rate"], once["evicted_tokens_per_request"]) == (5120, 0.0, 7 * 5120 / 8)
+    assert twice["kv_tokens"] > 2 * 5120 and (twice["hit_rate"], twice["evicted_tokens_per_request"]) == (0.75, 0.0)
+    both = CliRunner().invoke(app, [*base, "--memory", "80GB", "--prefixes", "1", "--prefix-tokens", "1"])
+    assert both.exit_code == 2
+
+
+def test_a_gguf_file_is_planned_without_a_conversion(tmp_path: Path, demo_model_path: Path) -> None:
+    """Its sizes are its header's."""
+    write_tiny_gguf(tmp_path / "tiny.gguf", demo_model_path)
+    found = model_config(str(tmp_path / "tiny.gguf"))
+    assert (found["hidden_size"], found["intermediate_size"], found["num_hidden_layers"]) == (HIDDEN, INNER, LAYERS)
+    assert (found["num_attention_heads"], found["num_key_value_heads"]) == (HEADS, KV_HEADS)
+    vocabulary = json.loads((demo_model_path / "config.json").read_text())["vocab_size"]
+    assert abs(found["vocab_size"] - vocabulary) < 8
+    plan_kv(found, "bfloat16", memory_bytes=10**9, prefixes=1, prefix_tokens=16)
+
+
+def test_a_built_in_model_has_a_config() -> None:
+    assert model_config("demo")["num_hidden_layers"] > 0

@@ -117,3 +117,12 @@ def test_the_hub_as_its_users_know_it(hub: ThreadingHTTPServer, tmp_path: Path, 
     assert Path(resolve("org/open", HF_HUB_OFFLINE="1")) == path
     assert "not in the hub's cache" in resolve("org/other", HF_HUB_OFFLINE="1")
     assert _Hub.requests == []
+
+    # A config alone is fetched without the weights.
+    script = "from serve_app.checkpoints.sources.model_config import model_config; print(model_config('org/open'))"
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=env | {"HF_HOME": str(tmp_path / "new")}, capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    assert "hidden_size" in found.stdout
+    assert [path for path in _Hub.requests if "safetensors" in path] == []

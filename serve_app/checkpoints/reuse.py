@@ -1,0 +1,152 @@
+"""What a cache of any size would hit of a recorded trace: LRU stack distances of its blocks, in O(n log n).
+
+In: Mooncake's JSON lines. Out: a curve, exact for one LRU cache of whole blocks that gives up the ends of prompts
+first. Knows no models and no bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TRACE_BLOCK_TOKENS = 512
+"""Tokens that one id of a Mooncake trace stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class TracePrompt:
+    """``hash_ids``: an id for each block of the prompt; equal ids mean equal prefixes. The last one may be partial."""
+
+    tokens: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCurve:
+    """What hits, by size. ``distances``: of blocks seen before, ascending; ``hit_tokens``: up to each of them."""
+
+    requests: int
+    prompt_tokens: int
+    blocks: int
+    distinct_blocks: int
+    distances: np.ndarray[Any, np.dtype[np.int64]]
+    hit_tokens: np.ndarray[Any, np.dtype[np.int64]]
+
+    def hit_rate(self, blocks: int | None = None) -> float:
+        """Return the part of prompt tokens that a cache of so many blocks hits; None: an unlimited one."""
+        hits = self._hits(blocks)
+        return int(self.hit_tokens[hits - 1]) / self.prompt_tokens if hits else 0.0
+
+    def evictions(self, blocks: int) -> int:
+        """Return how many blocks a cache of that size gives up over the whole trace."""
+        return self.blocks - self._hits(blocks) - min(blocks, self.distinct_blocks)
+
+    def blocks_for(self, hit_rate: float) -> int:
+        """Return the fewest blocks that hit so much. Raises ValueError where no cache does."""
+        if hit_rate <= 0:
+            return 0
+        index = int(np.searchsorted(self.hit_tokens, hit_rate * self.prompt_tokens - 1e-6))
+        if index == len(self.distances):
+            raise ValueError(f"no cache hits {hit_rate:.0%} of this trace")
+        return int(self.distances[index])
+
+    def _hits(self, blocks: int | None) -> int:
+        if blocks is None:
+            return len(self.distances)
+        return int(np.searchsorted(self.distances, blocks, side="right"))
+
+
+def read_prompts(path: Path) -> list[TracePrompt]:
+    """Read a trace, gzipped or plain, by arrival. Raises ValueError naming a malformed line, OSError."""
+    found: list[tuple[float, TracePrompt]] = []
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                prompt = TracePrompt(int(row["input_length"]), tuple(int(value) for value in row["hash_ids"]))
+                arrival_ms = float(row["timestamp"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error!r}") from error
+            if prompt.tokens < 1 or len(prompt.hash_ids) != -(-prompt.tokens // TRACE_BLOCK_TOKENS):
+                raise ValueError(f"{path}, line {number}: {len(prompt.hash_ids)} ids for {prompt.tokens} tokens")
+            found.append((arrival_ms, prompt))
+    if not found:
+        raise ValueError(f"{path} holds no requests")
+    return [prompt for _, prompt in sorted(found, key=lambda one: one[0])]
+
+
+def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
+    """Return the curve of prompts in order of arrival.
+
+    A block's distance is its place from the top of the LRU stack when its prompt arrives. A prompt's first block is
+    stacked last, so no block lies above one that leads to it, and what hits is a prefix in a cache of any size.
+    Source: Mattson et al., Evaluation Techniques for Storage Hierarchies, 1970.
+    """
+    served = list(prompts)
+    accesses = sum(len(prompt.hash_ids) for prompt in served)
+    stack = _Stack(accesses)
+    reused: list[tuple[int, int]] = []
+    for prompt in served:
+        for distance, tokens in zip(stack.places(prompt.hash_ids), _block_tokens(prompt.tokens), strict=True):
+            if distance:
+                reused.append((distance, tokens))
+        stack.push(prompt.hash_ids)
+    reused.sort()
+    distances, tokens_of = np.array(reused, dtype=np.int64).reshape(-1, 2).T
+    return ReuseCurve(
+        requests=len(served),
+        prompt_tokens=sum(prompt.tokens for prompt in served),
+        blocks=accesses,
+        distinct_blocks=stack.distinct,
+        distances=distances,
+        hit_tokens=np.cumsum(tokens_of),
+    )
+
+
+def _block_tokens(tokens: int) -> Iterator[int]:
+    for start in range(0, tokens, TRACE_BLOCK_TOKENS):
+        yield min(TRACE_BLOCK_TOKENS, tokens - start)
+
+
+class _Stack:
+    """Blocks by last use: a Fenwick tree counts those used since any moment."""
+
+    def __init__(self, accesses: int) -> None:
+        self._counts = [0] * (accesses + 1)
+        self._used: dict[int, int] = {}
+        self._now = 0
+
+    @property
+    def distinct(self) -> int:
+        return len(self._used)
+
+    def places(self, ids: Iterable[int]) -> list[int]:
+        """Return each block's place, 1 for the top, 0 where it never was here."""
+        return [len(self._used) - self._until(self._used[one]) + 1 if one in self._used else 0 for one in ids]
+
+    def push(self, ids: tuple[int, ...]) -> None:
+        """Use a prompt's blocks, its end first."""
+        for one in reversed(ids):
+            if one in self._used:
+                self._add(self._used[one], -1)
+            self._now += 1
+            self._used[one] = self._now
+            self._add(self._now, 1)
+
+    def _until(self, moment: int) -> int:
+        total = 0
+        while moment:
+            total += self._counts[moment]
+            moment &= moment - 1
+        return total
+
+    def _add(self, moment: int, change: int) -> None:
+        while moment < len(self._counts):
+            self._counts[moment] += change
+            moment += moment & -moment

@@ -1,0 +1,61 @@
+"""What a model's config says, without a hub's weights and without converting a GGUF file.
+
+In: a model as `warmpath serve` takes it, or a config.json. Out: fields under the names that transformers has for them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from serve_app.checkpoints.checkpoint import CheckpointError
+from serve_app.checkpoints.sources.hub import ensure_config
+from serve_app.checkpoints.sources.resolve import BUILT_IN, resolve_model
+from serve_app.config.app import is_hub_id
+
+_GGUF_FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+    "num_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""transformers' names and llama.cpp's, which stand behind the architecture's."""
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """Return the fields of a language model's config. Raises CheckpointError, OSError, or ValueError for no JSON."""
+    path = Path(model).expanduser()
+    if model not in BUILT_IN and path.suffix == ".gguf" and path.is_file():
+        return _gguf_config(path)
+    if model not in BUILT_IN and path.suffix == ".json":
+        file = path
+    elif model not in BUILT_IN and is_hub_id(model):
+        file = ensure_config(model, None)
+    else:
+        file = resolve_model(model) / "config.json"
+    fields = json.loads(file.read_text())
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} holds no object")
+    return dict(fields.get("text_config") or fields)
+
+
+def _gguf_config(path: Path) -> dict[str, Any]:
+    from gguf import GGUFReader  # numpy and much else, which only such a file needs
+
+    reader = GGUFReader(path)
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    architecture = value("general.architecture")
+    found = {name: value(f"{architecture}.{key}") for name, key in _GGUF_FIELDS.items()}
+    found["vocab_size"] = found["vocab_size"] or len(value("tokenizer.ggml.tokens") or ()) or None
+    found["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return {name: one for name, one in found.items() if one is not None}
