@@ -18,6 +18,8 @@ from serve_app.cli.preflight import problems
 from serve_app.config.app import AppConfig
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
+from serve_app.prompts.lock import PromptError
+from serve_app.prompts.registry import Prompts
 
 IMPORT_PATH = "serve_app.app:build_app"
 DEPLOYMENTS = ("Ingress", "Replica")
@@ -175,5 +177,10 @@ def _settings(document: _Document, place: Location, directory: Path | None = Non
         for where, what in error.found:
             yield document.mistake((*place, *where), what)
         return
+    if directory is not None:
+        try:
+            Prompts.of(config.public_prompts, config.prompts_dir)
+        except PromptError as error:
+            yield document.mistake((*place, "prompts_dir"), str(error))
     for what in problems(config, elsewhere=True).sentences:
         yield document.mistake(place, what)

@@ -21,6 +21,7 @@ from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
 from serve_app.config.vllm import MISSING, vllm_missing
+from serve_app.prompts.registry import Prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
@@ -76,6 +77,7 @@ def serve(
         settings = load_settings(
             config, setting or [], model=model, revision=revision, replicas=replicas, engine=engine
         )
+        Prompts.of(settings.public_prompts, settings.prompts_dir)  # here a changed file is one sentence
     except ValueError as error:
         fail(str(error))
     if settings.engine == "vllm" and vllm_missing():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from router.core import RoutingCore
+from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import RoutedRequest
 from serve_app.api.request import ChatRequest, CompletionRequest, GenerateRequest
 from serve_app.errors import InvalidRequest, Overloaded, WarmpathError
@@ -32,6 +33,9 @@ WARM_TIMEOUT_S = 300.0
 
 HEARD_TIMEOUT_S = 10.0
 """Until a router has heard what a replica holds; news takes milliseconds."""
+
+PIECE_TOKENS = 512
+"""Of a long prompt in one call, at least a block: a quarter of what a step may have by default."""
 
 _POLL_S = 0.01
 _TRIES = 3
@@ -127,6 +131,20 @@ class Warmer:
         return Warm(route, least, tuple(sorted(held)))
 
     async def _prefill(self, generation: Generation, avoid: tuple[str, ...]) -> None:
+        """Compute a prompt in pieces: whoever asks the replica meanwhile waits for a piece, not for a whole step."""
+        size = self._core.settings.block_size
+        piece_tokens = max(1, PIECE_TOKENS // size) * size
+        for end in range(piece_tokens, len(generation.token_ids), piece_tokens):
+            blocks = end // size
+            scope = generation.scope
+            if scope.public_blocks:
+                scope = replace(scope, public_blocks=min(scope.public_blocks, blocks))
+            hashes = generation.block_hashes[: blocks * HASH_BYTES]
+            piece = replace(generation, token_ids=generation.token_ids[:end], block_hashes=hashes, scope=scope)
+            await self._compute(piece, avoid)
+        await self._compute(generation, avoid)
+
+    async def _compute(self, generation: Generation, avoid: tuple[str, ...]) -> None:
         own = replace(
             generation, request_id=f"warm-{uuid.uuid4().hex}", deadline_s=time.perf_counter() + WARM_TIMEOUT_S
         )

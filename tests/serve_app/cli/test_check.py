@@ -158,6 +158,10 @@ def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
     assert run(file)[0] == 0
     file.write_text("public_prompts: [{name: clerk, version: '1', file: nothing.txt}]\n")
     assert run(file)[0] == 1
+    file.write_text("prompts_dir: prompts\n")
+    assert "prompts_dir: there is no directory" in run(file)[1]
+    (tmp_path / "prompts").mkdir()
+    assert run(file)[0] == 0
 
 
 SIZES = ("replica_num_cpus", "num_threads")

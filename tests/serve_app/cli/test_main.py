@@ -23,7 +23,12 @@ def test_settings_survive_json() -> None:
 def test_serve_refuses_what_it_cannot_start() -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
     runner = CliRunner()
-    for arguments in (["--port", "99999"], ["--set", "nonsense"], ["--config", "no-such-file.yaml"]):
+    for arguments in (
+        ["--port", "99999"],
+        ["--set", "nonsense"],
+        ["--config", "no-such-file.yaml"],
+        ["--set", "prompts_dir=/nowhere/at/all"],
+    ):
         result = runner.invoke(app, ["serve", *arguments])
         assert result.exit_code == 2, result.output
         assert result.output.startswith("error: "), result.output
