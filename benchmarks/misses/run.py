@@ -1,20 +1,28 @@
 """How many misses are explained rightly: precision and recall by class, on forms that no rule was written for.
 
 Each case is a pair of prompts in the demo model's tokens; the later one misses, and is explained by what was sent
-before it. Then what a comparison costs, with all that is remembered of a tenant. No engine runs.
+before it. Then what a comparison costs, with all that is remembered of a tenant; no engine runs. With ``--pairs`` two
+instances, simulated, explain misses or not, and warm requests go to them in turn.
 `python -m benchmarks misses --json FILE`
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
+import httpx
+
+from benchmarks.common.client import chat_body, stream_chat
+from benchmarks.common.paired import alternate, ratios
 from benchmarks.common.report import parser_of, write
-from benchmarks.misses.cases import Case, Prompt, cases
+from benchmarks.common.server import instance
+from benchmarks.misses.cases import QUESTIONS, SENTENCES, Case, Prompt, cases
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.misses.explain import Miss, explain
@@ -23,12 +31,15 @@ from serve_app.tokenization.public_tokens import common_tokens
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 BLOCK = 16
+WARM_UP = 5
+"""Pairs before those that count."""
 
 
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "demo")
     parser.add_argument("--half", choices=("develop", "held_out"), default="held_out")
+    parser.add_argument("--pairs", type=int, default=0, help="warm requests to an instance with and one without")
     parser.add_argument("--wrong", action="store_true", help="print the cases that were explained wrongly")
     arguments = parser.parse_args()
     tokenizer = PromptTokenizer(resolve_model(arguments.model))
@@ -51,7 +62,11 @@ def main() -> None:
         + ", ".join(f"{each:.0f} us at {tokens} tokens" for tokens, each in cost.items())
         + " of CPU (median; the tenant's memory is full)."
     )
-    write(arguments.json, {"half": arguments.half}, {"scores": scores, "median_us": cost}, "\n".join([*lines, summary]))
+    results: dict[str, Any] = {"scores": scores, "median_us": cost}
+    if arguments.pairs:
+        results["warm_ttft"] = warm = warm_ttft(arguments.pairs)
+        summary += f" Warm TTFT with the detector divided by that without: {warm['ratio']:.3f}."
+    write(arguments.json, {"half": arguments.half}, results, "\n".join([*lines, summary]))
 
 
 def explained(case: Case, tokenizer: PromptTokenizer) -> Miss:
@@ -112,6 +127,28 @@ def cost_us(tokenizer: PromptTokenizer, tokens: int, repeats: int = 15) -> float
         explain(later, 0, earlier, tokenizer.text_of)
         taken.append(1e6 * (time.thread_time() - begun_s))
     return statistics.median(taken)
+
+
+def warm_ttft(pairs: int) -> dict[str, Any]:
+    """Return paired ratios of the time to first token of hits, with the detector and without; engines are simulated."""
+    body = chat_body("demo", 1, QUESTIONS[0], system="\n".join(SENTENCES * 8))
+    flags = ("--model", "demo", "--engine", "simulated", "--replicas", "1", "--set", "served_model_name=demo")
+
+    async def run(urls: list[str]) -> tuple[list[float], list[float]]:
+        async with httpx.AsyncClient(timeout=120) as client:
+
+            async def ask(url: str) -> float:
+                return (await stream_chat(client, url, body)).ttft_s
+
+            return await alternate(pairs + WARM_UP, lambda _: ask(urls[0]), lambda _: ask(urls[1]))
+
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(instance(*flags, "--set", f"explain_misses={explains}"))
+            for explains in ("true", "false")
+        ]
+        measured, against = asyncio.run(run(urls))
+    return ratios(measured[WARM_UP:], against[WARM_UP:])
 
 
 if __name__ == "__main__":

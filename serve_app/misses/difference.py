@@ -147,9 +147,9 @@ def _reordered_json(new: str, old: str, place: int) -> bool | None:
     for start in reversed(opened[-8:]):
         try:
             mine, theirs = (decode(text[start : start + MAX_JSON_CHARS])[0] for text in (new, old))
+            found = _without_order(mine) == _without_order(theirs)
         except (ValueError, RecursionError):
             continue
-        found = _without_order(mine) == _without_order(theirs)
         if found:
             break
     return found
@@ -160,7 +160,7 @@ def _without_order(value: object) -> str:
         if isinstance(part, dict):
             return {name: plain(part[name]) for name in sorted(part)}
         if isinstance(part, list):
-            return sorted(json.dumps(plain(each)) for each in part)
+            return sorted(map(plain, part), key=json.dumps)
         return part
 
     return json.dumps(plain(value))

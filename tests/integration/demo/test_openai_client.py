@@ -59,6 +59,20 @@ def test_second_request_reuses_the_system_prompt(client: OpenAI, url: str) -> No
     assert first.choices[0].message.content == second.choices[0].message.content == fresh.choices[0].message.content
 
 
+def test_a_miss_is_explained(client: OpenAI, url: str) -> None:
+    """A date at the top costs the whole prompt: told in usage and counted; a hit says nothing."""
+    asks = {"cache_diagnostics": True}
+    ask(client, "When is it due?", "Today is 2026-11-21. " + SYSTEM)
+    second = ask(client, "When is it due?", "Today is 2026-11-22. " + SYSTEM, extra_body=asks)
+    miss = second.model_dump()["usage"]["prompt_tokens_details"]["cache_miss"]
+    assert (miss["reason"], miss["first_difference"]["part"]) == ("date", "system")
+    assert miss["lost_tokens"] > second.usage.prompt_tokens / 2  # type: ignore[union-attr]
+    eventually(lambda: 'reason="date",tenant="default"} 1.0' in httpx.get(f"{url}/metrics").text)
+    wait_until_cached(url, asked("When is it due?", "Today is 2026-11-22. " + SYSTEM), miss["lost_tokens"])
+    again = ask(client, "When is it due?", "Today is 2026-11-22. " + SYSTEM, extra_body=asks)
+    assert "cache_miss" not in again.model_dump()["usage"]["prompt_tokens_details"]
+
+
 def test_stream_equals_whole(client: OpenAI) -> None:
     """A streamed answer is the whole answer in pieces, and ends with usage when asked for."""
     whole = ask(client, "Say it twice.")

@@ -59,6 +59,13 @@ def test_classes(old: str, new: str, reason: str) -> None:
     assert classify(new, old, first_difference(new, old)) == reason
 
 
+@pytest.mark.parametrize("depth", [40, 400, 4000])
+def test_deep_json_is_compared_in_bounded_time(depth: int) -> None:
+    """Nor does it raise: what is too deep is no JSON value for the comparison."""
+    old, new = ("[" * depth + f'"{word}", {{"a": 1, "b": 2}}' + "]" * depth for word in ("one", "two"))
+    assert classify(new, old, first_difference(new, old)) == "text"
+
+
 def test_what_stands_there_is_shown_as_a_whole() -> None:
     """The whole value, though its last digit alone differs; of a long word the beginning."""
     text = "Today is 2026-11-22."
