@@ -34,6 +34,7 @@ MODULES = {
     "timing_attack": "isolation.timing_attack",
     "admission": "isolation.admission",
     "hostile": "isolation.hostile.run",
+    "raw_fuzz": "isolation.raw_fuzz",
     "misses": "misses.run",
     "soak": "soak.run",
     "crashes": "crashes.run",
