@@ -155,3 +155,12 @@ def test_a_sink_that_fails_does_not_end_the_listening(engine: Publisher, endpoin
     engine.send(encode([block(2)]))
     until(lambda: len(calls) == 2)
     subscriber.stop()
+
+
+def test_it_ends_while_a_question_is_open_that_nobody_takes(endpoints: EventEndpoints) -> None:
+    """An engine that was killed answers no more; the replica has to end all the same."""
+    listener = EventSubscriber(endpoints, Translator(2, 8), lambda _: None)
+    listener.start()
+    until(lambda: listener._order._asked_s is not None)
+    listener.stop()
+    assert not listener.healthy()
