@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
+from serve_app.prompts.lock import PromptDirectory
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, eventually
 from tests.serve_app.engine.adapters import save_adapter
@@ -60,6 +61,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
     for seed, name in enumerate(("pirate", "poet", "judge")):
         save_adapter(model, root / name, seed)
     save_adapter(model, root / "large", 9, ("q_proj",), r=32)
+    for version in "123":
+        (root / "clerk.txt").write_text(f"You are the clerk number {version}. " * 60)
+        PromptDirectory(root / "prompts").add(f"clerk@{version}", root / "clerk.txt", None)
     settings = root / "settings.yaml"
     settings.write_text(
         yaml.safe_dump(
@@ -72,6 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
                 "allow_runtime_lora": True,
                 "max_lora_rank": 16,
                 "ingress_replicas": 2,
+                "prompts_dir": "prompts",
                 "usage_file": str(root / "usage.sqlite"),
                 "dtype": "float32",
                 "kv_cache_bytes": 64 * 1024 * 1024,
@@ -230,3 +235,25 @@ def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Insta
         return sorted(replica["adapter_load_s"] > 0.0 for replica in said["replicas"])
 
     eventually(lambda: who_would_load_it() == [False, True])
+
+
+def test_every_ingress_goes_by_a_promotion_and_finds_it_warm(served: Instance) -> None:
+    """Also under an adapter that any of them was asked for; each request takes a connection of its own."""
+
+    def answered(model: str) -> tuple[str, bool]:
+        body = {"model": model, "max_tokens": 1, "messages": [{"role": "user", "content": "Where?"}]}
+        answer = served.post("/v1/chat/completions", {**body, "prompt_ref": "clerk"}, "acme").raise_for_status()
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer.headers["x-warmpath-prompt"], cached > 200
+
+    def promote(version: str) -> None:
+        served.post("/v1/prompts/promote", {"prompt_ref": f"clerk@{version}"}).raise_for_status()
+
+    for version in "12":
+        promote(version)
+        assert {answered("demo") for _ in range(10)} == {(f"clerk@{version}", True)}
+    eventually(lambda: answered("pirate") == ("clerk@2", True))
+    promote("3")
+    assert {answered(model) for model in ("demo", "pirate") for _ in range(10)} == {("clerk@3", True)}
+    assert served.post("/v1/prompts/rollback", {"prompt_ref": "clerk"}).json()["promoted"] == "2"
+    assert {answered("pirate") for _ in range(10)} == {("clerk@2", True)}
