@@ -62,8 +62,9 @@ def main() -> None:
         ]  # fmt: skip
         with instance(*flags, *(word for setting in settings for word in ("--set", setting))) as url:
             results = asyncio.run(measure(url, arguments, texts))
-    ratios = {way: median(run["through_to_before"] for run in runs) for way, runs in results.items()}
-    cold = {way: sum(run["cold_requests"] for run in runs) for way, runs in results.items()}
+    single = {way: [run for run in runs if "all_runs" not in run] for way, runs in results.items()}
+    ratios = {way: median(run["through_to_before"] for run in runs) for way, runs in single.items()}
+    cold = {way: sum(run["cold_requests"] for run in runs) for way, runs in single.items()}
     write(
         arguments.json,
         vars(arguments),
@@ -106,18 +107,28 @@ async def measure(url: str, arguments: argparse.Namespace, texts: dict[Any, str]
             if run == 0 and arguments.plot is not None:
                 plot(arguments.plot, {way: runs[0] for way, runs in found.items()}, arguments)
     for runs in found.values():
+        p99_s = [pooled_p99_s(runs, -arguments.seconds, 0.0), pooled_p99_s(runs, 0.0, arguments.seconds)]
         for each in runs:
             del each["times"]
+        runs.append({"all_runs": True, "ttft_p99_before_s": p99_s[0], "ttft_p99_through_s": p99_s[1]})
     return found
+
+
+def pooled_p99_s(runs: Sequence[dict[str, Any]], first_s: float, end_s: float) -> float:
+    """Return the p99 of the times to first token of all runs' requests between two moments around the change."""
+    return percentile([ttft_s for run in runs for at_s, ttft_s in run["times"] if first_s <= at_s < end_s], 99)
 
 
 def shots_of(arguments: argparse.Namespace, run: int, prompt_of: Callable[[bool], dict[str, str]]) -> list[Shot]:
     """Return a run's requests; ``prompt_of``: how one before (False) or after the change (True) names its prompt."""
     rng = random.Random(arguments.seed * 1000 + run)  # a workload, not a secret
     change_s = WARM_UP_S + arguments.seconds
-    shots, at_s, number = [], 0.0, 0
-    while (at_s := at_s + rng.expovariate(arguments.requests_per_s)) < change_s + arguments.seconds:
-        number += 1
+    # Requests come at the same moments before and after, so that a burst is no difference.
+    moments_s = [arguments.seconds * rng.random() for _ in range(round(arguments.requests_per_s * arguments.seconds))]
+    warm_up_s = [WARM_UP_S * rng.random() for _ in range(round(arguments.requests_per_s * WARM_UP_S))]
+    times_s = [*warm_up_s, *(WARM_UP_S + at_s for at_s in moments_s), *(change_s + at_s for at_s in moments_s)]
+    shots = []
+    for number, at_s in enumerate(sorted(times_s)):
         prompt = dict(prompt_of(at_s >= change_s))
         question = " ".join(str(rng.randrange(1000)) for _ in range(arguments.question_tokens // 2))
         messages = [{"role": "user", "content": f"{number}: {question}"}]

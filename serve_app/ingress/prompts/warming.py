@@ -34,8 +34,8 @@ WARM_TIMEOUT_S = 300.0
 HEARD_TIMEOUT_S = 10.0
 """Until a router has heard what a replica holds; news takes milliseconds."""
 
-PIECE_TOKENS = 512
-"""Of a long prompt in one call, at least a block: a quarter of what a step may have by default."""
+PIECE_TOKENS = 256
+"""Of a long prompt in one call, at least a block: an eighth of what a step may have by default."""
 
 _POLL_S = 0.01
 _TRIES = 3
