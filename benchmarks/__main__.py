@@ -20,6 +20,7 @@ MODULES = {
     "autoscale": "end_to_end.autoscale.run",
     "failures": "end_to_end.failures.run",
     "overhead": "end_to_end.overhead",
+    "tenancy": "end_to_end.tenancy",
     "engine": "engine.compare",
     "determinism": "engine.determinism",
     "lora": "engine.lora",
