@@ -48,7 +48,7 @@ def cluster() -> Iterator[dict[str, str]]:
         )
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-        process = subprocess.Popen(start, env=env, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+        process = started(start, env)
         try:
             eventually(lambda: listens(f"http://127.0.0.1:{dashboard}/api/version"))
             yield {
@@ -60,6 +60,19 @@ def cluster() -> Iterator[dict[str, str]]:
             }
         finally:
             end(process, 30)
+
+
+def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """`ray start`, once its node is there. On a busy machine it may take more than 30 s, and then it gives up."""
+    for _ in range(3):
+        process = subprocess.Popen(
+            start, env={**env, "PYTHONUNBUFFERED": "1"}, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        if any(b"Ray runtime started" in line for line in process.stdout):
+            return process
+        end(process, 30)
+    raise AssertionError("ray start gave up three times")
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
