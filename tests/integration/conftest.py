@@ -6,18 +6,26 @@ on how fast anything is.
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import openai
 import pytest
+from filelock import FileLock
 from openai import OpenAI
 
+Started = TypeVar("Started")
 PATIENCE_S = 120.0
 """Longer than anything takes on a machine that does much else; nothing waits so long unless it is going to fail."""
+_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+START = FileLock(Path(tempfile.gettempdir()) / f"warmpath-tests-{_RUN}.lock")
+"""Held by whichever of a run's workers is starting an instance."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,6 +33,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
+
+
+@contextmanager
+def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
+    """Enter what starts an instance while no other worker does.
+
+    A start keeps every core at work; where several share two of them, Ray's nodes are not up in the 30 s they have.
+    """
+    with ExitStack() as stack:
+        with START:
+            started = stack.enter_context(start)
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 from benchmarks.common.server import instance
 from tests.integration.conftest import (
     PATIENCE_S,
+    alone,
     cache_state,
     eventually,
     replicas_of,
@@ -33,7 +34,7 @@ SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay
 def url() -> Iterator[str]:
     """One slow replica (a cost model of 2,000 tokens/s) that may become three."""
     flags = ["--set", f"autoscaling={SETTINGS}", "--set", "simulated_prefill_tokens_per_s=2000"]
-    with instance("--model", "demo", "--engine", "simulated", *flags) as base:
+    with alone(instance("--model", "demo", "--engine", "simulated", *flags)) as base:
         yield base
 
 

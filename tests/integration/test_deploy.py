@@ -23,7 +23,7 @@ from serve_app.cli.preflight import problems
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import PATIENCE_S, eventually
+from tests.integration.conftest import PATIENCE_S, START, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -65,13 +65,14 @@ def cluster() -> Iterator[dict[str, str]]:
 def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     """`ray start`, once its node is there. On a busy machine it may take more than 30 s, and then it gives up."""
     for _ in range(3):
-        process = subprocess.Popen(
-            start, env={**env, "PYTHONUNBUFFERED": "1"}, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE
-        )
-        assert process.stdout is not None
-        if any(b"Ray runtime started" in line for line in process.stdout):
-            return process
-        end(process, 30)
+        with START:
+            process = subprocess.Popen(
+                start, env={**env, "PYTHONUNBUFFERED": "1"}, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE
+            )
+            assert process.stdout is not None
+            if any(b"Ray runtime started" in line for line in process.stdout):
+                return process
+            end(process, 30)
     raise AssertionError("ray start gave up three times")
 
 

@@ -19,7 +19,7 @@ from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
 from serve_app.prompts.lock import PromptDirectory
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import PATIENCE_S, eventually
+from tests.integration.conftest import PATIENCE_S, alone, eventually
 from tests.serve_app.engine.adapters import save_adapter
 
 pytestmark = pytest.mark.integration
@@ -83,7 +83,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
             }
         )
     )
-    with instance("--config", str(settings)) as url:
+    with alone(instance("--config", str(settings))) as url:
         yield Instance(url, root)
 
 

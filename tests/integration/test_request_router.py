@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import START
+
 pytestmark = pytest.mark.integration
 
 PROGRAM = Path(__file__).with_name("request_router_app.py")
@@ -20,9 +22,10 @@ def outcomes() -> dict[str, dict[str, object]]:
     """What the little applications saw, by mode."""
     root = PROGRAM.parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=600
-    )
+    with START:
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM)], env=environment, cwd=root, capture_output=True, text=True, timeout=600
+        )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     parsed: dict[str, dict[str, object]] = json.loads(done.stdout.strip().splitlines()[-1])
     return parsed

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, cache_state, eventually
+from tests.integration.conftest import PATIENCE_S, alone, cache_state, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -22,8 +22,18 @@ RULES = "You are a careful clerk. " + "Name the clause, the date and the amount 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """One replica with a pin budget that two of the system prompts fill."""
-    with instance(
-        "--model", "demo", "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=256", "--set=pin_budget=60"
+    with alone(
+        instance(
+            "--model",
+            "demo",
+            "--replicas",
+            "1",
+            "--set",
+            "dtype=float32",
+            "--set",
+            "num_blocks=256",
+            "--set=pin_budget=60",
+        )
     ) as base:
         yield base
 

@@ -22,7 +22,7 @@ import pytest
 from serve_app.cli.address import check_address
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.processes import descendants
-from tests.integration.conftest import PATIENCE_S, eventually
+from tests.integration.conftest import PATIENCE_S, START, eventually
 
 STEP_S = 0.1
 SIMULATED = [
@@ -87,7 +87,7 @@ def _runs(pid: int) -> bool:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Serving]:
-    with held_port() as port:
+    with START, held_port() as port:
         made = Serving(port, *arguments)
         try:
             yield made

@@ -15,7 +15,7 @@ from benchmarks.common.server import instance
 from serve_app.cli.main import app
 from serve_app.prompts.lock import PromptDirectory
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import PATIENCE_S, eventually, wait_until_cached
+from tests.integration.conftest import PATIENCE_S, alone, eventually, wait_until_cached
 
 pytestmark = pytest.mark.integration
 
@@ -81,7 +81,7 @@ def url(tmp_path_factory: pytest.TempPathFactory, prompts: Path) -> Iterator[str
             }
         )
     )
-    with instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric") as base:
+    with alone(instance("--config", str(settings), "--set", "dtype=float32", "--set", "shadow_policy=lmetric")) as base:
         yield base
 
 

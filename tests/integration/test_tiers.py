@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, eventually
+from tests.integration.conftest import PATIENCE_S, alone, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -37,11 +37,11 @@ def test_a_restart_with_the_same_secret_reuses_the_disk_tier(tmp_path: Path) -> 
     settings += ["--set", "tier_load_ratio=1000", "--set", f"disk_cache_dir={tmp_path}"]
     settings += ["--set", "disk_cache_bytes=100000000"]
     env = {"WARMPATH_SECRET": "a secret of the test's own"}
-    with instance(*settings, env=env) as url:
+    with alone(instance(*settings, env=env)) as url:
         first = {words: ask(url, words) for words in ("Some words. ", "Other words! ", "Third words? ")}
         assert {cached for cached, _ in first.values()} == {0}
     assert list(tmp_path.glob("slot-0/*.kv"))
-    with instance(*settings, env=env) as url:
+    with alone(instance(*settings, env=env)) as url:
         for words, (_, text) in first.items():
             cached, again = ask(url, words)
             assert cached > 100, words

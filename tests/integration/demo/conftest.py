@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.server import instance
+from tests.integration.conftest import START, alone
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +28,7 @@ with instance("--model", "demo", *(f"--set={setting}" for setting in settings)) 
 @pytest.fixture(scope="package")
 def url() -> Iterator[str]:
     """Two replicas of the demo model in float32, no tenants."""
-    with instance("--model", "demo", "--set", "dtype=float32", "--set", "kv_cache_bytes=268435456") as base:
+    with alone(instance("--model", "demo", "--set", "dtype=float32", "--set", "kv_cache_bytes=268435456")) as base:
         yield base
 
 
@@ -42,10 +43,12 @@ class Second:
 @pytest.fixture(scope="package")
 def second() -> Iterator[Second]:
     """Two strict replicas beside the other instance's, to which requests go in turn, whatever they hold."""
-    benchmark = subprocess.Popen([sys.executable, "-c", _BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
+    with START:
+        benchmark = subprocess.Popen([sys.executable, "-c", _BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert benchmark.stdout is not None
-        yield Second(benchmark.stdout.readline().strip(), benchmark)
+        url = benchmark.stdout.readline().strip()
+    try:
+        yield Second(url, benchmark)
     finally:
         benchmark.terminate()
         benchmark.wait(240)

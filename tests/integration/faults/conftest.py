@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
+from tests.integration.conftest import alone
 
 
 @pytest.fixture(scope="package")
@@ -36,5 +37,5 @@ def flags(model: Path) -> Sequence[str]:
 
 @pytest.fixture(scope="package")
 def url(flags: Sequence[str]) -> Iterator[str]:
-    with instance(*flags) as base:
+    with alone(instance(*flags)) as base:
         yield base

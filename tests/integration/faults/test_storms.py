@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, workers_of
+from tests.integration.conftest import PATIENCE_S, alone, eventually, replicas_of, workers_of
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +39,7 @@ def url(mode: str, url: str, flags: Sequence[str]) -> Iterator[str]:
     if mode == "throughput_optimized":
         yield url
         return
-    with instance(*flags, env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}) as base:
+    with alone(instance(*flags, env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"})) as base:
         yield base
 
 

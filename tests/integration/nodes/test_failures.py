@@ -15,7 +15,7 @@ import pytest
 from benchmarks.end_to_end.failures import strikes
 from benchmarks.end_to_end.failures.clients import Clients, Seen
 from cluster.local import LocalCluster
-from tests.integration.conftest import eventually
+from tests.integration.conftest import alone, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +25,7 @@ ALL_WHOLE = {"whole": REQUESTS, "lost": 0, "cut short": 0, "altered": 0}
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalCluster]:
-    with LocalCluster(3) as made:
+    with alone(LocalCluster(3)) as made:
         made.deploy(strikes.deployed())
         yield made
 

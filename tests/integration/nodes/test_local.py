@@ -8,12 +8,13 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.integration.conftest import PATIENCE_S, eventually
+from tests.integration.conftest import PATIENCE_S, START, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -30,6 +31,14 @@ def running(mark: str) -> set[int]:
     return found
 
 
+@pytest.fixture
+def turn_to_start() -> Iterator[None]:
+    """Nobody else starts an instance meanwhile."""
+    with START:
+        yield
+
+
+@pytest.mark.usefixtures("turn_to_start")
 def test_it_prints_where_it_answers_and_ctrl_c_leaves_no_process() -> None:
     mark = f"warmpath-{secrets.token_hex(16)}"
     process = subprocess.Popen(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.local import LocalCluster
+from tests.integration.conftest import alone
 from tests.integration.scaling import FAULTS
 
 
@@ -22,5 +23,5 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(faults: Path) -> Iterator[LocalCluster]:
     root = str(Path(__file__).parents[3])  # its processes import what is in this folder
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    with LocalCluster(1, env={FAULTS: str(faults), "PYTHONPATH": path}) as made:
+    with alone(LocalCluster(1, env={FAULTS: str(faults), "PYTHONPATH": path})) as made:
         yield made
