@@ -19,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +37,8 @@ from serve_app.config.app import AppConfig
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
+_NODE_TOO_SLOW = "node timed out during startup"
+"""Of Ray's message, where its raylet takes longer than 30 s, which cannot be set (ray/_private/node.py, 2.60)."""
 
 
 class Reporter:
@@ -124,7 +127,7 @@ def _serve(settings: AppConfig, launch: Launch, reporter: Reporter, stop: thread
     with local_environment(use_haproxy=launch.haproxy, bounds=bounds, run_dir=Path(launch.run_dir)):
         started_s = time.monotonic()
         reporter.say("doing", "[2/4] Ray: starting")
-        logs = _start_ray(settings, launch.verbose)
+        logs = _start_ray(settings, launch.verbose, reporter)
         import ray
         from ray import serve as ray_serve
 
@@ -150,15 +153,16 @@ def _serve(settings: AppConfig, launch: Launch, reporter: Reporter, stop: thread
         ray.shutdown()
 
 
-def _start_ray(settings: AppConfig, verbose: bool) -> Path:
-    """Start Ray on this machine; return where its processes and Serve's write their logs."""
+def _start_ray(settings: AppConfig, verbose: bool, reporter: Reporter) -> Path:
+    """Start Ray on this machine, at the second try if need be; return where its processes and Serve's write logs."""
     import ray
 
     level = logging.INFO if verbose else logging.ERROR
     logging.getLogger("ray").setLevel(level)
     logging.getLogger("ray.serve").setLevel(level)
     needed = (settings.most_replicas + settings.ingress_replicas) * max(settings.replica_num_cpus, 0.1)
-    context = ray.init(
+    init = partial(
+        ray.init,
         address="local",
         num_cpus=max(os.cpu_count() or 1, int(needed) + 1),
         include_dashboard=False,
@@ -166,6 +170,15 @@ def _start_ray(settings: AppConfig, verbose: bool) -> Path:
         logging_level=level,
         configure_logging=False,
     )
+    try:
+        context = init()
+    except Exception as error:
+        if _NODE_TOO_SLOW not in str(error):
+            raise
+        reporter.say("done", "[2/4] Ray was not up in the 30 s that it gives itself (a busy machine?): once more")
+        ray.shutdown()
+        end_descendants(os.getpid())  # what the first try has started goes on otherwise
+        context = init()
     keep_token_private()
     gpus, wanted = ray.cluster_resources().get("GPU", 0), settings.first_replicas * settings.replica_num_gpus
     if wanted > gpus:
