@@ -21,6 +21,7 @@ MODULES = {
     "failures": "end_to_end.failures.run",
     "overhead": "end_to_end.overhead",
     "tenancy": "end_to_end.tenancy",
+    "tracing": "end_to_end.tracing",
     "engine": "engine.compare",
     "determinism": "engine.determinism",
     "lora": "engine.lora",

@@ -268,8 +268,9 @@ class RoutingCore:
         by_replica = self.counters.decisions_by_replica
         by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
         return Decision(
-            replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued
-        )
+            replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued,
+            now_s,
+        )  # fmt: skip
 
     def _may_be_sent_back(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
         """Say whether the replica may have more to do than is known here, and can be believed when it says so."""

@@ -57,6 +57,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     one should copy before it computes the rest, "" where computing is faster; the estimate counts on it, and a pull
     that fails costs time only. ``queued_tokens``: the work that the router believed queued at the replica, which sends
     the request back where that is far too low (see ``policy.recheck``); None: it takes the request whatever is queued.
+    ``decided_s``: on the monotonic clock of the router's process.
     """
 
     replica_id: str
@@ -70,6 +71,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     pull_from: str = ""
     pull_tokens: int = 0
     queued_tokens: int | None = None
+    decided_s: float = 0.0
 
 
 class NoReplicaLeft(Exception):

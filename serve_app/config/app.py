@@ -68,6 +68,12 @@ class AppConfig(
         description="serve /openapi.json, and /docs, a page whose script comes from a CDN; default: where nobody needs "
         "a key, as no tenants are configured",
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request, as "
+        "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
+    )
     tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
 
     @model_validator(mode="after")

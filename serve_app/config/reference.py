@@ -94,6 +94,7 @@ EXAMPLES = {
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
     "secret_file": "secret",
     "usage_file": "usage.sqlite",
+    "otlp_endpoint": "http://127.0.0.1:4318",
     "prices": "{input_per_million: 3, output_per_million: 15}",
 }
 """What to write in place of defaults that say little."""

@@ -20,8 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
-from router.protocol.events import LoadReport
-from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
+from router.protocol.request import NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
 from serve_app.errors import (
     ContextLengthExceeded,
@@ -32,7 +31,10 @@ from serve_app.errors import (
     WarmpathError,
 )
 from serve_app.generation.generation import Generation, Tokens
+from serve_app.generation.reservation import Reservation
 from serve_app.replica import messages as wire
+from serve_app.tracing.request import call_trace
+from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Dispatcher:
         block_size: int,
         count_retry: Callable[[bool], None],
         caller: str,
+        tracer: Tracer | None = None,
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
@@ -65,6 +68,7 @@ class Dispatcher:
         self._block_size = block_size
         self._count_retry = count_retry
         self._caller = caller
+        self._tracer = tracer
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
@@ -85,7 +89,7 @@ class Dispatcher:
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
             route = route_of(current, losses + refusals + moves + sent_back, avoid, dead, sent_back)
-            reservation = _Reservation(self._core, self._decisions, route)
+            reservation = Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
                 async with aclosing(self._attempt(current, route, reservation)) as chunks:
@@ -142,10 +146,11 @@ class Dispatcher:
         )
 
     async def _attempt(
-        self, generation: Generation, route: RoutedRequest, reservation: _Reservation
+        self, generation: Generation, route: RoutedRequest, reservation: Reservation
     ) -> AsyncGenerator[wire.GenerateChunk, None]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
+        trace = call_trace(self._tracer, generation.traceparent, route.request_id)
         call = wire.GenerateCall(
             request_id=route.request_id,
             caller=self._caller,
@@ -162,6 +167,7 @@ class Dispatcher:
             grammar=generation.grammar,
             resumed_tokens=generation.resumed_tokens,
             keep=generation.keep,
+            traceparent="" if trace is None else trace.traceparent,
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
@@ -173,6 +179,8 @@ class Dispatcher:
                 chunk = wire.decode_chunk(data)
                 if chunk.cached_tokens is not None:
                     reservation.delivered(chunk.cached_tokens, time.perf_counter() - started_s)
+                if trace is not None:
+                    trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
                 yield chunk
             finished = True
         except BackPressureError as error:
@@ -193,6 +201,8 @@ class Dispatcher:
             if not finished:
                 cancel_call(stream)
             reservation.end()
+            if trace is not None:
+                trace.end(reservation.decision)
 
 
 def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
@@ -207,50 +217,6 @@ def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
     assigned = stream._replica_result_future
     if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
         assigned.result().cancel()
-
-
-class _Reservation:
-    """What the router decided and reserved for one call; ending it again is harmless."""
-
-    def __init__(self, core: RoutingCore, decisions: RecentDecisions, route: RoutedRequest) -> None:
-        self._core = core
-        self._decisions = decisions
-        self._route = route
-        self._ended = False
-        self._decision: Decision | None = None
-
-    @property
-    def replica_id(self) -> str:
-        """The replica the router chose, "" when it chose none."""
-        return self._decision.replica_id if self._decision is not None else ""
-
-    def delivered(self, cached_tokens: int, ttft_s: float) -> None:
-        """The first token came: count what was reused, and end the reservation."""
-        if not self._ended:
-            self.end()
-            if self._decision is not None:
-                route = self._route
-                self._core.record_delivered(
-                    self._decision, cached_tokens, ttft_s, route.block_hashes, stored=route.store_kv
-                )
-
-    def sent_back(self, load: LoadReport) -> None:
-        """The replica has more to do than was known: learn it, and free what was reserved there."""
-        if self._take() and self._decision is not None:
-            self._core.sent_back(self._decision, load)
-
-    def end(self) -> None:
-        """Free what was reserved."""
-        if self._take() and self._decision is not None:
-            self._core.release(self._decision)
-
-    def _take(self) -> bool:
-        """Take the decision; False when it was taken before."""
-        if self._ended:
-            return False
-        self._ended = True
-        self._decision = self._decisions.take(self._route.request_id)
-        return True
 
 
 class _ReplicaLost(Exception):

@@ -19,6 +19,7 @@ class Generation:
     prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
     to keep, the shortest first. ``prompt_ref``: the version of a registered prompt that it begins with, "" for none.
     ``system_chars``: of the formatted system prompt, 0 for none.
+    ``traceparent``: W3C's, of the request's span; "": it is not traced.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Generation:
     keep: tuple[KeptPrefix, ...] = ()
     prompt_ref: str = ""
     system_chars: int = 0
+    traceparent: str = ""
 
     @property
     def public(self) -> bool:

@@ -48,6 +48,7 @@ from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.tracing.tracer import open_tracer
 from serve_app.usage.ledger import Ledger
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
     caller = ray.get_runtime_context().get_actor_name() or ""
-    dispatcher = Dispatcher(replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller)
+    tracer = open_tracer(config.otlp_endpoint, "ingress", context.replica_id.unique_id)
+    dispatcher = Dispatcher(
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer
+    )
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
@@ -153,6 +157,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         stopping=stopping,
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=UsageBook(ledger, broadcast.ingresses),
+        tracer=tracer,
     )
     return services
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
@@ -17,8 +16,6 @@ from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.tool_calls import NO_TOOLS
-from serve_app.api.unknown import UnknownField, ignored_fields
-from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import Allowance
@@ -26,21 +23,20 @@ from serve_app.generation.answer import Piece, TokenSource, answer_pieces
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.request_usage import RequestUsage
-from serve_app.generation.saves import SAVE_FIELD, save_warning
 from serve_app.generation.tool_calls.forced import forced_calls
-from serve_app.generation.tool_calls.pieces import WholeChoice
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
-from serve_app.ingress.http import TimedStream, json_response, until_disconnect
+from serve_app.ingress.answers import Answer, events, warning_headers, whole
+from serve_app.ingress.http import TimedStream, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.observe.tracing import trace_of
 from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
 from serve_app.misses.detector import MissDetector
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.tracing.request import RequestTrace
 from serve_app.usage.ledger import Ledger
-
-logger = logging.getLogger(__name__)
 
 PROMPT_HEADER = "x-warmpath-prompt"
 """Of an answer: the version of the registered prompt that it begins with."""
@@ -102,7 +98,8 @@ class Completions:
         # Internal ids are ours: two clients may send the same x-request-id.
         answer_id = uuid.uuid4().hex
         body_bytes, timeout_s, allowance = arrival.body_bytes, self.request_timeout_s, arrival.allowance
-        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s)
+        trace = trace_of(request)
+        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s, trace)
         generations = await until_disconnect(request, begun)
         place = arrival.hand_over()
         try:
@@ -113,16 +110,16 @@ class Completions:
             )
             usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
             pieces = self._timed(
-                pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance, usage
+                pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance, usage, trace
             )
             head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
-            answer = _Answer(answer_format, head, pieces, len(generations), usage, tells)
+            answer = Answer(answer_format, head, pieces, len(generations), usage, tells)
             ref = generations[0].prompt_ref
             version = {PROMPT_HEADER: ref} if ref else {}
             if not wanted.stream:
-                whole = await until_disconnect(request, _collect(answer, wanted.unknown))
-                whole.headers.update(version)
-                return whole
+                response = await until_disconnect(request, whole(answer, wanted.unknown))
+                response.headers.update(version)
+                return response
             try:
                 # Errors before the first token still have a status of their own.
                 first = await until_disconnect(request, anext(pieces))
@@ -136,7 +133,12 @@ class Completions:
         headers = {**sse.HEADERS, **version, **warning_headers(first.save, wanted.unknown, usage.asked_by)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + timeout_s + LAST_EVENT_S
-        return TimedStream(self._events(answer, first), headers, media_type=sse.CONTENT_TYPE, deadline_s=deadline_s)
+        return TimedStream(
+            events(answer, first, self._metrics.disconnects.inc),
+            headers,
+            media_type=sse.CONTENT_TYPE,
+            deadline_s=deadline_s,
+        )
 
     async def _begin(
         self,
@@ -146,16 +148,24 @@ class Completions:
         answer_id: str,
         arrived_s: float,
         timeout_s: float,
+        trace: RequestTrace | None,
     ) -> list[Generation]:
         """Wait for the request's turn, then make its generations, and reserve their tokens.
 
         Raises a WarmpathError when there is no time left, or no token.
         """
         deadline_s = arrived_s + timeout_s
+        if trace is not None:
+            trace.stage("read")
         try:
             async with self._stopping.limit(deadline_s - time.perf_counter()):
                 await arrival.turn(wanted.choices)
+                if trace is not None:
+                    trace.stage("wait")
                 generations = await self._preparer.prepare(wanted, tenant, answer_id, deadline_s=deadline_s)
+                if trace is not None:
+                    trace.stage("prepare")
+                    generations = [replace(each, traceparent=trace.traceparent) for each in generations]
         except TimeoutError as error:
             raise self._out_of_time(timeout_s) from error
         prompt_tokens = sum(len(generation.token_ids) for generation in generations[:: wanted.n])
@@ -173,6 +183,7 @@ class Completions:
         body_bytes: int,
         allowance: Allowance,
         usage: RequestUsage,
+        trace: RequestTrace | None,
     ) -> AsyncGenerator[Piece, None]:
         """Pass pieces on, counting; raises a WarmpathError when there is no time left for more."""
         metrics, name = self._metrics, tenant.name
@@ -224,11 +235,15 @@ class Completions:
                         miss = self._misses.observe(generation, piece.cached_tokens, arrived_s, now_s)
                         if miss is not None and wanted.cache_diagnostics and piece.index == 0:
                             usage.miss = miss
-        except WarmpathError:
+        except WarmpathError as error:
             refused = not last_s
+            if trace is not None:
+                trace.failed(error.code or type(error).__name__)
             raise
         finally:
             metrics.in_flight.dec()
+            if trace is not None:
+                trace.used(wanted.answering_model, usage.total())
             allowance.end(refused=refused)
             if last_s:  # where nothing was answered, what it cost is not known, and it was not free
                 self._ledger.answer(*used, output_tokens)
@@ -239,80 +254,8 @@ class Completions:
             return self._stopping.broken_off()
         return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
-    async def _events(self, answer: _Answer, first: Piece) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events; what is ready together for one piece leaves in one write."""
-        stream, pieces, usage = answer.format.stream(answer.head), answer.pieces, answer.usage
-        opened: set[int] = set()
-
-        def framed(piece: Piece) -> bytes:
-            usage.add(piece)
-            events = b""
-            if piece.index not in opened:
-                opened.add(piece.index)
-                events += stream.opening(piece.index, usage.total())
-            if piece.text or piece.logprobs:
-                events += stream.text(piece.index, piece.text, piece.logprobs)
-            for call in piece.calls:
-                events += stream.call(piece.index, call)
-            if piece.finish_reason is not None:
-                events += stream.finish(piece.index, piece.finish_reason, piece.stop_sequence)
-            return events
-
-        try:
-            async with aclosing(pieces):
-                yield framed(first)
-                async for piece in pieces:
-                    events = framed(piece)
-                    if events:
-                        yield events
-        except WarmpathError as error:
-            yield stream.error(error)
-        except Exception:
-            logger.exception("stream %s failed", answer.head.answer_id)
-            yield stream.error(GenerationFailed("The answer broke off because of a fault on the server."))
-        except BaseException:  # the client left: the stream was closed or its task cancelled
-            self._metrics.disconnects.inc()
-            raise
-        else:
-            await usage.know_miss()
-            yield stream.usage(usage.total())
-
-
-async def _collect(answer: _Answer, unknown: Sequence[UnknownField]) -> Response:
-    choices = [WholeChoice(tells_logprobs=answer.tells_logprobs) for _ in range(answer.choices)]
-    async with aclosing(answer.pieces) as pieces:
-        async for piece in pieces:
-            answer.usage.add(piece)
-            choices[piece.index].add(piece)
-    await answer.usage.know_miss()
-    body = answer.format.whole(answer.head, [choice.choice() for choice in choices], answer.usage.total())
-    return json_response(body, headers=warning_headers(answer.usage.save, unknown, answer.usage.asked_by))
-
 
 def use_of(wanted: GenerateRequest, tenant: str) -> Use:
     """Return the way in which a request asks for its prompt."""
     chat = isinstance(wanted, ChatRequest) and wanted.apply_chat_template
     return Use(tenant, wanted.model, wanted.lora_name, wanted.cache_salt, chat)
-
-
-def warning_headers(
-    save: SaveResult | None, unknown: Sequence[UnknownField], asked_by: str = SAVE_FIELD
-) -> dict[str, str]:
-    """Return ``x-warmpath-warning`` where something that was asked for could not be had; the answer itself is whole.
-
-    ``asked_by``: the field that asked to save.
-    """
-    warning = "; ".join(filter(None, (save_warning(save, asked_by), ignored_fields(unknown))))
-    return {"x-warmpath-warning": warning} if warning else {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One request's answer while it comes. ``choices``: how many there are, over all prompts."""
-
-    format: AnswerFormat
-    head: AnswerHead
-    pieces: AsyncGenerator[Piece, None]
-    choices: int
-    usage: RequestUsage
-    tells_logprobs: bool

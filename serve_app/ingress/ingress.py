@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -51,6 +52,8 @@ class Ingress:
         """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
         ended = await self._services.stopping.run(timeout_s)
         await self._services.usage.flush()
+        if self._services.tracer is not None:
+            await asyncio.to_thread(self._services.tracer.close)
         return ended
 
     async def merge_adapters(self, entries: list[AdapterEntry]) -> None:

@@ -47,6 +47,7 @@ from serve_app.prompts.registry import Prompts
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Services:
     stopping: Stopping
     history: MessageHistory
     usage: UsageBook
+    tracer: Tracer | None = None
 
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""

@@ -36,6 +36,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     ``lora_path``: where a replica that lacks the adapter ``scope.lora`` finds it. ``timeout_s``: how long it may
     still take, counted by the replica from the call on: no two clocks are compared. ``interval_s``: between chunks.
     ``store_kv``, ``resumed_tokens``, ``keep``: as in ``EngineRequest``. ``grammar``: in llguidance's form, "" for none.
+    ``traceparent``: W3C's, of the span that the replica's are children of; "": not traced.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     grammar: str = ""
     resumed_tokens: int = 0
     keep: tuple[KeptPrefix, ...] = ()
+    traceparent: str = ""
 
     def to_engine_request(
         self, block_hashes: bytes, router_id: str, reservation: int, matcher: TokenMatcher | None = None

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.protocol import Clock, Engine, EngineError, EngineRequest, RemoteKv
 from serve_app.replica.pull_metrics import Outcome, PullMeters, Refusal
+from serve_app.tracing.replica import PullTrace, ReplicaTrace
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ Fetch = Callable[[str, WantedPart], Awaitable[PulledPart]]
 
 @dataclass(slots=True)
 class _Pull:
-    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain."""
+    """One pull of blocks ``first`` to ``last`` - 1 of a request's chain. ``traces``: of those that wait for it."""
 
     request: EngineRequest
     holder: str
@@ -86,6 +87,7 @@ class _Pull:
     deadline_s: float
     remote_kv: RemoteKv
     held: int = 0
+    traces: list[PullTrace] = field(default_factory=list)
 
 
 class PullRate:
@@ -136,7 +138,9 @@ class Puller:
         """The rate that routers are told; 0.0 when this replica pulls nothing."""
         return self._rate.tokens_per_s(self._clock()) if self._settings.enabled else 0.0
 
-    def begin(self, request: EngineRequest, holder: str, tokens: int) -> RemoteKv | None:
+    def begin(
+        self, request: EngineRequest, holder: str, tokens: int, trace: ReplicaTrace | None = None
+    ) -> RemoteKv | None:
         """Decide again, with what is known here, and begin the copy of a prompt's first ``tokens`` from ``holder``.
 
         Returns what the request has to wait for; None: nothing. Requests whose prefix is on its way already wait for
@@ -151,6 +155,8 @@ class Puller:
             common = min(common_blocks(pull.request.block_hashes, request.block_hashes), pull.last, usable)
             if (common - max(held, pull.first)) * size >= self._settings.min_tokens and pull.first <= held:
                 self.meters.joined += 1
+                if trace is not None:
+                    pull.traces.append(trace.pull(pull.holder, common * size, joined=True))
                 return RemoteKv(common * size, of=pull.remote_kv)
         if not holder:
             return None
@@ -164,6 +170,8 @@ class Puller:
         compute_s = (last - held) * size / prefill_rate if prefill_rate else UNKNOWN_DEADLINE_S
         pull = _Pull(request, holder, held, last, max(compute_s, LEAST_DEADLINE_S), RemoteKv(last * size), held=held)
         self.meters.begun += 1
+        if trace is not None:
+            pull.traces.append(trace.pull(holder, (last - held) * size, joined=False))
         task = asyncio.get_running_loop().create_task(self._run(pull))
         self._under_way[task] = pull
         task.add_done_callback(self._under_way.pop)
@@ -212,6 +220,8 @@ class Puller:
             self.meters.ended[outcome] += 1
             self.meters.tokens += tokens
             self.meters.seconds.observe(duration_s)
+            for trace in pull.traces:
+                trace.end(outcome, tokens)
             pull.remote_kv.end()
             self._engine.wake()
 

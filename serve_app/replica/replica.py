@@ -50,6 +50,8 @@ from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import load_now, report
 from serve_app.replica.token_streams import TokenStream, merged
 from serve_app.structured.compiler import GrammarError
+from serve_app.tracing.replica import replica_trace
+from serve_app.tracing.tracer import open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,9 @@ class Replica:
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._streams: dict[str, TokenStream] = {}
         self._stopping = False
+        self._tracer = open_tracer(self._config.otlp_endpoint, "replica", self._replica_id)
+        if self._tracer is not None:
+            self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
         peers = open_peers()
         info = await asyncio.to_thread(load_served_model, self._config)
         self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
@@ -208,18 +213,21 @@ class Replica:
             decision.reservation if decision is not None else 0,
             matcher,
         )
+        trace = replica_trace(self._tracer, call.traceparent, self._replica_id, len(request.token_ids))
         if request.store_kv:  # a copy would stay here for its sake
             holder, tokens = (decision.pull_from, decision.pull_tokens) if decision is not None else ("", 0)
-            remote_kv = self._puller.begin(request, holder, tokens)
+            remote_kv = self._puller.begin(request, holder, tokens, trace)
             if remote_kv is not None:
                 request = replace(request, remote_kv=remote_kv)
-        stream = TokenStream(call.interval_s)
+        stream = TokenStream(call.interval_s, trace)
         self._streams[call.request_id] = stream
         self._callers.began(call.caller, call.request_id)
         ended = False
         try:
             try:
                 await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                if trace is not None:
+                    trace.submitted()
             except (EngineError, ValueError) as error:
                 ended = True
                 yield wire.encode(self._refusal(error))
@@ -231,6 +239,8 @@ class Replica:
         finally:
             self._streams.pop(call.request_id, None)
             self._callers.ended(call.caller, call.request_id)
+            if trace is not None:
+                trace.end()
             if not ended or self._lifecycle.over:
                 self._engine.cancel(call.request_id)
 

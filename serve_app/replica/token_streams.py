@@ -9,25 +9,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from serve_app.engine.protocol import EngineOutput, TokenLogprob
+from serve_app.tracing.replica import ReplicaTrace
 
 
 class TokenStream:
     """Outputs of one request that its consumer has not taken yet; tokens that wait together leave together.
 
-    Between the first output and the last one the consumer is woken every ``interval_s`` at most.
+    Between the first output and the last one the consumer is woken every ``interval_s`` at most. ``trace`` sees each.
     """
 
-    __slots__ = ("_due_s", "_interval_s", "_outputs", "_ready")
+    __slots__ = ("_due_s", "_interval_s", "_outputs", "_ready", "_trace")
 
-    def __init__(self, interval_s: float = 0.0) -> None:
+    def __init__(self, interval_s: float = 0.0, trace: ReplicaTrace | None = None) -> None:
         self._outputs: deque[EngineOutput] = deque()
         self._ready = asyncio.Event()
         self._interval_s = interval_s
         self._due_s = 0.0
+        self._trace = trace
 
     def push(self, output: EngineOutput) -> None:
         """Add one output, and wake the consumer where it is due."""
         self._outputs.append(output)
+        if self._trace is not None:
+            self._trace.saw(output)
         if output.finish_reason is not None or time.monotonic() >= self._due_s:
             self._ready.set()
 

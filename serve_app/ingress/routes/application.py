@@ -21,6 +21,7 @@ from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
 from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
+from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.prompts.admin import PromptBody
 from serve_app.ingress.routes import adapters, anthropic, models, openai, operations, prompts, usage
 from serve_app.ingress.services import Services
@@ -45,6 +46,8 @@ def make_application(services: Services) -> FastAPI:
         redirect_slashes=False,  # Starlette would redirect to whatever host the client names
         exception_handlers={HTTPException: _no_such_route},
     )
+    if services.tracer is not None:
+        application.add_middleware(TraceRequests, tracer=services.tracer)
     application.add_middleware(CountAnswers, stopping=services.stopping)
     application.state.services = services
     for router in ROUTERS:

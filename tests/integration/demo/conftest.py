@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +14,15 @@ import pytest
 
 from benchmarks.common.server import instance
 from tests.integration.conftest import START, alone
+from tests.serve_app.tracing.spans import Collector, collecting
 
 ROOT = Path(__file__).parents[3]
+EXPORTER = importlib.util.find_spec("opentelemetry.exporter.otlp") is not None
 
 _BENCHMARK = """
-import time
+import sys, time
 from benchmarks.common.server import instance
-settings = ("dtype=float32", "policy=round_robin", "served_model_name=second", "strict=true")
+settings = ["dtype=float32", "policy=round_robin", "served_model_name=second", "strict=true", *sys.argv[1:]]
 with instance("--model", "demo", *(f"--set={setting}" for setting in settings)) as url:
     print(url, flush=True)
     time.sleep(3600)
@@ -34,21 +38,25 @@ def url() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """An instance that a benchmark of its own process started, and that process."""
+    """An instance that a benchmark of its own process started, and that process; ``collector`` gets its traces."""
 
     url: str
+    collector: Collector
     benchmark: subprocess.Popen[str]
 
 
 @pytest.fixture(scope="package")
 def second() -> Iterator[Second]:
     """Two strict replicas beside the other instance's, to which requests go in turn, whatever they hold."""
-    with START:
-        benchmark = subprocess.Popen([sys.executable, "-c", _BENCHMARK], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert benchmark.stdout is not None
-        url = benchmark.stdout.readline().strip()
-    try:
-        yield Second(url, benchmark)
-    finally:
-        benchmark.terminate()
-        benchmark.wait(240)
+    with collecting() as collector:
+        traces = [f"otlp_endpoint={collector.url}"] if EXPORTER else []
+        command, env = [sys.executable, "-c", _BENCHMARK, *traces], {**os.environ, "NO_PROXY": "127.0.0.1"}
+        with START:
+            benchmark = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
+            assert benchmark.stdout is not None
+            url = benchmark.stdout.readline().strip()
+        try:
+            yield Second(url, collector, benchmark)
+        finally:
+            benchmark.terminate()
+            benchmark.wait(240)

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.common.prompts import text_of
 from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
-from tests.integration.demo.conftest import Second
+from tests.integration.demo.conftest import EXPORTER, Second
+from tests.serve_app.tracing.spans import Seen
 
 pytestmark = pytest.mark.integration
 
@@ -32,8 +33,8 @@ def body(system: str, question: str, model: str = "demo", **extra: object) -> di
     return {"model": model, "temperature": 0, "max_tokens": 6, "messages": messages, **extra}
 
 
-async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
-    answer = await client.post(CHAT, json=request)
+async def ask(client: httpx.AsyncClient, request: dict[str, Any], **headers: str) -> dict[str, Any]:
+    answer = await client.post(CHAT, json=request, headers=headers)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -64,15 +65,57 @@ def test_a_hot_prefix_is_pulled_and_answers_are_equal(second: Second) -> None:
             await ask(client, first)
             await asyncio.to_thread(wait_until_cached, url, first, PREFIX_TOKENS - 16)
             requests = [body(system, text(40, 100 + question), "second") for question in range(1, 13)]
-            answers = await asyncio.gather(*(ask(client, request) for request in requests))
+            asked = (ask(client, request, traceparent=parent_of(number)) for number, request in enumerate(requests))
+            answers = await asyncio.gather(*asked)
             cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
             assert min(cached) >= PREFIX_TOKENS - 16, cached
             await asyncio.to_thread(eventually, lambda: ended(url, "whole") == 1)
             for number in (-2, -1):
                 computed = await ask(client, {**requests[number], "cache_salt": f"alone {number}"})
                 assert computed["choices"] == answers[number]["choices"]
+            if EXPORTER:
+                await asyncio.to_thread(traces_are_whole, second, len(requests))
 
     asyncio.run(run())
+
+
+def parent_of(number: int) -> str:
+    """The ``traceparent`` of one request's client."""
+    return f"00-{number + 1:032x}-{number + 1:016x}-01"
+
+
+def traces_are_whole(second: Second, requests: int) -> None:
+    """Each request is one trace below its client's span, through the processes; one of them pulled."""
+
+    def traces() -> list[dict[str, Seen]]:
+        numbers = [f"{number + 1:032x}" for number in range(requests)]
+        return [{span.name: span for span in second.collector.spans() if span.trace_id == each} for each in numbers]
+
+    # A collector gets a process's spans some seconds later.
+    eventually(lambda: all({"call", "decode", f"POST {CHAT}"} <= trace.keys() for trace in traces()))
+    for number, trace in enumerate(traces()):
+        root, call, replica = trace[f"POST {CHAT}"], trace["call"], trace["replica"]
+        assert root.parent_id == f"{number + 1:016x}"
+        for name, parent in {
+            "read": root,
+            "wait": root,
+            "prepare": root,
+            "call": root,
+            "decision": call,
+            "replica": call,
+            "queue": replica,
+            "prefill": replica,
+            "decode": replica,
+        }.items():
+            part = trace.pop(name)
+            assert part.parent_id == parent.span_id, name
+            assert parent.start_ns <= part.start_ns <= part.end_ns <= parent.end_ns, name  # one machine's clock
+            role = "ingress" if parent is root or name == "decision" else "replica"
+            assert second.collector.roles[part.span_id] == role
+        assert root.attributes["gen_ai.usage.cache_read.input_tokens"] >= PREFIX_TOKENS - 16
+    waited = [trace["pull"] for trace in traces() if "pull" in trace]
+    copied = [pull.attributes for pull in waited if not pull.attributes["warmpath.joined"]]
+    assert [(pull["warmpath.outcome"], pull["warmpath.pulled_tokens"] > 5000) for pull in copied] == [("whole", True)]
 
 
 def test_a_killed_holder_costs_time_only(url: str) -> None:

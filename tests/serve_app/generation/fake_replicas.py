@@ -21,6 +21,7 @@ from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica import messages as wire
+from serve_app.tracing.tracer import Tracer
 
 BLOCK = 4
 SCOPE = PrefixScope("m", "", b"salt")
@@ -45,7 +46,9 @@ class FakeResult:
 class FakeHandle:
     """A Serve handle whose router is a real RoutingCore; counts which calls were sent again."""
 
-    def __init__(self, chunks: Chunks, replicas: Sequence[str] = ("a", "b", "c", "d", "e")) -> None:
+    def __init__(
+        self, chunks: Chunks, replicas: Sequence[str] = ("a", "b", "c", "d", "e"), tracer: Tracer | None = None
+    ) -> None:
         self.core = RoutingCore("router", RouterSettings(block_size=BLOCK))
         self.core.update_replicas(list(replicas))
         self.chunks = chunks
@@ -57,7 +60,7 @@ class FakeHandle:
         self.assigned = asyncio.Event()
         self.dispatcher = Dispatcher(
             self,  # type: ignore[arg-type]
-            self.core, self.decisions, BLOCK, self.after_first_token.append, "me",
+            self.core, self.decisions, BLOCK, self.after_first_token.append, "me", tracer,
         )  # fmt: skip
 
     def options(self, **_: Any) -> FakeHandle:

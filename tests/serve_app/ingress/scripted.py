@@ -34,6 +34,7 @@ from serve_app.misses.detector import MissDetector
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
+from serve_app.tracing.tracer import Tracer
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Script:
 
 
 @contextmanager
-def scripted(path: Path) -> Iterator[tuple[str, Script]]:
+def scripted(path: Path, tracer: Tracer | None = None) -> Iterator[tuple[str, Script]]:
     """Serve a checkpoint's tokenizer on loopback; yield the base URL and the script."""
     info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
     script, secret = Script(tokenizer), b"s" * 32
@@ -92,6 +93,7 @@ def scripted(path: Path) -> Iterator[tuple[str, Script]]:
         "workers": FairWorkers(shares),
         "guard": RouteGuard(tenants, metrics, stopping),
         "base_model": model_body("demo", 0, 8192),
+        "tracer": tracer,
         "completions": Completions(
             preparer,
             script,

@@ -33,6 +33,7 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
 
     replica: Any = SimpleNamespace(
         _replica_id="me",
+        _tracer=None,
         _lifecycle=SimpleNamespace(over=False),
         _engine=SimpleNamespace(load=lambda: LOAD, adapters=lambda: ()),
         _adapters=SimpleNamespace(load_s=0.5),

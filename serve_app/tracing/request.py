@@ -1,0 +1,120 @@
+"""One request's spans in its ingress: its stages, and each call to a replica with the decision that it went by.
+
+Attributes hold counts, names and reasons: no text of prompts or answers, no key, no salt. A tenant is named as metrics
+name it to operators.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from router.protocol.request import Decision
+from serve_app.api.format import Usage
+from serve_app.tracing.tracer import Tracer, traceparent_of
+
+
+class RequestTrace:
+    """One request from its arrival to its answer's last byte; ``traceparent`` is "" where it is not sampled."""
+
+    def __init__(self, tracer: Tracer, method: str, route: str, headers: Mapping[str, str], request_id: str) -> None:
+        attributes = {"http.request.method": method, "http.route": route, "warmpath.request_id": request_id}
+        self._tracer = tracer
+        self._at_ns = time.time_ns()
+        self._span = tracer.begin(f"{method} {route}", headers, SpanKind.SERVER, self._at_ns, attributes)
+        self.traceparent = traceparent_of(self._span)
+
+    def stage(self, name: str) -> None:
+        """End a stage, which began with the request or where the one before ended."""
+        began_ns, self._at_ns = self._at_ns, time.time_ns()
+        self._tracer.record(name, self._span, began_ns, self._at_ns)
+
+    def used(self, model: str, usage: Usage) -> None:
+        """Tell what was asked, and what it took."""
+        if not self._span.is_recording():
+            return  # pieces that nobody took may end after the request
+        self._span.set_attributes(
+            {
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
+            }
+        )
+
+    def failed(self, code: str) -> None:
+        """Tell what broke the answer off."""
+        if self._span.is_recording():
+            self._span.set_attribute("error.type", code)
+            self._span.set_status(Status(StatusCode.ERROR))
+
+    def end(self, tenant: str | None, status: int | None, *, whole: bool) -> None:
+        """The answer was sent, or nobody takes more of it. ``tenant``: None if no key was valid."""
+        self._span.set_attribute("warmpath.tenant", tenant or "none")
+        if status is not None:
+            self._span.set_attribute("http.response.status_code", status)
+            if status >= 400:
+                self._span.set_attribute("error.type", str(status))
+        if not whole:
+            self.failed("unfinished")
+        elif status is not None and status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+class CallTrace:
+    """One call to a replica: each choice has one, and one that was sent again several.
+
+    ``call_id``: as replicas log it; its last part counts how often it was sent.
+    """
+
+    def __init__(self, tracer: Tracer, traceparent: str, call_id: str) -> None:
+        self._tracer = tracer
+        self._began_ns = time.time_ns()
+        attributes = {"warmpath.call_id": call_id}
+        self._span = tracer.begin("call", {"traceparent": traceparent}, SpanKind.CLIENT, self._began_ns, attributes)
+        self._delivered_tokens: int | None = None
+        self._outcome = ""
+        self.traceparent = traceparent_of(self._span)
+
+    def saw(self, cached_tokens: int | None, outcome: str | None) -> None:
+        """Tokens came, or what ended the call: ``cached_tokens`` with the first ones, ``outcome`` with the last."""
+        if cached_tokens is not None:
+            self._delivered_tokens = cached_tokens
+            self._span.add_event("first_token")
+        self._outcome = outcome or self._outcome
+
+    def end(self, decision: Decision | None) -> None:
+        """The call is over, by an outcome or by the exception that is being handled.
+
+        ``decision``: None if there was none, as no replica could take it.
+        """
+        now_ns, raised = time.time_ns(), sys.exc_info()[1]
+        if raised is not None and not isinstance(raised, GeneratorExit):
+            self._outcome = self._outcome or type(raised.__cause__ or raised).__name__
+        self._span.set_attribute("warmpath.outcome", self._outcome or "closed")
+        if decision is not None:
+            # The router's clock is this process's monotonic one.
+            decided_ns = now_ns - int((time.monotonic() - decision.decided_s) * 1e9)
+            attributes: dict[str, str | int | float | bool] = {
+                "warmpath.replica": decision.replica_id,
+                "warmpath.reason": decision.reason,
+                "warmpath.best_cached_tokens": decision.best_cached_tokens,
+                "warmpath.selected_cached_tokens": decision.selected_cached_tokens,
+                "warmpath.estimated_ttft_s": decision.estimated_ttft_s,
+            }
+            if self._delivered_tokens is not None:
+                attributes["warmpath.delivered_cached_tokens"] = self._delivered_tokens
+            if decision.pull_from:
+                attributes["warmpath.pull_from"] = decision.pull_from
+                attributes["warmpath.pull_tokens"] = decision.pull_tokens
+            self._tracer.record("decision", self._span, self._began_ns, decided_ns, attributes)
+        self._span.end(now_ns)
+
+
+def call_trace(tracer: Tracer | None, traceparent: str, call_id: str) -> CallTrace | None:
+    """Return a call's trace, None where its request has none."""
+    return CallTrace(tracer, traceparent, call_id) if tracer is not None and traceparent else None

@@ -1,0 +1,126 @@
+"""Spans that tests look at: recorded in this process, or sent to a collector on loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import Sampler
+
+from serve_app.tracing.tracer import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One span that has ended. ``parent_id``: "" for a root; ``failed``: its status is an error."""
+
+    name: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    failed: bool = False
+
+
+class Recorded:
+    """A tracer whose spans stay in this process."""
+
+    def __init__(self, sampler: Sampler | None = None) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = Tracer(provider)
+
+    def spans(self) -> list[Seen]:
+        """What has ended, in that order."""
+        return [
+            Seen(
+                span.name,
+                f"{span.context.trace_id:032x}",
+                f"{span.context.span_id:016x}",
+                "" if span.parent is None else f"{span.parent.span_id:016x}",
+                span.start_time or 0,
+                span.end_time or 0,
+                dict(span.attributes or {}),
+                not span.status.is_ok,
+            )
+            for span in self._exporter.get_finished_spans()
+            if span.context is not None
+        ]
+
+
+class Collector:
+    """An OTLP collector on loopback; ``paths``: where it was posted to. ``roles``: of the processes, by span's id."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.roles: dict[str, str] = {}
+        self._spans: list[Seen] = []
+        self._lock = threading.Lock()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                collector.take(self.path, body)
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def take(self, path: str, body: bytes) -> None:
+        """Take one export."""
+        found = ExportTraceServiceRequest.FromString(body)
+        with self._lock:
+            self.paths.append(path)
+            for resource in found.resource_spans:
+                of = {each.key: each.value.string_value for each in resource.resource.attributes}
+                for span in (span for scope in resource.scope_spans for span in scope.spans):
+                    attributes = {
+                        each.key: getattr(each.value, str(each.value.WhichOneof("value"))) for each in span.attributes
+                    }
+                    ids = (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex())
+                    seen = Seen(span.name, *ids, span.start_time_unix_nano, span.end_time_unix_nano, attributes)
+                    self._spans.append(seen)
+                    self.roles[seen.span_id] = of["warmpath.role"]
+
+    def spans(self) -> list[Seen]:
+        """All spans so far."""
+        with self._lock:
+            return list(self._spans)
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """Run a collector."""
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        collector.server.shutdown()
+        collector.server.server_close()
+        thread.join(60)
+
+
+def by_name(spans: list[Seen]) -> dict[str, Seen]:
+    """The spans by their names, of which each is there once."""
+    found = {span.name: span for span in spans}
+    assert len(found) == len(spans), [span.name for span in spans]
+    return found

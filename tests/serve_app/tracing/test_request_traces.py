@@ -1,0 +1,195 @@
+"""One request's spans over ingress, router and replica: one trace, each part inside the one that it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.exceptions import ActorDiedError
+
+from router.protocol.request import RoutedRequest
+from serve_app.engine.protocol import EngineOutput
+from serve_app.errors import GenerationFailed
+from serve_app.generation.generation import Tokens
+from serve_app.replica import messages as wire
+from serve_app.replica.token_streams import TokenStream
+from serve_app.tracing.replica import replica_trace
+from serve_app.tracing.request import RequestTrace
+from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation, ids, lost_once, whole
+from tests.serve_app.ingress.scripted import scripted
+from tests.serve_app.tracing.spans import Recorded, Seen, by_name
+
+PAGE = Path(__file__).parents[3] / "docs/tracing.md"
+
+
+def of_request(recorded: Recorded, handle: FakeHandle) -> list[Tokens]:
+    """Send one generation, as an ingress does whose request is traced."""
+    trace = RequestTrace(recorded.tracer, "POST", "/v1/completions", {}, "mine")
+    assert trace.traceparent
+
+    async def collect() -> list[Tokens]:
+        trace.stage("prepare")
+        asked = replace(generation(), traceparent=trace.traceparent)
+        return [tokens async for tokens in handle.dispatcher.generate(asked)]
+
+    try:
+        return asyncio.run(collect())
+    finally:
+        trace.end("acme", 200, whole=True)
+
+
+def traced_replica(recorded: Recorded) -> Any:
+    """What a replica does of a call: its trace, and a stream that sees outputs."""
+
+    async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
+        trace = replica_trace(recorded.tracer, call.traceparent, replica, route.prompt_tokens)
+        assert trace is not None
+        stream = TokenStream(trace=trace)
+        pull = trace.pull("b", 8, joined=False)
+        trace.submitted()
+        pull.end("whole", 8)
+        stream.push(EngineOutput("r", (1,), cached_tokens=8, queue_s=0.0))
+        stream.push(EngineOutput("r", (2, 3), finish_reason="length"))
+        trace.end()
+        async for chunk in answer(call, route, replica):
+            yield chunk
+
+    return chunks
+
+
+def inside(child: Seen, parent: Seen) -> bool:
+    return (
+        child.trace_id == parent.trace_id
+        and child.parent_id == parent.span_id
+        and parent.start_ns <= child.start_ns <= child.end_ns <= parent.end_ns
+    )
+
+
+def test_one_request_is_one_trace() -> None:
+    """From the ingress to the replica's decode; parts of one after the other follow each other without overlap."""
+    recorded = Recorded()
+    handle = FakeHandle(traced_replica(recorded), tracer=recorded.tracer)
+    assert ids(of_request(recorded, handle)) == whole()
+    spans = by_name(recorded.spans())
+    root = spans["POST /v1/completions"]
+    assert root.parent_id == ""
+    for name, parent in {
+        "prepare": root,
+        "call": root,
+        "decision": spans["call"],
+        "replica": spans["call"],
+        "queue": spans["replica"],
+        "pull": spans["replica"],
+        "prefill": spans["replica"],
+        "decode": spans["replica"],
+    }.items():
+        assert inside(spans[name], parent), name
+    assert set(spans) == {root.name, *"prepare call decision replica queue pull prefill decode".split()}
+    assert spans["prepare"].end_ns <= spans["call"].start_ns
+    assert spans["decision"].start_ns == spans["call"].start_ns
+    queue, prefill, decode = spans["queue"], spans["prefill"], spans["decode"]
+    assert queue.start_ns == spans["replica"].start_ns
+    assert (queue.end_ns, prefill.end_ns) == (prefill.start_ns, decode.start_ns)
+    assert (decode.attributes["gen_ai.usage.output_tokens"], spans["replica"].attributes["warmpath.finish_reason"]) == (
+        3,
+        "length",
+    )
+    assert prefill.attributes == {"warmpath.cached_tokens": 8, "warmpath.computed_tokens": 2}
+    [(call, _)] = handle.calls
+    assert call.traceparent.split("-")[1:3] == [root.trace_id, spans["call"].span_id]
+    decided = spans["decision"].attributes
+    assert decided["warmpath.reason"] == "cold"
+    assert decided["warmpath.replica"] == spans["replica"].attributes["warmpath.replica"]
+    assert decided["warmpath.delivered_cached_tokens"] == 8
+    assert {"warmpath.best_cached_tokens", "warmpath.selected_cached_tokens"} <= decided.keys()
+    assert spans["pull"].attributes["warmpath.outcome"] == "whole"
+    assert spans["call"].attributes["warmpath.outcome"] == "length"
+    assert root.attributes["warmpath.tenant"] == "acme"
+
+
+def test_a_lost_call_has_a_span_beside_its_successors() -> None:
+    """Each of them under the request, with how it ended; the answer is the same."""
+    recorded = Recorded()
+    handle = FakeHandle(lost_once(2, error=ActorDiedError()), tracer=recorded.tracer)
+    assert ids(of_request(recorded, handle)) == whole()
+    calls = [span for span in recorded.spans() if span.name == "call"]
+    [root] = [span for span in recorded.spans() if span.parent_id == ""]
+    assert [span.attributes["warmpath.outcome"] for span in calls] == ["ActorDiedError", "length"]
+    assert [span.parent_id for span in calls] == [root.span_id] * 2
+    decisions = [span for span in recorded.spans() if span.name == "decision"]
+    assert [span.parent_id for span in decisions] == [span.span_id for span in calls]
+    assert decisions[0].attributes["warmpath.replica"] != decisions[1].attributes["warmpath.replica"]
+
+
+def test_a_request_that_is_not_traced_carries_nothing() -> None:
+    """Though others are: its call names no parent, and nothing is recorded."""
+    recorded = Recorded()
+    handle = FakeHandle(answer, tracer=recorded.tracer)
+
+    async def collect() -> list[Tokens]:
+        return [tokens async for tokens in handle.dispatcher.generate(generation())]
+
+    assert ids(asyncio.run(collect())) == whole()
+    assert handle.calls[0][0].traceparent == ""
+    assert recorded.spans() == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_ingress_traces_requests_for_text(demo_model_path: Path, stream: bool) -> None:
+    """With a client's traceparent as the parent, whatever becomes of the request; pages of operators are not traced.
+
+    What clients send in bodies and headers is in no attribute, and each attribute's name is on the page.
+    """
+    recorded = Recorded()
+    parent = f"00-{'a' * 32}-{'b' * 16}-01"
+    with scripted(demo_model_path, recorded.tracer) as (url, script):
+        script.text = "the answer"
+        headers = {"traceparent": parent, "authorization": "Bearer hush", "x-request-id": "mine"}
+        body = {"model": "demo", "prompt": "very private", "stream": stream, "cache_salt": "salted", "user": "someone"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{url}/v1/completions", json={**body, "n": 0}, headers=headers, timeout=60).status_code == 400
+        )
+        assert httpx.get(f"{url}/nowhere", headers=headers, timeout=60).status_code == 404
+        unsampled = {"traceparent": parent[:-1] + "0"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=unsampled, timeout=60).status_code == 200
+        assert [each.traceparent != "" for each in script.asked] == [True, False]
+    answered, refused = [span for span in recorded.spans() if span.name == "POST /v1/completions"]
+    stages = {span.name: span for span in recorded.spans() if span.parent_id == answered.span_id}
+    assert set(stages) == {"read", "wait", "prepare"}
+    assert stages["read"].end_ns == stages["wait"].start_ns <= stages["wait"].end_ns == stages["prepare"].start_ns
+    assert len(recorded.spans()) == 5
+    for span in (answered, refused):
+        assert (span.trace_id, span.parent_id) == ("a" * 32, "b" * 16)
+    told = answered.attributes
+    assert told["http.response.status_code"] == 200
+    assert (told["warmpath.tenant"], told["gen_ai.request.model"]) == ("default", "demo")
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 16
+    assert told["gen_ai.usage.output_tokens"] > 0
+    assert (refused.attributes["http.response.status_code"], refused.attributes["error.type"]) == (400, "400")
+    written = str([span.attributes for span in recorded.spans()])
+    assert not [word for word in ("private", "hush", "salted", "someone", "the answer") if word in written]
+
+
+def test_a_stream_that_breaks_off_says_so(demo_model_path: Path) -> None:
+    """Its status was 200; the span is an error's, with the error's code."""
+    recorded = Recorded()
+    with scripted(demo_model_path, recorded.tracer) as (url, script):
+        script.text, script.fails = "the answer is long enough", GenerationFailed("broken", code="timeout")
+        body = {"model": "demo", "prompt": "x", "stream": True}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    [root] = [span for span in recorded.spans() if span.parent_id == ""]
+    assert (root.failed, root.attributes["error.type"]) == (True, "timeout")
+
+
+def test_the_page_names_every_attribute() -> None:
+    """As they stand in the source."""
+    source = "".join(path.read_text() for path in (PAGE.parents[1] / "serve_app/tracing").glob("*.py"))
+    names = set(re.findall(r'"((?:warmpath|gen_ai|http|error)\.[a-z_.]+)"', source))
+    assert len(names) > 20
+    assert {name for name in names if f"`{name}`" not in PAGE.read_text()} == set()
