@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 from router.directory.directory import Directory
+from router.directory.drift import DriftChecks
 from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
@@ -71,6 +72,11 @@ class RoutingCore:
         return self._known.directory
 
     @property
+    def drift(self) -> DriftChecks:
+        """How often the directory was compared with what replicas hold, and differed."""
+        return self._known.drift
+
+    @property
     def shadow(self) -> tuple[str, ShadowCounters] | None:
         """The shadow policy's name and counters, None where there is none."""
         return None if self._shadow is None else (self._shadow.policy, self._shadow.counters)
@@ -87,12 +93,18 @@ class RoutingCore:
         replica_ids, is_live = self.replica_ids, self._known.is_live
         return is_live is not None and bool(replica_ids) and all(map(is_live, replica_ids))
 
-    def follow(self, is_live: Callable[[str], bool], blocked: Callable[[], Collection[str]] = tuple) -> None:
+    def follow(
+        self,
+        is_live: Callable[[str], bool],
+        blocked: Callable[[], Collection[str]] = tuple,
+        resync: Callable[[str], None] | None = None,
+    ) -> None:
         """Say who knows whether a replica's feed is complete (its figures arrive before that, its blocks do not).
 
-        ``blocked``: who knows which replicas can take no request for a reason that is in no report.
+        ``blocked``: who knows which replicas can take no request for a reason that is in no report. ``resync``: who
+        can ask a replica for a snapshot; without it the directory is not compared with what replicas hold.
         """
-        self._known.is_live = is_live
+        self._known.is_live, self._known.resync = is_live, resync
         self._blocked = blocked
 
     def configure(self, settings: RouterSettings) -> None:
@@ -230,7 +242,7 @@ class RoutingCore:
             return {
                 "router_id": self.router_id,
                 "policy": self.settings.policy,
-                **router_state(self.directory, self.loads, self._known.away, self._clock()),
+                **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
                 "ttft_overhead_s": round(self._overhead.seconds, 6),
                 "regret": regret_state(self.counters),
                 "shadow": self.shadow and shadow_state(*self.shadow),

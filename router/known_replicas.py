@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from router.directory.directory import Directory
+from router.directory.drift import DriftChecks
 from router.directory.pending_prefixes import PendingPrefixes
 from router.load.load_table import LoadTable
 from router.load.lora_residency import LoraResidency
 from router.load.silent_feeds import SilentFeeds
-from router.protocol.events import BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
 _SILENT = "silent"
 """The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
@@ -22,7 +23,7 @@ class KnownReplicas:
     """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
 
     ``away``: replicas that may be back soon and get nothing; ``stats``: the latest StatsReport of each that sent one;
-    ``is_live``: who knows whether a replica's feed is complete.
+    ``is_live``: who knows whether a replica's feed is complete; ``resync``: who can ask it for a snapshot.
     """
 
     def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
@@ -31,6 +32,8 @@ class KnownReplicas:
         self.stats: dict[str, StatsReport] = {}
         self.away: frozenset[str] = frozenset()
         self.is_live: Callable[[str], bool] | None = None
+        self.resync: Callable[[str], None] | None = None
+        self.drift = DriftChecks()
         self._silent = SilentFeeds()
         self.forget_blocks(block_size, max_blocks)
 
@@ -40,6 +43,8 @@ class KnownReplicas:
         self.pending = PendingPrefixes(block_size)
         for replica_id in self.loads.replica_ids:
             self.directory.add_replica(replica_id)
+            if self.resync is not None:
+                self.resync(replica_id)
 
     def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Make the set equal to ``replica_ids`` and return who was added and who was removed.
@@ -67,23 +72,35 @@ class KnownReplicas:
         self.directory.remove_replica(replica_id)
         self.adapters.forget(replica_id)
         self.stats.pop(replica_id, None)
+        self.drift.forget(replica_id)
 
     def apply(self, replica_id: str, epoch: str, events: Iterable[Event], now_s: float) -> None:
         """Take one feed message's events; those of unknown replicas are ignored."""
         if replica_id not in self.loads.replicas:
             return
         self._silent.heard(replica_id, now_s)
-        cache_events = []
+        cache_events: list[Event] = []
         for event in events:
             if isinstance(event, LoadReport):
                 self.loads.report(replica_id, event, now_s)
                 self.adapters.report(replica_id, event)
             elif isinstance(event, StatsReport):
                 self.stats[replica_id] = event
+            elif isinstance(event, CacheDigest):
+                self.directory.apply(replica_id, epoch, cache_events)
+                cache_events.clear()
+                self._compare(replica_id, event, now_s)
             else:
                 cache_events.append(event)
         if cache_events:
             self.directory.apply(replica_id, epoch, cache_events)
+
+    def _compare(self, replica_id: str, digest: CacheDigest, now_s: float) -> None:
+        """Compare the directory with a digest, unless blocks are known to be missing: a snapshot is under way then."""
+        if self.is_live is None or self.resync is None or not self.is_live(replica_id):
+            return
+        if self.drift.compare(self.directory, replica_id, digest, now_s):
+            self.resync(replica_id)
 
     def is_silent(self, replica_id: str) -> bool:
         """Whether a replica's feed tells nothing any more: what it tells now in another way would stay for ever."""

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import and_
+from typing import Literal
 
 from router.directory.holder_sets import HolderSets, ReplicaSlots, bits
 from router.directory.key_table import MAX_ENTRIES, VALUE_BITS, VALUE_MASK, KeyTable, block_keys
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event
 
 _MEMO_ENTRIES = 4096
 _MAX_TIERS = 8
+
+DriftKind = Literal["extra", "missing", "altered"]
+"""Blocks are known that the replica does not hold; or it holds some that are not known; or as many, but others."""
 
 
 class Directory:
@@ -32,6 +36,7 @@ class Directory:
         self._replicas: dict[str, ReplicaSlots] = {}
         self._owner: list[str] = []
         self._free_slots: list[int] = []
+        self._crowded_at = max_blocks - max_blocks // 8
         self._dead: int = 0
         self._live: int = 0
         self._extra: int = 0
@@ -64,6 +69,30 @@ class Directory:
         """Return the number of blocks a replica holds by tier; empty for an unknown replica."""
         replica = self._replicas.get(replica_id)
         return dict(replica.blocks_of_tier) if replica else {}
+
+    def drift(self, replica_id: str, digest: CacheDigest) -> DriftKind | None:
+        """Return how what is known of a replica differs from what it says to hold after the same events.
+
+        None too where blocks were refused and there is still no room for what is missing.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return None
+        told = {of.tier: of for of in digest.tiers[:_MAX_TIERS]}
+        missing, altered = 0, False
+        for tier in told.keys() | replica.blocks_of_tier.keys():
+            held = told[tier].blocks if tier in told else 0
+            known = replica.blocks_of_tier.get(tier, 0)
+            if known > held:
+                return "extra"
+            missing += held - known
+            if known == held > 0:
+                altered |= replica.xor_of_tier[tier] != told[tier].xor
+        if altered:
+            return "altered"
+        if missing and replica.refused_blocks and self.num_blocks + missing > self._crowded_at:
+            return None
+        return "missing" if missing else None
 
     def add_replica(self, replica_id: str) -> None:
         """Start taking hints of a replica; adding it again changes nothing."""
@@ -213,22 +242,28 @@ class Directory:
         # The last eighth is for replicas below an equal share: one that floods leaves the others room.
         limit = self.max_blocks
         if sum(replica.blocks_of_tier.values()) * len(self._replicas) >= limit:
-            limit -= limit // 8
-        replica.blocks_of_tier[event.tier] += self._update(event.hashes, lambda mask: mask | bit, limit)
+            limit = self._crowded_at
+        refused = self._table.num_refused
+        count, xor = self._update(event.hashes, lambda mask: mask | bit, limit)
+        replica.blocks_of_tier[event.tier] += count
+        replica.xor_of_tier[event.tier] ^= xor
+        replica.refused_blocks += self._table.num_refused - refused
 
     def _remove(self, replica: ReplicaSlots, event: BlocksRemoved) -> None:
         slot = replica.slot_of_tier.get(event.tier)
         if slot is None:
             return
         bit = 1 << slot
-        replica.blocks_of_tier[event.tier] -= self._update(event.hashes, lambda mask: mask & ~bit)
+        count, xor = self._update(event.hashes, lambda mask: mask & ~bit)
+        replica.blocks_of_tier[event.tier] -= count
+        replica.xor_of_tier[event.tier] ^= xor
 
-    def _update(self, hashes: bytes, change: Callable[[int], int], max_entries: int | None = None) -> int:
-        """Change the holders of blocks and return how many blocks' holders did change."""
+    def _update(self, hashes: bytes, change: Callable[[int], int], max_entries: int | None = None) -> tuple[int, int]:
+        """Change the holders of blocks; return how many blocks' holders did change, and the XOR of their words."""
         asked: list[int] = []
-        changes = self._table.update(block_keys(hashes), self._step(change, asked), max_entries)
+        changes, xor = self._table.update(block_keys(hashes), self._step(change, asked), max_entries)
         self._sets.count(changes, asked)
-        return sum(count for _, _, count in changes)
+        return sum(count for _, _, count in changes), xor
 
     def _step(self, change: Callable[[int], int], asked: list[int]) -> Callable[[int], int]:
         """Return a change of masks as one of their ids; those it makes are noted in ``asked``."""
@@ -254,7 +289,7 @@ class Directory:
         if replica.slot_of_tier:
             self._extra |= 1 << slot
         replica.slot_of_tier[tier] = slot
-        replica.blocks_of_tier[tier] = 0
+        replica.blocks_of_tier[tier] = replica.xor_of_tier[tier] = 0
         self._live |= 1 << slot
         self._forget_memos()
         return slot
@@ -273,6 +308,8 @@ class Directory:
             self._forget_memos()
         replica.slot_of_tier.clear()
         replica.blocks_of_tier.clear()
+        replica.xor_of_tier.clear()
+        replica.refused_blocks = 0
 
     def _forget_memos(self) -> None:
         self._folded.clear()

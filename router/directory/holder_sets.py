@@ -15,11 +15,16 @@ from router.directory.key_table import Change
 
 @dataclass(slots=True)
 class ReplicaSlots:
-    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks."""
+    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks.
+
+    ``xor_of_tier``: of the words of the blocks held (see ``block_word``). ``refused_blocks``: hints without room.
+    """
 
     epoch: str = ""
     slot_of_tier: dict[str, int] = field(default_factory=dict)
     blocks_of_tier: dict[str, int] = field(default_factory=dict)
+    xor_of_tier: dict[str, int] = field(default_factory=dict)
+    refused_blocks: int = 0
 
     @property
     def home(self) -> int:

@@ -14,8 +14,10 @@ from functools import cache
 
 import numpy as np
 
-VALUE_BITS = 28
-VALUE_MASK = (1 << VALUE_BITS) - 1
+from router.protocol.block_hash import WORD_BITS, WORD_MASK
+
+VALUE_BITS = WORD_BITS
+VALUE_MASK = WORD_MASK
 MAX_ENTRIES = 1 << (VALUE_BITS - 1)
 _TOMBSTONE = 1 << VALUE_BITS
 _FIRST_SLOTS = 8
@@ -77,8 +79,12 @@ class KeyTable:
             slot = (slot + 1) & mask
         return word & VALUE_MASK
 
-    def update(self, keys: list[int], step: Callable[[int], int], max_entries: int | None = None) -> list[Change]:
-        """Replace every key's value v (0: absent) by ``step(v)`` (0: remove) and return what changed.
+    def update(
+        self, keys: list[int], step: Callable[[int], int], max_entries: int | None = None
+    ) -> tuple[list[Change], int]:
+        """Replace every key's value v (0: absent) by ``step(v)`` (0: remove); return what changed.
+
+        The second figure is the XOR of the changed keys' words (see ``block_word``).
 
         ``step`` is asked once for each distinct old value, so it must be a function. A new key beyond
         ``max_entries`` (the table's own, or a lower one for this call) is refused and counted in ``num_refused``.
@@ -87,7 +93,7 @@ class KeyTable:
         shard_mask = self.shard_mask
         known: dict[int, int] = {}
         changes: list[Change] = []
-        run_old = run_new = run = 0
+        run_old = run_new = run = xor = 0
         words_of, mask_of = self.words, self.masks
         asked = new = -1
         for key in keys:
@@ -124,6 +130,7 @@ class KeyTable:
                 self._remove(shard, slot)
             else:
                 words[slot] = tag << VALUE_BITS | new
+            xor ^= tag * (key & VALUE_MASK)
             if old == run_old and new == run_new:
                 run += 1
             else:
@@ -132,7 +139,7 @@ class KeyTable:
                 run_old, run_new, run = old, new, 1
         if run:
             changes.append((run_old, run_new, run))
-        return changes
+        return changes, xor
 
     def rebuild(self, shard: int, step: Callable[[int], int]) -> list[Change]:
         """Replace every value of one shard by ``step(value)``, drop those that become 0, and shrink to fit."""

@@ -128,6 +128,11 @@ class FeedPublisherThread:
         self._ear.setblocking(False)
         self._thread = Thread(target=self._run, name="feed-publisher", daemon=True)
 
+    @property
+    def mirror_drifts(self) -> int:
+        """How many digests of the caches were of other blocks than those that were published (any thread)."""
+        return self._publisher.sequencer.mirror_drifts
+
     def start(self) -> None:
         """Start publishing."""
         self._thread.start()

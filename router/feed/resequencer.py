@@ -161,6 +161,10 @@ class FeedResequencer:
         self._progress_s = now_s
         return self._nonce
 
+    def resync(self) -> None:
+        """Ask for a snapshot though nothing is known to be missing."""
+        self._suspect = True
+
     def request_unsent(self) -> None:
         """The request just returned by ``poll`` could not be sent: the next one need not wait for its answer."""
         self._nonce = None

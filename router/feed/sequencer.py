@@ -1,7 +1,7 @@
 """The sending half of a feed without its sockets: events in, numbered messages and snapshots out, as bytes.
 
 Owns the sequence numbers and a mirror of the held hashes by tier, which makes a snapshot agree with its sequence
-number. One thread owns it.
+number. A digest of what the caches hold goes on to routers where the mirror holds the same. One thread owns it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from router.feed.messages import FeedMessage, SnapshotChunk, encode
-from router.protocol.block_hash import HASH_BYTES, split_chain
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.block_hash import HASH_BYTES, split_chain, xor_of_words
+from router.protocol.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheDigest,
+    Event,
+    LoadReport,
+    StatsReport,
+    TierDigest,
+)
 
 
 class BlockMirror:
@@ -19,21 +28,34 @@ class BlockMirror:
 
     def __init__(self) -> None:
         self._tiers: dict[str, dict[bytes, None]] = {}
+        self._xors: dict[str, int] = {}
 
     def apply(self, event: Event) -> None:
         """Take one cache event; others change nothing."""
         if isinstance(event, BlocksStored):
-            self._tiers.setdefault(event.tier, {}).update(dict.fromkeys(split_chain(event.hashes)))
+            held = self._tiers.setdefault(event.tier, {})
+            new = {block_hash: None for block_hash in split_chain(event.hashes) if block_hash not in held}
+            held.update(new)
+            self._toggle(event.tier, new)
         elif isinstance(event, BlocksRemoved):
             held = self._tiers.get(event.tier, {})
-            for block_hash in split_chain(event.hashes):
-                held.pop(block_hash, None)
+            self._toggle(event.tier, [one for one in split_chain(event.hashes) if held.pop(one, one) is None])
         elif isinstance(event, CacheCleared):
             self._tiers.clear()
+            self._xors.clear()
+
+    def holds(self, digest: CacheDigest) -> bool:
+        """Say whether it holds what a digest says."""
+        told = {of.tier: of for of in digest.tiers if of.blocks}
+        held = {tier: TierDigest(tier, len(blocks), self._xors[tier]) for tier, blocks in self._tiers.items() if blocks}
+        return told == held
 
     def tiers(self) -> dict[str, bytes]:
         """Return the packed hashes of each tier that holds any."""
         return {tier: b"".join(held) for tier, held in self._tiers.items() if held}
+
+    def _toggle(self, tier: str, changed: Iterable[bytes]) -> None:
+        self._xors[tier] = self._xors.get(tier, 0) ^ xor_of_words(b"".join(changed))
 
 
 class FeedSequencer:
@@ -46,6 +68,8 @@ class FeedSequencer:
         self.epoch = epoch
         self.seq = 0
         self.mirror = BlockMirror()
+        self.mirror_drifts = 0
+        """Digests that the mirror did not agree with. Routers are not told of them: they know the mirror."""
         self._max_bytes = max_blocks_per_message * HASH_BYTES
         self._latest: dict[type[Event], Event] = {}
         self._packed: tuple[int, dict[str, bytes]] = (0, {})
@@ -60,6 +84,9 @@ class FeedSequencer:
         room = self._max_bytes
         for event in events:
             self.mirror.apply(event)
+            if isinstance(event, CacheDigest) and not self.mirror.holds(event):
+                self.mirror_drifts += 1
+                continue
             if isinstance(event, LoadReport | StatsReport):
                 self._latest[type(event)] = event
             for piece in self._pieces(event):

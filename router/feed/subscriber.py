@@ -74,6 +74,12 @@ class FeedSubscriber:
         feed = self._feeds.get(replica_id)
         return feed is not None and feed.resequencer.live
 
+    def resync(self, replica_id: str) -> None:
+        """Ask a replica for a snapshot, since its blocks are known wrongly; unknown ids are ignored."""
+        feed = self._feeds.get(replica_id)
+        if feed is not None:
+            feed.resequencer.resync()
+
     def connect(self, replica_id: str, endpoint: FeedEndpoint) -> None:
         """Follow a replica; the same endpoint again changes nothing, another one replaces it.
 

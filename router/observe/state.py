@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 from router.directory.directory import Directory
+from router.directory.drift import DriftChecks
 from router.load.load_table import LoadTable
 from router.observe.counters import RouterCounters, TokensByReason
 from router.observe.shadow import ShadowCounters
@@ -35,7 +36,9 @@ def sane_stats(report: StatsReport) -> StatsReport:
     )
 
 
-def router_state(directory: Directory, loads: LoadTable, away: Collection[str], now_s: float) -> dict[str, Any]:
+def router_state(
+    directory: Directory, drift: DriftChecks, loads: LoadTable, away: Collection[str], now_s: float
+) -> dict[str, Any]:
     """Return the JSON-able state of a router. ``away``: replicas that it keeps in mind and sends nothing."""
     return {
         "block_size": directory.block_size,
@@ -44,6 +47,7 @@ def router_state(directory: Directory, loads: LoadTable, away: Collection[str], 
             "max_blocks": directory.max_blocks,
             "bytes": directory.size_bytes,
             "refused_blocks": directory.refused_blocks,
+            "checks": drift.checks,
         },
         "open_reservations": loads.open_reservations,
         "replicas": [
@@ -51,6 +55,7 @@ def router_state(directory: Directory, loads: LoadTable, away: Collection[str], 
                 "replica_id": replica_id,
                 "away": replica_id in away,
                 "blocks": dict(directory.blocks_held(replica_id)),
+                "drift": dict(drift.found.get(replica_id, {})),
             }
             | replica_load_state(replica_id, loads, now_s)
             for replica_id in loads.replica_ids

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from hashlib import blake2b
+from operator import xor
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,10 @@ import xxhash
 
 HASH_BYTES = 16
 """Bytes of one block hash (xxh3_128) and of a scope root (BLAKE2b-128)."""
+
+WORD_BITS = 28
+WORD_MASK = (1 << WORD_BITS) - 1
+"""Where ``block_word`` divides a key, and where a directory's table does."""
 
 TokenArray = npt.NDArray[np.int32]
 """Token ids: one-dimensional, int32, little-endian in memory."""
@@ -143,6 +149,27 @@ def split_chain(chain: bytes) -> Iterator[bytes]:
 def hash_at(chain: bytes, index: int) -> bytes:
     """Return the hash of block ``index`` of a packed chain; b"" past its end."""
     return chain[HASH_BYTES * index : HASH_BYTES * (index + 1)]
+
+
+def block_word(block_hash: bytes) -> int:
+    """Return what a block counts in the digest of a set: the XOR of such words, in whatever order.
+
+    Of the first 8 bytes, by which directories know it, the upper 36 bits times the lower 28: were it those bytes alone,
+    two blocks altered in the same way would look as if nothing had happened. A directory takes upper bits of 1 for 2.
+    """
+    key = int.from_bytes(block_hash[:8], "little")
+    upper = key >> WORD_BITS
+    return (upper + (upper == 1)) * (key & WORD_MASK)
+
+
+def xor_of_words(chain: bytes) -> int:
+    """Return the XOR of the words of packed hashes."""
+    whole = len(chain) // HASH_BYTES
+    if whole < 16:  # numpy's calls would take longer
+        return reduce(xor, map(block_word, split_chain(chain[: whole * HASH_BYTES])), 0)
+    keys = np.frombuffer(chain, dtype="<u8", count=2 * whole)[::2]
+    upper = keys >> np.uint64(WORD_BITS)
+    return int(np.bitwise_xor.reduce((upper + (upper == 1)) * (keys & np.uint64(WORD_MASK))))
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

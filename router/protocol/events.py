@@ -1,4 +1,4 @@
-"""What replicas tell routers: blocks stored and removed, load, counters, adapters in memory.
+"""What replicas tell routers: blocks stored and removed, what is held in all, load, counters, adapters in memory.
 
 Hashes travel packed (see ``block_hash``), the messages that carry events are in ``feed.messages``.
 """
@@ -29,6 +29,20 @@ class BlocksRemoved(msgspec.Struct, frozen=True, tag="removed", array_like=True)
 
 class CacheCleared(msgspec.Struct, frozen=True, tag="cleared", array_like=True):
     """Every block of the replica is gone."""
+
+
+class TierDigest(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of one tier: how many, and the XOR of their words (see ``block_hash.block_word``)."""
+
+    tier: str
+    blocks: int
+    xor: int
+
+
+class CacheDigest(msgspec.Struct, frozen=True, tag="digest", array_like=True):
+    """What a replica's caches hold after all events before this one. A tier that is not named holds nothing."""
+
+    tiers: tuple[TierDigest, ...]
 
 
 class RouterShare(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +94,7 @@ class StatsReport(msgspec.Struct, frozen=True, tag="stats", array_like=True):
     samples: tuple[Sample, ...]
 
 
-Event = BlocksStored | BlocksRemoved | CacheCleared | LoadReport | StatsReport
+Event = BlocksStored | BlocksRemoved | CacheCleared | CacheDigest | LoadReport | StatsReport
 
 
 KEY_BYTES = 8

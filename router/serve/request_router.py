@@ -74,7 +74,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         added, _ = self._core.update_replicas(self._by_name, self._away)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
             self._subscriber = FeedSubscriber(self._core.apply, self._core.counters.feed)
-            self._core.follow(self._subscriber.is_live, self._full)
+            self._core.follow(self._subscriber.is_live, self._full, self._subscriber.resync)
             added = tuple(self._by_name)
         for name in self._by_name.keys() - self._subscriber.replica_ids:
             self._follow(name, self._by_name[name], new=name in added)

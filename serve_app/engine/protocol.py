@@ -212,6 +212,12 @@ class Engine(Protocol):
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use, also below the pool if ``tiers``; False when some in use were kept."""
 
+    def tell_cache(self, *, anew: bool = False) -> None:
+        """Hand a ``CacheDigest`` to the event sink, after all events of what it covers (any thread, but it waits).
+
+        ``anew``: and before it, as if nothing had been told yet, everything that is held.
+        """
+
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Divide cache and memory among these tenants from now on, by weight; explicit saves of all others end.
 

@@ -47,7 +47,7 @@ from serve_app.replica.lifecycle.prewarm import HotOffer
 from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
-from serve_app.replica.reporter import load_now, report
+from serve_app.replica.reporter import load_now, report, tell_caches
 from serve_app.replica.token_streams import TokenStream, merged
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
@@ -105,11 +105,12 @@ class Replica:
             self._adapters,
             self._puller,
             self._lifecycle.meters,
-            self._feed.put,
+            self._feed,
             self._config.load_report_interval_s,
             lambda: self._live.refused,
         )
         self._ending.callback(asyncio.create_task(reports).cancel)
+        self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
         self._callers = Callers(self._engine.cancel)
         self._ending.callback(asyncio.create_task(self._callers.watch()).cancel)
         self._ending.push_async_callback(self._lifecycle.finish)

@@ -1,14 +1,16 @@
-"""What a replica tells routers besides cache events: its load when it changes, its counters twice a second."""
+"""What a replica tells routers besides cache events: its load when it changes, its counters, digests of its caches."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from msgspec import structs
 
+from router.feed import FeedPublisherThread
 from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.engine.protocol import Engine
@@ -16,8 +18,12 @@ from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.lifecycle.receipt import MoveMeters
 from serve_app.replica.pull import Puller
 
+logger = logging.getLogger(__name__)
+
 STATS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
+DIGEST_INTERVAL_S = 5.0
+_LAST_PAUSE_S = 600.0
 
 
 async def report(
@@ -25,11 +31,11 @@ async def report(
     adapters: ReplicaAdapters,
     puller: Puller,
     moves: MoveMeters,
-    publish: Callable[[Sequence[Event]], None],
+    feed: FeedPublisherThread,
     interval_s: float,
     refused: Callable[[], int],
 ) -> None:
-    """Hand reports to ``publish`` until cancelled.
+    """Hand reports to ``feed`` until cancelled.
 
     Load goes out when it changed, at most every ``interval_s`` and at least every heartbeat. ``refused``: user_configs
     that could not be used.
@@ -44,14 +50,33 @@ async def report(
             events.append(load)
             last_load, last_load_s = load, now_s
         if now_s - last_stats_s >= STATS_INTERVAL_S:
-            info = ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0)
             pulls = puller.meters.samples((), puller.tokens_per_s)
-            bad: Sample = ("warmpath_refused_configurations_total", (), float(refused()))
-            events.append(StatsReport((*engine.stats().samples, *pulls, *moves.samples(), info, bad)))
+            beside: tuple[Sample, ...] = (
+                ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
+                ("warmpath_refused_configurations_total", (), float(refused())),
+                ("warmpath_feed_mirror_drift_total", (), float(feed.mirror_drifts)),
+            )
+            events.append(StatsReport((*engine.stats().samples, *pulls, *moves.samples(), *beside)))
             last_stats_s = now_s
         if events:
-            publish(events)
+            feed.put(events)
         await asyncio.sleep(interval_s)
+
+
+async def tell_caches(engine: Engine, feed: FeedPublisherThread, interval_s: float = DIGEST_INTERVAL_S) -> None:
+    """Let the engine tell what its caches hold, as a digest, every ``interval_s`` until cancelled.
+
+    Where other blocks than those were published it tells all anew: the next time at once, then ever more rarely.
+    """
+    mended, next_s, pause_s = 0, 0.0, interval_s
+    while True:
+        await asyncio.sleep(interval_s)
+        drifts, now_s = feed.mirror_drifts, time.monotonic()
+        anew = drifts != mended and now_s >= next_s
+        if anew:
+            logger.warning("other blocks were published than the caches hold: all that is held is told anew")
+            mended, next_s, pause_s = drifts, now_s + pause_s, min(2 * pause_s, _LAST_PAUSE_S)
+        await asyncio.to_thread(engine.tell_cache, anew=anew)
 
 
 def load_now(engine: Engine, adapters: ReplicaAdapters, puller: Puller) -> LoadReport:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, split_chain
 
 HEAT_MEMORY_S = 600.0
 """A hit counts 1/e as much after this time."""
@@ -56,9 +56,13 @@ class CachedBlock:
 
 
 class BlockIndex:
-    """Entries by hash and by block. Invariant: an entry's parent is indexed, and counts it among its children."""
+    """Entries by hash and by block. Invariant: an entry's parent is indexed, and counts it among its children.
+
+    ``xor``: of the words of the hashes (see ``block_word``).
+    """
 
     def __init__(self, block_size: int) -> None:
+        self.xor = 0
         self._step = 4 * block_size
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
@@ -134,12 +138,14 @@ class BlockIndex:
     def add(self, entry: CachedBlock) -> None:
         """Index a block whose hash and id are not indexed yet, under a parent that is."""
         self._by_hash[entry.block_hash] = self._by_block[entry.block] = entry
+        self.xor ^= block_word(entry.block_hash)
         if entry.parent is not None:
             self._by_block[entry.parent].children += 1
 
     def remove(self, entry: CachedBlock) -> CachedBlock | None:
         """Forget an entry without children; return its parent's."""
         del self._by_block[entry.block], self._by_hash[entry.block_hash]
+        self.xor ^= block_word(entry.block_hash)
         if entry.parent is None:
             return None
         parent = self._by_block[entry.parent]
@@ -150,6 +156,7 @@ class BlockIndex:
         """Forget everything."""
         self._by_hash.clear()
         self._by_block.clear()
+        self.xor = 0
 
 
 def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:

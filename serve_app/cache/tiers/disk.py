@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
-from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
 from serve_app.cache.kv_chain import Row, TransferError, WrongChain
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk_files import BlockFiles, FoundFile
@@ -59,6 +59,8 @@ class DiskTier:
         self._inherited: dict[bytes, float] = {}
         """Saves of an earlier life that will end, by Unix time, the soonest first: nobody will say that they do."""
         self._events: list[BlocksStored | BlocksRemoved] = []
+        self.told = TierDigest(TIER, 0, 0)
+        """What was held as of the last event that ``take_events`` returned."""
         self._life = 0
         self._used_ns = 0
         self._scan(clock, scan_limit_s, save_ttl_s)
@@ -106,6 +108,7 @@ class DiskTier:
             return []
         with self._lock:
             events, self._events = self._events, []
+            self.told = TierDigest(TIER, len(self.index), self.index.xor)
         return events
 
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:

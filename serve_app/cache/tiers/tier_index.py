@@ -14,6 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
+from router.protocol.block_hash import block_word
 from serve_app.cache.prefix.accounts import Account, Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
@@ -62,11 +63,15 @@ E = TypeVar("E", bound=Entry)
 
 
 class TierIndex(Accounts[Line], Generic[E]):
-    """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys."""
+    """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys.
+
+    ``xor``: of the words of the hashes (see ``block_word``).
+    """
 
     def __init__(self, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
         super().__init__(_by_key(shares), clock, active_s, Line)
         self.used_bytes = 0
+        self.xor = 0
         self._entries: OrderedDict[bytes, E] = OrderedDict()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -97,6 +102,7 @@ class TierIndex(Accounts[Line], Generic[E]):
         """Enter a block that is not held, as the most recently used one."""
         block_hash = entry.block.block_hash
         self._entries[block_hash] = entry
+        self.xor ^= block_word(block_hash)
         self.used_bytes += entry.size
         account = self._account(entry.block.owner)
         account.held += entry.size
@@ -123,6 +129,7 @@ class TierIndex(Accounts[Line], Generic[E]):
     def remove(self, block_hash: bytes) -> E:
         """Forget a held block. Raises KeyError."""
         entry = self._entries.pop(block_hash)
+        self.xor ^= block_word(block_hash)
         self.used_bytes -= entry.size
         account = self._accounts[entry.block.owner]
         account.held -= entry.size
@@ -153,7 +160,7 @@ class TierIndex(Accounts[Line], Generic[E]):
     def clear(self) -> None:
         """Forget every block."""
         self._entries.clear()
-        self.used_bytes = 0
+        self.used_bytes = self.xor = 0
         for account in list(self._accounts.values()):
             account.held = 0
             account.leaves = Line()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.cache.prefix_digest import TierBlock
@@ -180,6 +180,13 @@ class Tiers:
         if self.disk is not None:
             events.extend(self.disk.tier.take_events())
         return events
+
+    def digests(self) -> Iterable[TierDigest]:
+        """Yield what each tier held as of the last ``take_events``."""
+        if self._host is not None:
+            yield TierDigest("host", len(self._host), self._host.index.xor)
+        if self.disk is not None:
+            yield self.disk.tier.told
 
     def wait_for_room(self, blocks: int, deadline_s: float) -> None:
         """Block until the disk's queue has room for ``blocks`` (or is empty), or until ``monotonic()`` is later."""

@@ -17,6 +17,7 @@ from router.protocol.block_hash import ChainHasher, hash_blocks
 from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
 from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.core.cache_teller import CacheTeller
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
@@ -84,6 +85,10 @@ class TorchEngine:
             self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
             self._cache.enabled, Outbox(self._meters),
         )  # fmt: skip
+        tiers = self._tier_loader.tiers if self._tier_loader is not None else None
+        self.tell_cache = CacheTeller(
+            self._cache.index, tiers, self.deliver, self._outputs.outbox, event_sink, self._loop.call
+        ).tell_cache
         self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
 

@@ -163,6 +163,11 @@ class VllmEngine(NoTransfer):
             self._events.reset_ended(mark)
         return done
 
+    def tell_cache(self, *, anew: bool = False) -> None:
+        """Tell what the pool holds by vLLM's events so far, as a digest; ``anew``: every block before it."""
+        if self._events is not None:
+            self._events.tell(anew=anew)
+
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by as many tenants from now on in the waiting line. vLLM's cache and memory have no shares."""
         with self._lock:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import zmq
 
-from router.protocol.events import Event
+from router.protocol.events import CacheDigest, Event
 from serve_app.engine.protocol import Clock, EventSink
 from serve_app.engine.vllm.batch_order import BatchOrder, Lost, Ordered
 from serve_app.engine.vllm.events import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
@@ -72,7 +72,7 @@ class SubscriberCounts:
 class EventSubscriber:
     """Follows one engine for its life. Start it before the engine, so that it hears the first batch.
 
-    ``sink`` is called with events in order, one call at a time, from the listening thread and from ``reset_ended``.
+    ``sink`` is called with events in order, one call at a time, from the listening thread, ``reset_ended``, ``tell``.
     """
 
     def __init__(
@@ -128,6 +128,12 @@ class EventSubscriber:
         """Tell at once of a reset that the engine has done: its own word may come hours later (any thread)."""
         with self._lock:
             self._deliver(self._translator.after_reset(mark))
+
+    def tell(self, *, anew: bool) -> None:
+        """Give the sink a digest of what the pool holds by the events so far; ``anew``: every block before it."""
+        with self._lock:
+            held = self._translator.announce() if anew else []
+            self._deliver([*held, CacheDigest((self._translator.digest,))])
 
     def _listen(self) -> None:
         context = zmq.Context()

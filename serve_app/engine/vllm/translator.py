@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_at, hash_blocks
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from router.protocol.block_hash import HASH_BYTES, TokenArray, block_word, hash_at, hash_blocks
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, TierDigest
 from serve_app.engine.vllm.events import (
     MEDIUM_GPU,
     BlockHash,
@@ -105,6 +105,7 @@ class Translator:
         self._more_copies: dict[BlockHash, int] = {}
         self._copies = 0
         self._held: set[bytes] = set()
+        self._xor = 0
         self._clears_seen = 0
         self._clears_told = 0
 
@@ -112,6 +113,15 @@ class Translator:
     def num_blocks(self) -> int:
         """Distinct blocks held."""
         return len(self._held)
+
+    @property
+    def digest(self) -> TierDigest:
+        """What was told so far, if it was all taken in."""
+        return TierDigest("pool", len(self._held), self._xor)
+
+    def announce(self) -> list[Event]:
+        """Return events that tell anew of everything held, in the order in which it was stored."""
+        return [CacheCleared(), BlocksStored(b"".join(dict.fromkeys(self._ours.values())))]
 
     def known_blocks(self, chain: bytes, most: int) -> int:
         """Return how many of a packed chain's first ``most`` blocks are held; a hint where a hole is among them."""
@@ -181,6 +191,7 @@ class Translator:
         self._ours.clear()
         self._more_copies.clear()
         self._held.clear()
+        self._xor = 0
         self._copies = 0
         out.clear()
 
@@ -203,6 +214,7 @@ class Translator:
             known = self._ours.get(theirs)
             if known is None:
                 self._ours[theirs] = ours
+                self._xor ^= 0 if ours in self._held else block_word(ours)
                 self._held.add(ours)
                 new += ours
             else:
@@ -249,6 +261,7 @@ class Translator:
                 self.counts.unknown_removals += 1
                 continue
             self._copies -= 1
+            self._xor ^= block_word(ours) if ours in self._held else 0
             self._held.discard(ours)
             gone += ours
         self.counts.removed_blocks += len(event.block_hashes)

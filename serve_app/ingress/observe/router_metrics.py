@@ -25,6 +25,11 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         samples += _shadow_samples(*core.shadow)
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples.append(("warmpath_router_replica_decisions_total", (("replica", replica_id),), float(decisions)))
+    samples += [
+        ("warmpath_directory_drift_total", (("replica", replica_id), ("kind", kind)), float(found))
+        for replica_id, kinds in list(core.drift.found.items())
+        for kind, found in list(kinds.items())
+    ]
     samples += counters.decision_s.samples("warmpath_router_decision_seconds")
     samples += [
         ("warmpath_router_all_full_total", (), float(counters.all_full)),
@@ -43,6 +48,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         ("warmpath_directory_max_blocks", (), float(directory["max_blocks"])),
         ("warmpath_directory_bytes", (), float(directory["bytes"])),
         ("warmpath_directory_refused_blocks_total", (), float(directory["refused_blocks"])),
+        ("warmpath_directory_checks_total", (), float(directory["checks"])),
         ("warmpath_router_ttft_overhead_seconds", (), float(state["ttft_overhead_s"])),
         ("warmpath_router_open_reservations", (), float(state["open_reservations"])),
         ("warmpath_router_replicas", (), float(len(state["replicas"]))),

@@ -25,16 +25,17 @@ def test_table_equals_dict(operations: list[tuple[list[int], str]]) -> None:
     """Colliding keys, removals and growth never lose, double or mix up an entry, and the counts agree."""
     table, oracle = KeyTable(10_000), dict[int, int]()
     for some_keys, operation in operations:
-        changes = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))
-        moved = 0
+        changes, xor = table.update(some_keys, lambda value, operation=operation: step_of(operation, value))
+        moved = moved_xor = 0
         for key in some_keys:
             old = oracle.get(key, 0)
             new = step_of(operation, old)
             moved += new != old
+            moved_xor ^= (key >> 28) * (key % 2**28) if new != old else 0
             oracle.pop(key, None)
             if new:
                 oracle[key] = new
-        assert sum(count for _, _, count in changes) == moved
+        assert (sum(count for _, _, count in changes), xor) == (moved, moved_xor)
         assert table.num_entries == len(oracle)
     for number in range(41):
         key = HIGH | (number // 3) << 40 | number % 3

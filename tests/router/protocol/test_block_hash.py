@@ -10,7 +10,16 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, hash_blocks, private_parent, split_chain
+from router.protocol.block_hash import (
+    HASH_BYTES,
+    PrefixScope,
+    block_word,
+    extend_chain,
+    hash_blocks,
+    private_parent,
+    split_chain,
+    xor_of_words,
+)
 
 SECRET = b"k" * 32
 IDS = st.lists(st.integers(0, 2), max_size=24)
@@ -109,3 +118,14 @@ def test_scopes_of_blocks() -> None:
     scope = PrefixScope("m", "l", b"salt", public_blocks=2)
     assert [scope.at(i) for i in range(4)] == [PrefixScope("m", "l")] * 2 + [PrefixScope("m", "l", b"salt")] * 2
     assert hash_blocks(b"r" * 16, array([]), 4) == b""
+
+
+@given(hashes=st.lists(st.binary(min_size=16, max_size=16), max_size=20), mark=st.booleans())
+def test_words_are_the_same_one_by_one_and_together(hashes: list[bytes], mark: bool) -> None:
+    """In any order, with a hash whose upper bits look like a directory's mark among them or not."""
+    if mark:
+        hashes.append((1 << 28 | 5).to_bytes(8, "little") + bytes(8))
+    expected = 0
+    for block_hash in reversed(hashes):
+        expected ^= block_word(block_hash)
+    assert xor_of_words(b"".join(hashes)) == expected < 1 << 64

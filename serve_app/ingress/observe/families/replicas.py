@@ -77,6 +77,10 @@ _CACHE = (
     _of("warmpath_pin_budget_blocks", "The most blocks that saves may keep (pin_budget); further saves are refused."),
     _of("warmpath_pins_recalled_total", "Saves beyond their tenant's share that made room for one within its share."),
     _of("warmpath_prompt_saves_total", "Requests with save_system_prompt_kv_cache, by what became of it.", "outcome"),
+    _beside(
+        "warmpath_feed_mirror_drift_total",
+        "Times that what was published of the caches was not what they hold; all is told anew then. Should be 0.",
+    ),
 )
 _TIERS = (
     _of("warmpath_kv_tier_blocks", "Blocks that the tier holds now.", "tier"),

@@ -134,6 +134,14 @@ _DIRECTORY = (
         "warmpath_directory_refused_blocks_total",
         "Hints that the directory had no room for: routing misses those hits.",
     ),
+    _of("warmpath_directory_checks_total", "Comparisons of what the directory knows of a replica with what it holds."),
+    _of(
+        "warmpath_directory_drift_total",
+        "Of those, where they differed, which a snapshot mends. extra: blocks were known that the replica does not "
+        "hold; missing: it held some that were not known; altered: as many, but others. Should be 0.",
+        "replica",
+        "kind",
+    ),
     _of("warmpath_feed_messages_total", "Messages from replicas that were read."),
     _of("warmpath_feed_gaps_total", "Times that messages were missing, and a snapshot was asked for."),
     _of("warmpath_feed_snapshots_total", "Snapshots of a replica's whole cache that were read."),

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain, xor_of_words
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix.quota import ACTIVE_S, PUBLIC
@@ -238,6 +238,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert isinstance(event, CacheCleared)
                 self.announced.clear()
         assert self.announced == self.cache.index.hashes()
+        assert xor_of_words(b"".join(self.announced)) == self.cache.index.xor
         # What was evicted is forgotten by the oracle too; nothing else may be.
         self.oracle.keys = {key for key in self.oracle.keys if self._hash(key) in self.announced}
         assert len(self.oracle.keys) == len(self.announced)

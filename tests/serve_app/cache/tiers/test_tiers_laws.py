@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.protocol.block_hash import split_chain
+from router.protocol.block_hash import split_chain, xor_of_words
 from router.protocol.events import BlocksRemoved, BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
@@ -151,6 +151,9 @@ class TierMachine(RuleBasedStateMachine):
                     held.remove(block_hash)
         assert self.announced["host"] == set(self.naive.line)
         assert self.announced["disk"] == (self.tiers.disk.tier.hashes() if self.tiers.disk is not None else set())
+        for digest in self.tiers.digests():
+            told = self.announced[digest.tier]
+            assert (digest.blocks, digest.xor) == (len(told), xor_of_words(b"".join(told)))
 
     @invariant()
     def rows_are_right(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from router.directory.directory import Directory
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
-from router.protocol.events import Event
+from router.protocol.events import CacheDigest, Event
 from serve_app.engine.vllm.batch_order import SILENCE_S, BatchOrder, Lost, Ordered
 from serve_app.engine.vllm.events import decode_batch
 from serve_app.engine.vllm.translator import Translator
@@ -150,6 +150,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.mirrored()) == self.translator.num_blocks <= BLOCKS
         assert self.directory.blocks_held("r").get("pool", 0) == self.translator.num_blocks
         assert not self.translator.counts.collisions
+        digest, anew = CacheDigest((self.translator.digest,)), BlockMirror()
+        assert self.mirror.holds(digest)
+        for event in self.translator.announce():
+            anew.apply(event)
+        assert anew.holds(digest)
 
     def mirrored(self) -> set[bytes]:
         return set(split_chain(self.mirror.tiers().get("pool", b"")))

@@ -1,0 +1,51 @@
+"""Whether the directory agrees with what replicas say to hold: comparisons counted, and when to ask for a snapshot.
+
+A replica says from time to time, among its events, what its caches hold after them. Both sides keep that digest as they
+go, so a comparison costs the same for every cache. Time is passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from router.directory.directory import Directory, DriftKind
+from router.protocol.events import CacheDigest
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 10.0
+LAST_PAUSE_S = 600.0
+
+
+class DriftChecks:
+    """Comparisons of one router since its start. ``found``: those that differed, by replica and how."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+        self.found: dict[str, Counter[DriftKind]] = {}
+        self._next_s: dict[str, tuple[float, float]] = {}
+
+    def compare(self, directory: Directory, replica_id: str, digest: CacheDigest, now_s: float) -> bool:
+        """Compare what is known of a replica with its digest; return whether to ask it for a snapshot now.
+
+        The first time at once; while digests go on to differ, which a snapshot did not mend, ever more rarely.
+        """
+        self.checks += 1
+        kind = directory.drift(replica_id, digest)
+        next_s, pause_s = self._next_s.get(replica_id, (now_s, FIRST_PAUSE_S))
+        if kind is None:
+            if now_s >= next_s:
+                self._next_s.pop(replica_id, None)
+            return False
+        self.found.setdefault(replica_id, Counter())[kind] += 1
+        if now_s < next_s:
+            return False
+        self._next_s[replica_id] = (now_s + pause_s, min(2 * pause_s, LAST_PAUSE_S))
+        logger.warning("the directory differs from what replica %s holds (%s): asking for a snapshot", replica_id, kind)
+        return True
+
+    def forget(self, replica_id: str) -> None:
+        """Forget a replica that is gone; unknown ids are ignored."""
+        self.found.pop(replica_id, None)
+        self._next_s.pop(replica_id, None)

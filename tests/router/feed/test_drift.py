@@ -1,0 +1,343 @@
+"""A directory that differs from what a replica holds is found by the replica's next digest, and mended."""
+
+from __future__ import annotations
+
+from functools import reduce
+from hashlib import blake2b
+from operator import xor
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.directory.directory import Directory
+from router.directory.drift import FIRST_PAUSE_S, LAST_PAUSE_S, DriftChecks
+from router.feed import FeedSubscriber
+from router.feed.messages import FeedMessage, decode_message, encode
+from router.feed.resequencer import FeedResequencer
+from router.feed.sequencer import FeedSequencer
+from router.protocol.events import (
+    BlocksRemoved,
+    BlocksStored,
+    CacheCleared,
+    CacheDigest,
+    Event,
+    LoadReport,
+    TierDigest,
+)
+from router.settings import RouterSettings
+from tests.router.feed.test_feed_sockets import BEAT, CHAIN, FAST, blocks, run, started, until
+
+NUMBERS = 40
+HASHES = [blake2b(bytes([number]), digest_size=16).digest() for number in range(NUMBERS)]
+TIERS = ("pool", "host")
+LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
+
+Held = dict[str, set[int]]
+
+
+def packed(numbers: list[int] | set[int]) -> bytes:
+    return b"".join(HASHES[number] for number in numbers)
+
+
+def word(block_hash: bytes) -> int:
+    key = int.from_bytes(block_hash[:8], "little")
+    return (key // 2**28) * (key % 2**28)
+
+
+def digest_of(held: Held) -> CacheDigest:
+    """What an honest replica says, worked out one block at a time."""
+    words = {tier: [word(HASHES[number]) for number in held[tier]] for tier in TIERS}
+    return CacheDigest(tuple(TierDigest(tier, len(words[tier]), reduce(xor, words[tier], 0)) for tier in TIERS))
+
+
+class Replica:
+    """A replica's caches, its feed and one router, with every message in the test's hands."""
+
+    def __init__(self, seed: int, max_blocks: int = 1000) -> None:
+        self.now_s = 0.0
+        self.rng = Random(seed)
+        self.core = RoutingCore("me", RouterSettings(max_blocks=max_blocks), clock=lambda: self.now_s)
+        self.core.update_replicas(["a"])
+        self.lives = 0
+        self.begin_life()
+        self.resequencer = FeedResequencer(
+            "a", "epoch-0", lambda epoch, events: self.core.apply("a", epoch, events), self.core.counters.feed,
+            self.rng, 0.0,
+        )  # fmt: skip
+        self.core.follow(lambda _: self.resequencer.live, resync=lambda _: self.resequencer.resync())
+
+    def begin_life(self) -> None:
+        self.sequencer = FeedSequencer("a", f"epoch-{self.lives}", 3)
+        self.held: Held = {tier: set() for tier in TIERS}
+        self.lives += 1
+
+    def does(self, events: list[Any]) -> list[bytes]:
+        """Change the caches and return the messages of it; "digest" stands for one of what is held then."""
+        told: list[Event] = []
+        for event in events:
+            match event:
+                case ("store", tier, numbers):
+                    self.held[tier] |= set(numbers)
+                    told.append(BlocksStored(packed(numbers), tier))
+                case ("remove", tier, numbers):
+                    self.held[tier] -= set(numbers)
+                    told.append(BlocksRemoved(packed(numbers), tier))
+                case "clear":
+                    self.held = {tier: set() for tier in TIERS}
+                    told.append(CacheCleared())
+                case "digest":
+                    told.append(digest_of(self.held))
+                case _:
+                    told.append(LOAD)
+        return self.sequencer.publish(told)
+
+    def hears(self, messages: list[bytes]) -> None:
+        for message in messages:
+            self.resequencer.on_delta(message, self.now_s)
+
+    def settle(self) -> None:
+        """Let the line be perfect until nothing is known to be missing."""
+        for _ in range(50):
+            self.hears(self.does(["load"]))
+            self.now_s += 11.0
+            nonce = self.resequencer.poll(self.now_s)
+            for chunk in self.sequencer.snapshot(nonce) if nonce is not None else ():
+                self.resequencer.on_chunk(chunk, self.now_s)
+            if self.resequencer.live:
+                return
+        raise AssertionError("the feed never became live")
+
+    def known(self) -> Held:
+        """What the directory says that the replica holds, block by block."""
+        found: Held = {tier: set() for tier in TIERS}
+        for number, block_hash in enumerate(HASHES):
+            match = self.core.directory.match(block_hash)
+            for tier, tokens in self.core.directory.tiers(block_hash, match).get("a", {}).items():
+                if tokens:
+                    found[tier].add(number)
+        return found
+
+    @property
+    def found(self) -> int:
+        return sum(kinds.total() for kinds in self.core.drift.found.values())
+
+
+numbers = st.lists(st.integers(0, NUMBERS - 1), max_size=6)
+tiers = st.sampled_from(TIERS)
+changes = st.one_of(
+    st.tuples(st.just("store"), tiers, numbers),
+    st.tuples(st.just("store"), tiers, numbers),
+    st.tuples(st.just("remove"), tiers, numbers),
+    st.sampled_from(["clear", "digest", "digest", "load"]),
+)
+steps = st.lists(
+    st.tuples(st.lists(changes, max_size=4), st.sampled_from(["send", "poll", "wait", "restart", "garbage"])),
+    max_size=25,
+)
+
+
+@settings(max_examples=150)
+@given(steps=steps, seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.2, 0.5]))
+def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], seed: int, loss: float) -> None:
+    """Messages lost, doubled and reordered, snapshots in flight, new epochs: no digest of an honest replica differs."""
+    line = Replica(seed)
+    rng = Random(seed + 1)
+    wire: list[tuple[bool, bytes]] = []
+    for events, action in steps:
+        wire += [(True, message) for message in line.does(events)]
+        if action == "restart":
+            line.begin_life()
+        elif action == "garbage":
+            wire.append((bool(rng.getrandbits(1)), rng.randbytes(rng.randrange(20))))
+        elif action == "wait":
+            line.now_s += rng.random() * 10
+        if action in ("poll", "wait") and (nonce := line.resequencer.poll(line.now_s)) is not None:
+            wire += [(False, chunk) for chunk in line.sequencer.snapshot(nonce)]
+        if action != "poll":
+            sent, wire = wire, []
+            for is_delta, data in sent:
+                fate = rng.random()
+                if fate < loss:
+                    continue
+                if fate < loss + 0.1:
+                    wire.append((is_delta, data))  # comes late (again)
+                (line.resequencer.on_delta if is_delta else line.resequencer.on_chunk)(data, line.now_s)
+                if rng.random() < 0.1:
+                    rng.shuffle(wire)
+    line.settle()
+    checks = line.core.drift.checks
+    line.hears(line.does(["digest"]))
+    assert line.core.drift.checks == checks + 1
+    assert line.found == line.sequencer.mirror_drifts == 0
+    assert line.known() == line.held
+
+
+def altered(block_hash: bytes, rng: Random) -> bytes:
+    """Change a bit that the directory goes by: it knows blocks by the upper 36 bits of 64 and a few of the lowest."""
+    bit = rng.choice([*range(6), *range(28, 64)])
+    return (int.from_bytes(block_hash[:8], "little") ^ (1 << bit)).to_bytes(8, "little") + block_hash[8:]
+
+
+def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) -> tuple[Event, ...]:
+    """Return what arrives in place of the events of a message."""
+    at = rng.randrange(len(events))
+    told = list(events)
+    match kind:
+        case "lost":
+            del told[at]
+        case "doubled":
+            told.insert(rng.randrange(len(told) + 1), rng.choice([*before, *events]))
+        case "altered":
+            event = told[at]
+            if isinstance(event, BlocksStored | BlocksRemoved) and event.hashes:
+                told[at] = type(event)(altered(event.hashes, rng), event.tier)
+        case "moved":
+            event = told[at]
+            if isinstance(event, BlocksStored | BlocksRemoved):
+                told[at] = type(event)(event.hashes, TIERS[TIERS.index(event.tier) - 1])
+        case "invented":
+            event_type = rng.choice((BlocksStored, BlocksRemoved))
+            told.insert(at, event_type(rng.choice(HASHES), rng.choice(TIERS)))
+    return tuple(told)
+
+
+@settings(max_examples=300)
+@given(
+    batches=st.lists(st.lists(changes.filter(lambda change: change != "digest"), max_size=4), min_size=1, max_size=12),
+    lies=st.lists(st.sampled_from(["", "lost", "doubled", "altered", "moved", "invented"]), min_size=12, max_size=12),
+    seed=st.integers(0, 2**32),
+)
+def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any]], lies: list[str], seed: int) -> None:
+    """What arrives altered in numbered, complete messages is drift exactly where the directory is wrong by it."""
+    line = Replica(seed)
+    line.settle()
+    before: list[Event] = []
+    for batch, kind in zip(batches, lies, strict=False):
+        for message in line.does(batch):
+            told = decode_message(message)
+            events = lie(told.events, before, kind, line.rng) if kind else told.events
+            before += told.events
+            line.hears([encode(FeedMessage(told.replica_id, told.epoch, told.seq, events))])
+    assert line.resequencer.live, "nothing is known to be missing"
+    foreign = line.core.directory.blocks_held("a").values(), map(len, line.held.values())
+    wrong = line.known() != line.held or sum(foreign[0]) != sum(foreign[1])
+    line.hears(line.does(["digest"]))
+    assert line.found == wrong
+    assert line.resequencer.live != wrong
+    line.settle()
+    assert line.known() == line.held
+    line.hears(line.does(["digest"]))
+    assert line.found == wrong, "a mended directory agrees"
+    assert line.core.state()["replicas"][0]["drift"].keys() <= {"extra", "missing", "altered"}
+
+
+@pytest.mark.parametrize(
+    ("known", "held", "kind"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3], [1, 2], "extra"),
+        ([1, 2], [1, 2, 3], "missing"),
+        ([1, 2], [1, 3], "altered"),
+        ([], [], None),
+    ],
+)
+def test_what_differs_is_told_apart(known: list[int], held: list[int], kind: str | None) -> None:
+    directory = Directory(16)
+    directory.add_replica("a")
+    directory.apply("a", "e", [BlocksStored(packed(known), "host")])
+    assert directory.drift("a", digest_of({"pool": set(), "host": set(held)})) == kind
+    assert directory.drift("b", digest_of({"pool": set(), "host": {1}})) is None, "nobody knows b"
+
+
+def test_what_was_refused_at_the_bound_is_no_drift_until_there_is_room() -> None:
+    """A full directory has holes that no snapshot could fill; with room again they are filled."""
+    line = Replica(0, max_blocks=16)
+    line.core.update_replicas(["a", "b"])
+    line.core.apply("b", "e", [BlocksStored(Random(5).randbytes(16 * 10))])
+    line.settle()
+    line.hears(line.does([("store", "pool", list(range(14))), "digest"]))
+    assert line.core.directory.refused_blocks > 0
+    assert line.core.drift.checks == 1
+    assert line.found == 0
+    line.core.drop_replica("b")
+    while line.core.directory.sweep():
+        pass
+    line.hears(line.does(["digest"]))
+    assert line.core.drift.found == {"a": {"missing": 1}}
+    line.settle()
+    assert line.known() == line.held
+
+
+def test_another_bound_empties_the_directory_and_snapshots_fill_it_again() -> None:
+    line = Replica(0)
+    line.settle()
+    line.hears(line.does([("store", "pool", [1, 2, 3])]))
+    line.core.configure(RouterSettings(max_blocks=500))
+    assert line.known() == {tier: set() for tier in TIERS}
+    line.settle()
+    assert line.known() == line.held
+    line.hears(line.does(["digest"]))
+    assert (line.core.drift.checks, line.found) == (1, 0)
+
+
+def test_a_digest_that_never_agrees_is_asked_about_ever_more_rarely() -> None:
+    """A replica that lies about its digest costs a snapshot in ten minutes; one that agrees again starts anew."""
+    checks, directory = DriftChecks(), Directory(16)
+    directory.add_replica("a")
+    false = CacheDigest((TierDigest("pool", 1, 1),))
+    asked = [at_s for at_s in range(0, 7200, 5) if checks.compare(directory, "a", false, float(at_s))]
+    assert asked[:3] == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S]
+    assert len(asked) <= 7 + 7200 / LAST_PAUSE_S
+    assert checks.found == {"a": {"missing": 1440}}
+    assert not checks.compare(directory, "a", CacheDigest(()), 8000.0)
+    assert checks.compare(directory, "a", false, 8001.0)
+    checks.forget("a")
+    assert not checks.found
+
+
+@given(events=st.lists(changes, max_size=20), wrong=st.integers(1, 2**63))
+def test_a_mirror_that_lies_is_found_by_its_own_replica(events: list[Any], wrong: int) -> None:
+    """Routers know the mirror, so a digest that it contradicts goes no further; what it agrees with does."""
+    line = Replica(0)
+    line.does(events)
+    true = digest_of(line.held)
+    assert len(line.sequencer.publish([true])) == 1
+    false = msgspec.structs.replace(true.tiers[0], xor=true.tiers[0].xor ^ wrong, blocks=true.tiers[0].blocks + 1)
+    assert line.sequencer.publish([CacheDigest((false, *true.tiers[1:]))]) == []
+    assert line.sequencer.mirror_drifts == 1
+    assert len(line.sequencer.publish([true])) == 1
+
+
+def test_over_sockets_an_invented_block_is_gone_after_the_next_digest() -> None:
+    """The whole way: digest by the feed, comparison, a snapshot asked for, the directory right again."""
+
+    async def main() -> None:
+        feed = started("a", max_blocks_per_message=8)
+        core = RoutingCore("me")
+        core.update_replicas(["a"])
+        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
+        core.follow(subscriber.is_live, resync=subscriber.resync)
+        subscriber.connect("a", feed.endpoint)
+        feed.put([BlocksStored(CHAIN), BEAT])
+        await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
+        core.apply("a", feed.endpoint.epoch, [BlocksStored(Random(9).randbytes(160))])
+        assert blocks(core, "a") == 60
+        words = [word(CHAIN[at:]) for at in range(0, len(CHAIN), 16)]
+        true = CacheDigest((TierDigest("pool", 50, reduce(xor, words)),))
+        feed.put([true])
+        await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
+        assert core.drift.found == {"a": {"extra": 1}}
+        feed.put([true])
+        await until(lambda: core.drift.checks == 2)
+        assert core.drift.found == {"a": {"extra": 1}}
+        feed.put([CacheDigest(())])
+        await until(lambda: feed.mirror_drifts == 1)
+        feed.stop()
+        await subscriber.close()
+
+    run(main())

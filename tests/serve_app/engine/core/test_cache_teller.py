@@ -1,0 +1,135 @@
+"""What an engine says to hold is what its events said, in pool and tiers; where some were lost, it tells all anew."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from router.feed.sequencer import FeedSequencer
+from router.protocol.events import CacheCleared, CacheDigest, Event
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.settings import EngineSettings
+from serve_app.replica.reporter import tell_caches
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+
+class Feed:
+    """A feed that may lose what it is given; its ``sequencer`` is the mirror."""
+
+    def __init__(self) -> None:
+        self.sequencer = FeedSequencer("a", "e")
+        self.losing = False
+        self.events: list[Event] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        if not self.losing:
+            self.events.extend(events)
+            self.sequencer.publish(events)
+
+    @property
+    def mirror_drifts(self) -> int:
+        return self.sequencer.mirror_drifts
+
+    def blocks(self) -> dict[str, int]:
+        """What the last digest said, by tier."""
+        last = self.events[-1]
+        assert isinstance(last, CacheDigest)
+        return {of.tier: of.blocks for of in last.tiers}
+
+
+def engine_of(feed: Any, directory: Path) -> TorchEngine:
+    """A small pool over a small host memory and a disk; no model computes."""
+    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0), sleep=lambda _: None)
+    size = runner.block_bytes
+    below = TierSettings(host_bytes=12 * size, disk_bytes=1000 * size, disk_dir=directory)
+    settings = EngineSettings(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
+    return TorchEngine(runner, settings, feed)
+
+
+def traffic(engine: TorchEngine, seed: int, requests: int = 8) -> None:
+    rng = Random(seed)
+    for number in range(requests):
+        run_all(engine, [request(f"{seed}-{number}", prompt(rng.randrange(20, 220), rng.randrange(12)), 2)])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_the_digest_is_that_of_the_events(tmp_path: Path, reset: bool) -> None:
+    """Through evictions, spills, a disk with a thread of its own and resets, at any moment."""
+    feed = Feed()
+    engine = engine_of(feed, tmp_path)
+    engine.start()
+    for seed in range(6):
+        traffic(engine, seed)
+        if reset and seed == 3:
+            engine.reset_prefix_cache(tiers=False)
+        engine.tell_cache()
+        assert feed.mirror_drifts == 0
+    held = feed.blocks()
+    assert held["pool"] > 0 and held["host"] == 12 and held["disk"] > 0
+    engine.reset_prefix_cache()
+    engine.tell_cache()
+    assert feed.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
+    engine.stop()
+
+
+def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(tmp_path: Path) -> None:
+    """The next digest finds it; ``anew`` mends it for the mirror, and for the routers that follow it."""
+    feed = Feed()
+    engine = engine_of(feed, tmp_path)
+    engine.start()
+    traffic(engine, 0)
+    feed.losing = True
+    traffic(engine, 1)
+    feed.losing = False
+    engine.tell_cache()
+    assert feed.mirror_drifts == 1
+    engine.tell_cache(anew=True)
+    engine.tell_cache()
+    assert feed.mirror_drifts == 1
+    assert feed.blocks().keys() == {"pool", "host", "disk"}
+    engine.stop()
+
+
+def test_a_replica_tells_its_caches_from_time_to_time_and_anew_after_drift() -> None:
+    """Once at once, then ever more rarely: an engine that always contradicts its feed does not flood the routers."""
+    feed, done = SimpleNamespace(mirror_drifts=0), threading.Event()
+    calls: list[bool] = []
+
+    def tell_cache(*, anew: bool) -> None:
+        calls.append(anew)
+        feed.mirror_drifts += len(calls) > 2
+        if len(calls) == 60:
+            done.set()
+
+    async def main() -> None:
+        engine: Any = SimpleNamespace(tell_cache=tell_cache)
+        task = asyncio.create_task(tell_caches(engine, feed, 0.001))
+        assert await asyncio.to_thread(done.wait, 60)
+        task.cancel()
+
+    asyncio.run(main())
+    assert calls[:3] == [False, False, False]
+    assert calls[3]
+    assert 2 <= sum(calls) <= 12
+
+
+def test_everything_anew_begins_with_a_clear_cache(tmp_path: Path) -> None:
+    feed = Feed()
+    engine = engine_of(feed, tmp_path)
+    engine.start()
+    traffic(engine, 2)
+    engine.tell_cache(anew=True)
+    cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
+    anew = FeedSequencer("a", "e")
+    assert len(anew.publish(feed.events[cleared[-1] :])) > 0
+    assert anew.mirror_drifts == feed.mirror_drifts == 0
+    engine.stop()
