@@ -39,6 +39,7 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
         '                                        messages=[{"role": "user", "content": "Hello"}])',
         'for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
+        f"A chat, and the cache map: {url}/",
         f"What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C",
     ]
     return "\n".join(lines)

@@ -1,0 +1,89 @@
+// Requests to the server that this page came from, with the keys of this tab. Addresses are relative, for proxies.
+
+const NAMES = { chat: "warmpath.key", map: "warmpath.map-key" };
+const held = { chat: "", map: "" };
+
+for (const which of Object.keys(NAMES)) {
+  try {
+    held[which] = sessionStorage.getItem(NAMES[which]) ?? "";
+  } catch {
+    // Without storage a key lives as long as the page.
+  }
+}
+
+/** The key for `chat` or for the `map`; the map's is the chat's where it has none of its own. */
+export const keyOf = (which) => held[which] || (which === "map" ? held.chat : "");
+export const ownKey = (which) => held[which];
+
+export function setKey(which, key) {
+  held[which] = key.trim();
+  try {
+    if (held[which]) sessionStorage.setItem(NAMES[which], held[which]);
+    else sessionStorage.removeItem(NAMES[which]);
+  } catch {
+    // As above.
+  }
+}
+
+/** Ask the server. `which`: whose key goes along; `body`: sent as JSON. */
+export function ask(path, { which = "chat", body, signal } = {}) {
+  const headers = { accept: "application/json, text/event-stream" };
+  if (keyOf(which)) headers.authorization = `Bearer ${keyOf(which)}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  return fetch(path, {
+    method: body === undefined ? "GET" : "POST",
+    headers,
+    body: body === undefined ? undefined : JSON.stringify(body),
+    signal,
+    cache: "no-store",
+    credentials: "same-origin",
+    redirect: "error",
+  });
+}
+
+/** What an answer that is no 200 says, as a sentence. */
+export async function problemOf(response) {
+  try {
+    const said = (await response.json()).error?.message;
+    if (said) return String(said).slice(0, 600);
+  } catch {
+    // No JSON: a proxy answered.
+  }
+  return `The server answered ${response.status} ${response.statusText}`.trim() + ".";
+}
+
+const MAX_EVENT_CHARACTERS = 32 << 20;
+
+/** Yield the `{event, data}` of a response that is a stream of server-sent events. Throws on one that does not end. */
+export async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let name = "";
+  let data = [];
+  let size = 0;
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      if (size + rest.length > MAX_EVENT_CHARACTERS) throw new Error("The server sent an event without an end.");
+      for (const raw of lines) {
+        const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
+        if (line === "") {
+          if (data.length) yield { event: name, data: data.join("\n") };
+          name = "";
+          data = [];
+          size = 0;
+        } else if (line.startsWith("data:")) {
+          data.push(line.slice(line[5] === " " ? 6 : 5));
+          size += line.length;
+        } else if (line.startsWith("event:")) {
+          name = line.slice(6).trim();
+        }
+      }
+    }
+  } finally {
+    await reader.cancel().catch(() => undefined);
+  }
+}

@@ -1,0 +1,117 @@
+// What stands under an answer: how much of its prompt was reused, by whom, and what that was worth.
+
+import { count, make, percent, seconds } from "../dom.js";
+
+const ENOUGH_TOKENS = 256;
+
+export class Reuse {
+  /** `measured`: how fast cold prompts were here, shared by all answers; `why`: called when somebody asks why this replica. */
+  constructor(cache, measured, why) {
+    this.cache = cache;
+    this.measured = measured;
+    this.why = why;
+    this.element = make("div", { className: "reuse" });
+    this.ttftS = null;
+    this.usage = null;
+    this.decision = null;
+    this.note = "";
+    this.wasStopped = false;
+  }
+
+  sent() {
+    this.sentMs = performance.now();
+  }
+
+  /** The first of the answer came; true the first time. */
+  began() {
+    if (this.ttftS !== null) return false;
+    this.ttftS = (performance.now() - this.sentMs) / 1000;
+    return true;
+  }
+
+  warning(text) {
+    this.note = text ?? "";
+  }
+
+  used(usage) {
+    this.usage = usage;
+    const computed = this.prompt - this.cached;
+    if (computed >= ENOUGH_TOKENS) this.measured.tokensPerS = computed / this.ttftS;
+    this.show();
+  }
+
+  stopped() {
+    this.wasStopped = true;
+    this.show();
+  }
+
+  /** The decision about this request, from the stream of events. */
+  told(decision) {
+    this.decision = decision;
+    this.show();
+  }
+
+  get cached() {
+    return this.usage?.prompt_tokens_details?.cached_tokens ?? this.decision?.cached_tokens ?? null;
+  }
+
+  get prompt() {
+    return this.usage?.prompt_tokens ?? this.decision?.prompt_tokens ?? null;
+  }
+
+  sentence() {
+    if (this.prompt === null || this.cached === null) return "";
+    return `${count(this.cached)} of ${count(this.prompt)} prompt tokens were reused.`;
+  }
+
+  /** Seconds until the first token had nothing been cached: as the server reckons, or by this page's own cold answers. */
+  cold() {
+    const { decision, ttftS, cached } = this;
+    if (ttftS === null || !cached) return null;
+    if (decision?.cold_ttft_s > 0) return ttftS + decision.cold_ttft_s - decision.ttft_s;
+    return this.measured.tokensPerS ? ttftS + cached / this.measured.tokensPerS : null;
+  }
+
+  show() {
+    const parts = [];
+    const { prompt, cached } = this;
+    if (prompt !== null && cached !== null) {
+      parts.push(reuseBar(cached, prompt));
+      parts.push(
+        make("p", { className: "reused" }, make("b", {}, percent(prompt ? cached / prompt : 0)), " reused: ",
+          `${count(cached)} of ${count(prompt)} prompt tokens`),
+      );
+    }
+    parts.push(this.times());
+    if (this.note) parts.push(make("p", {}, this.note));
+    this.element.replaceChildren(...parts.filter(Boolean));
+  }
+
+  times() {
+    const line = make("p", {});
+    if (this.ttftS !== null) {
+      line.append("First token after ", make("b", {}, seconds(this.ttftS)));
+      const cold = this.cold();
+      if (cold !== null) line.append(`, cold about ${seconds(cold)} (estimated)`);
+      else if (this.cached === 0) line.append(", cold");
+      line.append(this.cache.simulated ? "; simulated" : "");
+    }
+    if (this.decision || this.usage) {
+      line.append(line.childNodes.length ? " · " : "", this.decision ? "replica " : "");
+      line.append(make("button", { type: "button", onclick: this.why, title: "Why this replica" }, this.decision?.replica ?? "why"));
+    }
+    if (this.wasStopped) line.append(line.childNodes.length ? " · " : "", "stopped");
+    return line.childNodes.length ? line : null;
+  }
+}
+
+function reuseBar(cached, prompt) {
+  const says = `${count(cached)} of ${count(prompt)} prompt tokens reused`;
+  const bar = make("div", { className: "reuse-bar", role: "img", "aria-label": says });
+  for (const [name, tokens] of [["reuse-warm", cached], ["reuse-cold", prompt - cached]]) {
+    const part = make("span", { className: name });
+    part.style.flex = `${Math.max(0, tokens)} 0 0`;
+    bar.append(part);
+  }
+  return bar;
+}

@@ -1,0 +1,53 @@
+// Elements are made here, and what they say is always text: nothing that a server sends is read as HTML.
+
+const byId = (id) => document.getElementById(id);
+export { byId };
+
+/** Make an element: `properties` are set on it, `data-`, `aria-` and `role` as attributes; `children` are nodes or text. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null) continue;
+    if (name.includes("-") || name === "role") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children.filter((child) => child !== undefined && child !== null));
+  return element;
+}
+
+const counts = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+export const count = (number) => counts.format(number);
+export const compact = (number) => short.format(number);
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+
+/** Seconds as a person reads them. */
+export function seconds(value) {
+  if (value < 0.9995) return `${Math.round(1000 * value)} ms`;
+  return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+}
+
+/** Minutes and seconds of a recording. */
+export function clock(value) {
+  const whole = Math.max(0, Math.floor(value));
+  return `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")}`;
+}
+
+/** Say something to screen readers, at most every `everyMs`; what comes in between is joined by `summary`. */
+export function announcer(element, everyMs, summary) {
+  let waiting = [];
+  let timer = 0;
+  let last = -Infinity;
+  const flush = () => {
+    timer = 0;
+    last = performance.now();
+    element.textContent = summary(waiting);
+    waiting = [];
+  };
+  return (item) => {
+    waiting.push(item);
+    if (!timer) timer = setTimeout(flush, Math.max(0, last + everyMs - performance.now()));
+  };
+}

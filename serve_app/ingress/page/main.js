@@ -1,0 +1,206 @@
+// Puts the page together: chat, live events or a recording, the map, the log, and why.
+
+import { ask, ownKey, problemOf, setKey } from "./api.js";
+import { Chat, describeSystem } from "./chat/chat.js";
+import { byId, clock, compact, count, make, percent } from "./dom.js";
+import { Cache } from "./live/cache.js";
+import { Connection } from "./live/connection.js";
+import { Player } from "./live/player.js";
+import { readRecording, Recording } from "./live/recording.js";
+import { Log } from "./log.js";
+import { arc } from "./map/arcs.js";
+import { CacheMap } from "./map/map.js";
+import { Why } from "./why.js";
+import { isMarked, Words } from "./words.js";
+
+const DRAW_EVERY_MS = 120;
+const LATEST = 60;
+
+const live = new Cache();
+let state = { name: "connecting", says: "connecting" };
+let lastDrawnMs = 0;
+let changed = true;
+
+const shown = () => player.recording?.model ?? live;
+const view = new Proxy({}, { get: (_, name) => bound(shown(), name) });
+const words = new Words(view);
+const why = new Why(view, words);
+const map = new CacheMap(view, ({ replica, node }) => {
+  const found = shown().tree(replica).find(({ id }) => id === node);
+  if (found) why.prefix(replica, found);
+  else if (shown().replicas.has(replica)) why.replica(shown().replicas.get(replica));
+});
+const log = new Log(words, timeOf, (event) => why.event(event));
+const chat = new Chat(live, (body, decision) => why.request(body, decision));
+
+/** The time of day, or in a recording the time since its start. */
+function timeOf(atS) {
+  if (player.recording) return clock(atS - player.recording.startS);
+  return new Date(atS * 1000).toLocaleTimeString("en-GB");
+}
+
+/** What is shown is the live model or a recording's, whichever is open now. */
+function bound(model, name) {
+  const value = model[name];
+  return typeof value === "function" ? value.bind(model) : value;
+}
+
+const player = new Player((atS, played) => {
+  if (played) {
+    player.recording.to(atS, happened);
+  } else {
+    const told = [];
+    player.recording.to(atS, (event) => told.push(event));
+    log.clear();
+    for (const event of told.slice(-LATEST)) log.add(event, false);
+  }
+  changed = true;
+});
+
+/** Something worth telling happened in what is shown: a line in the log, and a movement on the map. */
+function happened(event) {
+  changed = true;
+  log.add(event);
+  map.pulse(event.replica, event.node);
+  if (event.pull_from && event.pull_tokens) arc(byId("arcs"), map.elementOf(event.pull_from), map.elementOf(event.replica));
+}
+
+const connection = new Connection(
+  (event) => {
+    const told = live.apply(event);
+    chat.told(event);
+    changed = true;
+    if (!player.recording) told.forEach(happened);
+  },
+  (name, says) => {
+    state = { name, says };
+    if (name === "refused") live.clear();
+    changed = true;
+  },
+);
+
+function draw(nowMs) {
+  requestAnimationFrame(draw);
+  if (nowMs - lastDrawnMs < (changed ? DRAW_EVERY_MS : 1000) || document.hidden) return;
+  lastDrawnMs = nowMs;
+  changed = false;
+  if (!player.recording) live.nowS = Math.max(live.nowS, Date.now() / 1000);
+  map.render();
+  log.render();
+  const model = shown();
+  byId("engine").hidden = !model.simulated;
+  byId("engine").textContent = model.simulated ? "simulated: no model runs, times are a cost model's" : "";
+  if (model.model) byId("model-name").textContent = model.model;
+  const { cached, reused, perMinute } = model.vitals();
+  byId("vital-replicas").textContent = model.replicas.size ? count(model.replicas.size) : "–";
+  byId("vital-cached").textContent = model.replicas.size ? compact(cached) : "–";
+  byId("vital-rate").textContent = model.replicas.size ? count(perMinute) : "–";
+  byId("vital-reused").textContent = reused === null ? "–" : percent(reused);
+  drawState(model);
+}
+
+function drawState(model) {
+  const { name, says } = player.recording ? { name: "playback", says: "a recording" } : state;
+  byId("connection").dataset.state = name;
+  const text = name === "refused" ? "not connected" : says;
+  if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
+  byId("empty").hidden = model.replicas.size > 0;
+  const [lead, more] = EMPTY[name] ?? ["The map is not connected", says];
+  byId("empty-lead").textContent = lead;
+  byId("empty-more").textContent = more;
+}
+
+const EMPTY = {
+  connecting: ["Connecting", "The replicas and what they hold appear here."],
+  live: ["No replica yet", "They appear here as they join."],
+  lost: ["The server does not answer", "The page tries again by itself. A recording can be opened meanwhile."],
+  playback: ["No replica at this moment", "Move on in the recording."],
+};
+
+/** Fill the list of models, which is also the first that a wrong key is told at. */
+async function loadModels() {
+  const note = byId("settings-note");
+  try {
+    const response = await ask("v1/models");
+    if (!response.ok) throw new Error(await problemOf(response));
+    const { data } = await response.json();
+    byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id }, id)));
+    byId("model-name").textContent = data[0]?.id ?? "";
+    note.textContent = data[0]?.id ?? "no model";
+    note.classList.remove("wrong");
+  } catch (error) {
+    note.textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;
+    note.classList.add("wrong");
+    byId("settings").open = true;
+  }
+}
+
+async function loadSample() {
+  const response = await fetch("page/sample.txt");
+  const text = response.ok ? await response.text() : "";
+  byId("system").value = `Answer questions about this license in one or two sentences.\n${text}`;
+  describeSystem(byId("system").value);
+  byId("say").value = "May I sell what I build with it?";
+  byId("say").focus();
+}
+
+async function openRecording(file) {
+  if (!file) return;
+  try {
+    const recording = new Recording(await readRecording(file, new Cache()), () => new Cache());
+    player.open(recording, isMarked);
+  } catch (error) {
+    why.show("This file cannot be played", [error.message], []);
+  }
+}
+
+function wireSettings() {
+  byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
+  for (const [id, which] of [["key", "chat"], ["map-key", "map"]]) {
+    byId(id).value = ownKey(which);
+    byId(id).addEventListener("change", () => {
+      setKey(which, byId(id).value);
+      loadModels();
+      connection.start();
+    });
+  }
+  byId("model").addEventListener("change", () => (byId("settings-note").textContent = byId("model").value));
+  byId("system").addEventListener("input", () => describeSystem(byId("system").value));
+  byId("sample").addEventListener("click", loadSample);
+  byId("clear-system").addEventListener("click", () => {
+    byId("system").value = "";
+    describeSystem("");
+  });
+}
+
+function wireRecording() {
+  const picker = byId("recording-file");
+  byId("open-recording").addEventListener("click", () => picker.click());
+  picker.addEventListener("change", async () => {
+    await openRecording(picker.files[0]);
+    picker.value = "";
+  });
+  byId("live").addEventListener("click", () => {
+    player.close();
+    log.clear();
+    changed = true;
+    byId("open-recording").focus();
+  });
+  const dropping = (on) => document.body.classList.toggle("dropping", on);
+  addEventListener("dragover", (event) => {
+    event.preventDefault();
+    dropping(true);
+  });
+  addEventListener("dragleave", () => dropping(false));
+  addEventListener("drop", (event) => {
+    event.preventDefault();
+    dropping(false);
+    openRecording(event.dataTransfer.files[0]);
+  });
+}
+
+wireSettings();
+wireRecording();
+loadModels();
+connection.start();
+requestAnimationFrame(draw);

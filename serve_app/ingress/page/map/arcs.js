@@ -1,0 +1,24 @@
+// Curves from one replica to another: KV that is pulled. With reduced motion there are none.
+
+const SVG = "http://www.w3.org/2000/svg";
+const STAYS_MS = 1600;
+const MAX_ARCS = 24;
+const NAME_PX = 22;
+
+/** Draw a curve between two cards; nothing where one of them is not there. */
+export function arc(svg, from, to) {
+  if (!from || !to || from === to || svg.childElementCount >= MAX_ARCS) return;
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+  const box = svg.getBoundingClientRect();
+  const [one, other] = [from, to].map((element) => {
+    const { left, top, width } = element.getBoundingClientRect();
+    return { x: left - box.left + width / 2, y: top - box.top + NAME_PX };
+  });
+  const lift = one.y === other.y ? -Math.max(40, Math.abs(one.x - other.x) * 0.2) : 0;
+  const path = document.createElementNS(SVG, "path");
+  path.setAttribute("d", `M${one.x},${one.y} C${one.x},${one.y - lift} ${other.x},${other.y - lift} ${other.x},${other.y}`);
+  path.setAttribute("pathLength", "1");
+  path.setAttribute("class", "arc");
+  svg.append(path);
+  setTimeout(() => path.remove(), STAYS_MS);
+}

@@ -1,0 +1,181 @@
+// The map: a card a replica, and in it the replica's prefixes as a tree of bars. Draws what the cache model says, no more.
+
+import { byId, compact, count, make, plural } from "../dom.js";
+import { Colours } from "./colours.js";
+import { layout, MAX_LEAVES, roundUp } from "./layout.js";
+import { walk } from "./keys.js";
+
+const ROW_PX = 30;
+const MIN_TREE_PX = 96;
+const MAX_TREE_PX = 230;
+const DENSE_FROM = 9;
+const FADE_MS = 400;
+const MIN_TOKENS = 128;
+const LABEL_FROM = 0.2;
+const DENSE_LABEL_FROM = 0.35;
+
+export class CacheMap {
+  /** `cache`: the model; `choose`: told `{replica, node}` when somebody asks what something is. */
+  constructor(cache, choose) {
+    this.cache = cache;
+    this.choose = choose;
+    this.colours = new Colours();
+    this.cards = new Map();
+    this.chosen = "";
+    byId("replicas").addEventListener("keydown", (event) => walk(event));
+    byId("replicas").addEventListener("click", (event) => this.chose(event.target));
+    byId("colour").addEventListener("change", (event) => {
+      this.colours.by = event.target.value;
+      this.render();
+    });
+  }
+
+  chose(target) {
+    const bar = target.closest(".bar");
+    const card = target.closest(".replica");
+    if (!card || !(bar || target.closest(".replica-name"))) return;
+    this.chosen = bar ? `${card.dataset.id} ${bar.dataset.id}` : "";
+    for (const other of byId("replicas").querySelectorAll(".bar")) {
+      other.setAttribute("aria-selected", String(other === bar));
+    }
+    this.choose({ replica: card.dataset.id, node: bar?.dataset.id ?? null });
+  }
+
+  render() {
+    const replicas = [...this.cache.replicas.values()];
+    const trees = new Map(replicas.map(({ replica }) => [replica, layout(this.cache.tree(replica), MAX_LEAVES)]));
+    const dense = replicas.length >= DENSE_FROM;
+    const scale = {
+      dense,
+      tokens: roundUp(Math.max(MIN_TOKENS, ...[...trees.values()].map((tree) => tree.tokens))),
+      height: Math.min(MAX_TREE_PX, Math.max(MIN_TREE_PX, ROW_PX * Math.max(1, ...[...trees.values()].map((tree) => tree.leaves)))),
+    };
+    const grid = byId("replicas");
+    grid.classList.toggle("dense", dense);
+    grid.style.setProperty("--card", dense ? "9.5rem" : "12.5rem");
+    grid.style.setProperty("--tree-height", `${dense ? Math.min(130, scale.height) : scale.height}px`);
+    for (const replica of replicas) this.card(replica.replica).update(replica, trees.get(replica.replica), scale, this);
+    for (const [id, card] of this.cards) {
+      if (this.cache.replicas.has(id)) continue;
+      this.cards.delete(id);
+      fadeOut(card.element, "gone");
+    }
+    byId("legend").replaceChildren(...this.colours.legend(this.cache.groups()));
+  }
+
+  card(id) {
+    let card = this.cards.get(id);
+    if (!card) {
+      card = new Card(id);
+      this.cards.set(id, card);
+      byId("replicas").append(card.element);
+    }
+    return card;
+  }
+
+  /** Show that something happened to a replica, and to one of its prefixes. */
+  pulse(replicaId, nodeId) {
+    const card = this.cards.get(replicaId);
+    if (!card) return;
+    restart(card.element, "chosen", 700);
+    const bar = card.bars.get(nodeId);
+    if (bar) restart(bar, "hit", 900);
+  }
+
+  elementOf(replicaId) {
+    return this.cards.get(replicaId)?.element ?? null;
+  }
+}
+
+class Card {
+  constructor(id) {
+    this.bars = new Map();
+    this.name = make("button", { type: "button", className: "replica-name" }, id);
+    this.state = make("span", { className: "replica-state" });
+    this.pool = make("div", { className: "pool", role: "img" }, ...["used", "cached", "free"].map((part) => make("span", { className: `pool-${part}` })));
+    this.load = make("p", { className: "replica-load" }, make("span"), make("span"));
+    this.tree = make("div", { className: "tree", role: "tree", "aria-label": `Prefixes of replica ${id}` });
+    this.axis = make("p", { className: "axis", "aria-hidden": "true" }, make("span", {}, "0"), make("span"), make("span"));
+    const head = make("div", { className: "replica-head" }, this.name, this.state);
+    this.element = make("section", { className: "replica entering", "data-id": id, "aria-label": `Replica ${id}` }, head, this.pool, this.load, this.tree, this.axis);
+  }
+
+  update(replica, tree, scale, map) {
+    this.element.classList.toggle("leaving", replica.state !== "serving");
+    this.state.textContent = replica.state;
+    const { blocks_used: used, blocks_reusable: cached, blocks_free: free } = replica;
+    this.pool.hidden = used === undefined;
+    if (used !== undefined) {
+      [used, cached, free].forEach((blocks, part) => (this.pool.children[part].style.flexGrow = String(blocks)));
+      this.pool.title = `KV pool: ${count(used)} blocks in use, ${count(cached)} cached, ${count(free)} free`;
+      this.pool.setAttribute("aria-label", this.pool.title);
+    }
+    const waiting = replica.waiting ? `, ${count(replica.waiting)} waiting` : "";
+    this.load.children[0].textContent = replica.running === undefined ? "" : `${count(replica.running)} running${waiting}`;
+    const left = tree.left ? `, ${plural(tree.left, "older path")} not shown` : "";
+    this.load.children[1].textContent = `${compact(map.cache.tokensOf(replica))} tokens cached${left}`;
+    this.axis.children[1].textContent = compact(scale.tokens / 2);
+    this.axis.children[2].textContent = `${compact(scale.tokens)} tokens`;
+    this.draw(replica, tree, scale, map);
+  }
+
+  draw(replica, tree, scale, map) {
+    const rows = Math.max(tree.leaves, scale.height / ROW_PX);
+    const gone = new Set(this.bars.keys());
+    let focusable = null;
+    for (const bar of tree.bars) {
+      const { node } = bar;
+      gone.delete(node.id);
+      let element = this.bars.get(node.id);
+      if (!element) {
+        element = make("div", { className: "bar fresh", role: "treeitem", tabIndex: -1, "data-id": node.id }, make("span"));
+        this.bars.set(node.id, element);
+        this.tree.append(element);
+      }
+      place(element, bar, rows, scale);
+      element.classList.toggle("pinned", node.pinned);
+      map.colours.paint(element, map.cache.groupOf(node), map.cache.nowS - node.last_used_at_s);
+      const name = map.cache.nameOf(node);
+      const wide = node.tokens / scale.tokens > (scale.dense ? DENSE_LABEL_FROM : LABEL_FROM) && bar.leaves / rows > 1 / 14;
+      element.firstChild.textContent = wide ? map.cache.labelOf(node) : "";
+      const says = `${name}, ${plural(node.tokens, "token")}${node.pinned ? ", pinned" : ""}`;
+      if (element.getAttribute("aria-label") !== says) element.setAttribute("aria-label", says);
+      element.title = says;
+      element.setAttribute("aria-level", String(bar.level));
+      element.setAttribute("aria-selected", String(map.chosen === `${replica.replica} ${node.id}`));
+      if (element.tabIndex === 0) focusable = element;
+    }
+    for (const id of gone) {
+      const element = this.bars.get(id);
+      this.bars.delete(id);
+      if (element === document.activeElement) this.name.focus();
+      fadeOut(element, "out");
+    }
+    if (!focusable && tree.bars.length) this.bars.get(tree.bars[0].node.id).tabIndex = 0;
+  }
+}
+
+function place(element, bar, rows, scale) {
+  const { style } = element;
+  style.left = `${(100 * bar.node.start) / scale.tokens}%`;
+  style.width = `max(3px, calc(${(100 * bar.node.tokens) / scale.tokens}% - 1px))`;
+  style.top = `${(100 * bar.first) / rows}%`;
+  style.height = `max(2px, calc(${(100 * bar.leaves) / rows}% - ${rows > 30 ? 0.5 : 2}px))`;
+}
+
+function fadeOut(element, className) {
+  element.classList.add(className);
+  element.inert = true;
+  element.setAttribute("aria-hidden", "true");
+  setTimeout(() => element.remove(), FADE_MS);
+}
+
+const timers = new WeakMap();
+
+function restart(element, className, forMs) {
+  clearTimeout(timers.get(element));
+  element.classList.remove("entering", "fresh", className);
+  void element.offsetWidth; // the animation begins anew
+  element.classList.add(className);
+  timers.set(element, setTimeout(() => element.classList.remove(className), forMs));
+}

@@ -1,0 +1,123 @@
+// The panel that says why: of a decision, a prefix, a replica or any other event. Text only.
+
+import { ask, problemOf } from "./api.js";
+import { byId, count, make, percent, plural, seconds } from "./dom.js";
+
+const STATES = {
+  joining: "It is joining: nothing was heard of it yet.",
+  leaving: "It is leaving: it gets no new request, and hands on what others lack.",
+};
+
+export class Why {
+  constructor(cache, words) {
+    this.cache = cache;
+    this.words = words;
+    this.asked = 0;
+    this.cameFrom = null;
+    byId("why").addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      if (this.cameFrom?.isConnected) this.cameFrom.focus();
+      else byId("replicas").focus();
+    });
+  }
+
+  /** Show a heading, sentences and facts, and bring the keyboard there. `rest`: nodes that follow. */
+  show(heading, sentences, facts, ...rest) {
+    this.asked += 1;
+    if (!byId("why").contains(document.activeElement)) this.cameFrom = document.activeElement;
+    const list = make("dl");
+    for (const [name, value] of facts) {
+      if (value !== null && value !== undefined && value !== "") list.append(make("dt", {}, name), make("dd", {}, String(value)));
+    }
+    byId("why-body").replaceChildren(make("h4", {}, heading), ...sentences.filter(Boolean).map((text) => make("p", {}, text)), list, ...rest);
+    byId("why-body").scrollTop = 0;
+    byId("why").focus({ preventScroll: false });
+  }
+
+  event(event) {
+    this.show(this.words.heading(event), this.words.sentences(event), this.words.facts(event));
+  }
+
+  /** `node`: as the replica holds it. */
+  prefix(replicaId, node) {
+    const { cache } = this;
+    const reach = node.start + node.tokens;
+    const whole = cache.nodes.get(node.id);
+    const part = node.tokens < whole.tokens ? ` of the ${count(whole.tokens)} that it has` : "";
+    this.show(
+      cache.nameOf(node),
+      [
+        `Replica ${replicaId} can reuse the first ${plural(reach, "token")} of every prompt that begins like this; ${count(node.tokens)}${part} are this part.`,
+        node.pinned ? "It is pinned: it was saved, and eviction passes it by." : null,
+        node.kind === "public" ? "It is a registered public prompt, which all tenants share." : null,
+      ],
+      [
+        ["tenant", node.kind === "public" ? "all (public)" : node.tenant],
+        ["held by", Object.keys(node.holders).join(", ")],
+        ["requests", count(node.requests)],
+        ["found cached", node.requests ? `${count(node.hits)} (${percent(node.hits / node.requests)})` : null],
+        ["last used", `${seconds(Math.max(0, cache.nowS - node.last_used_at_s))} ago`],
+        ["id", node.id],
+      ],
+    );
+  }
+
+  replica(replica) {
+    const { blocks_total: blocks } = replica;
+    const share = (part) => (blocks ? `${plural(part, "block")} (${percent(part / blocks)})` : null);
+    const number = (value, word) => (value === undefined ? null : plural(value, word));
+    this.show(
+      `Replica ${replica.replica}`,
+      [replica.full ? "It is full: it gets no request until one ends." : null, STATES[replica.state]],
+      [
+        ["engine", replica.simulated ? "simulated: no model runs, times are a cost model’s" : replica.engine],
+        ["running", number(replica.running, "sequence")],
+        ["waiting", number(replica.waiting, "sequence")],
+        ["prefill queued", number(replica.queued_tokens, "token")],
+        ["prefill rate", replica.prefill_tokens_per_s ? `${count(replica.prefill_tokens_per_s)} tokens/s${replica.simulated ? ", simulated" : ""}` : null],
+        ["in use", share(replica.blocks_used)],
+        ["cached", share(replica.blocks_reusable)],
+        ["free", share(replica.blocks_free)],
+        ["pinned", replica.blocks_pinned ? plural(replica.blocks_pinned, "block") : null],
+        ...Object.entries(replica.tier_blocks ?? {}).map(([tier, held]) => [`in the ${tier} tier`, plural(held, "block")]),
+      ],
+    );
+  }
+
+  /** Why a request of this page went where it went; `body` is asked about anew, where this key may ask. */
+  async request(body, decision) {
+    if (decision) this.event(decision);
+    else this.show("Why this replica", ["The decision was not seen: the map is not connected, or its key is another tenant’s."], []);
+    if (!this.cache.seesAll) return;
+    const asked = this.asked;
+    const question = { ...body };
+    for (const field of ["stream", "stream_options"]) delete question[field];
+    if (decision?.tenant) question.tenant = decision.tenant;
+    let table;
+    try {
+      const response = await ask("v1/cache/explain", { which: "map", body: question });
+      table = response.ok ? explained(await response.json(), this.cache) : make("p", { className: "note" }, await problemOf(response));
+    } catch {
+      return; // what the decision said stands there already
+    }
+    if (asked === this.asked) byId("why-body").append(table);
+  }
+}
+
+/** The name that a replica has in events, which is a part of the router's id of it. */
+const nameIn = (cache, id) => [...cache.replicas.keys()].find((name) => id.endsWith(name)) ?? id;
+
+function explained(document, cache) {
+  const prompt = document.prompts[0];
+  const because = prompt.winners[document.policy]?.because;
+  const rows = prompt.replicas.slice(0, 32).map((replica, at) =>
+    make("tr", { className: at ? "" : "first" }, ...[
+      nameIn(cache, replica.replica_id),
+      `${count(replica.cached_tokens)} of ${count(prompt.prompt_tokens)}`,
+      count(replica.queued_prefill_tokens),
+      seconds(replica.estimated_ttft_s),
+    ].map((text) => make("td", {}, text))),
+  );
+  const head = make("tr", {}, ...["replica", "holds", "queued", "estimated TTFT"].map((text) => make("th", { scope: "col" }, text)));
+  return make("div", {}, make("p", {}, `Were it sent again now: ${because ?? ""}`), make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
+}

@@ -1,0 +1,76 @@
+"""The page at ``/``: files of this package, sent as they are. No data is in them, so they need no key."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+"""Nothing from elsewhere is loaded, asked or allowed to frame the page, and text that comes in is never code."""
+
+router = APIRouter(include_in_schema=False)
+
+
+@cache
+def page_files() -> dict[str, bytes]:
+    """Return the page's files by their path in it, such as ``map/map.js``."""
+    found: dict[str, bytes] = {}
+
+    def collect(folder: Traversable, prefix: str) -> None:
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                collect(entry, f"{prefix}{entry.name}/")
+            elif entry.name.rpartition(".")[2] in _TYPES:
+                found[prefix + entry.name] = entry.read_bytes()
+
+    collect(files("serve_app.ingress") / "page", "")
+    return found
+
+
+def page_response(path: str, known: str | None = None) -> Response:
+    """Return one file. ``known``: the tags that a browser has (``If-None-Match``). Raises HTTPException: 404."""
+    content = page_files().get(path)
+    if content is None:
+        raise HTTPException(404)
+    headers = {**HEADERS, "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    if known is not None and headers["etag"] in known:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=_TYPES[path.rpartition(".")[2]])
+
+
+@router.get("/")
+async def index(request: Request) -> Response:
+    """The page."""
+    return page_response("index.html", request.headers.get("if-none-match"))
+
+
+@router.get("/page/{path:path}")
+async def file(request: Request, path: str) -> Response:
+    """What the page is made of."""
+    return page_response(path, request.headers.get("if-none-match"))

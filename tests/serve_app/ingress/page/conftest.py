@@ -1,0 +1,57 @@
+"""One browser for the tests of the page, where there is one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve_app.ingress.page.stage import Stage, staged
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOW = "the page's tests need Chromium and its driver: apt-get install chromium; pip install 'warmpath[browser]'"
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium."""
+    driver = pytest.importorskip("playwright.sync_api", reason=HOW)
+    if CHROMIUM is None:
+        pytest.skip(HOW)
+    with driver.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, Stage]]:
+    with staged() as one:
+        yield one
+
+
+@pytest.fixture
+def stage(served: tuple[str, Stage]) -> Stage:
+    served[1].reset()
+    return served[1]
+
+
+@pytest.fixture
+def page(browser: Any, served: tuple[str, Stage], stage: Stage) -> Iterator[Any]:
+    """A tab at no page yet; whatever its console has to complain of fails the test."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, base_url=served[0])
+    tab = context.new_page()
+    tab.set_default_timeout(PATIENCE_MS)
+    wrong: list[str] = []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    # A refused request is in the console too: that is what some tests bring about.
+    tab.on(
+        "console",
+        lambda said: wrong.append(said.text) if said.type == "error" and "Failed to load" not in said.text else None,
+    )
+    yield tab
+    context.close()
+    assert wrong == []

@@ -1,0 +1,79 @@
+"""Events as docs/live.md has them: a small instance, and a recording in which it grows, is used, and shrinks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+def replica(name: str, at_s: float = 0.0, **more: Any) -> Event:
+    """A replica as an operator sees it; also an event about it."""
+    blocks = {"blocks_total": 512, "blocks_used": 40, "blocks_reusable": 300, "blocks_free": 172, "blocks_pinned": 8}
+    load = {"running": 1, "waiting": 0, "queued_tokens": 0, "full": False, "prefill_tokens_per_s": 780.0}
+    told = {"type": "replica", "at_s": at_s, "replica": name, "state": "serving", "engine": "simulated"}
+    return {**told, "simulated": True, **blocks, **load, "tier_blocks": {}, "report_age_s": 0.2, **more}
+
+
+def node(name: str, parent: str | None, start: int, tokens: int, holders: dict[str, int], **more: Any) -> Event:
+    """A prefix: ``start`` tokens lead to it."""
+    kind = "public" if parent is None else "system" if parent.startswith("p") else "conversation"
+    told: Event = {"id": name, "parent": parent, "kind": kind, "tenant": None if kind == "public" else "acme"}
+    counts = {"pinned": False, "requests": 4, "hits": 3, "last_used_at_s": 0.0, "label": ""}
+    return {**told, "prefix_tokens": start + tokens, "tokens": tokens, **counts, "holders": holders, **more}
+
+
+def decision(request: str, at_s: float = 0.0, **more: Any) -> Event:
+    """A prompt of 1,200 tokens that was read from the cache of ``r1``."""
+    where = {"tenant": "acme", "ingress": "i1", "replica": "r1", "reason": "cached", "node": "s-acme"}
+    tokens = {"prompt_tokens": 1200, "best_cached_tokens": 1184, "selected_cached_tokens": 1184, "cached_tokens": 1184}
+    rest = {"pull_from": None, "pull_tokens": 0, "queued_tokens": None}
+    times = {"estimated_ttft_s": 0.021, "ttft_s": 0.024, "cold_ttft_s": 1.54}
+    return {"type": "decision", "at_s": at_s, "request": request, **where, **tokens, **rest, **times, **more}
+
+
+def prefixes() -> list[Event]:
+    """A public prompt, two tenants' system prompts, and conversations; ``r1`` holds all, ``r2`` some."""
+    both = {"r1": 512, "r2": 512}
+    return [
+        node("p-clerk", None, 0, 512, both, label="clerk@1"),
+        node("s-acme", "p-clerk", 512, 640, {"r1": 640}, pinned=True),
+        node("c-acme", "s-acme", 1152, 320, {"r1": 320}),
+        node("s-globex", "p-clerk", 512, 900, {"r1": 896, "r2": 896}, tenant="globex"),
+        node("c-globex", "s-globex", 1412, 160, {"r2": 160}, tenant="globex"),
+    ]
+
+
+def snapshot(at_s: float = 0.0, viewer: str = "operator", tenant: str | None = None, **more: Any) -> Event:
+    """The instance with two replicas; ``more`` replaces what it says."""
+    head = {"type": "snapshot", "at_s": at_s, "viewer": viewer, "tenant": tenant, "model": "demo"}
+    engine = {"engine": "simulated", "simulated": True, "policy": "estimated_ttft", "block_size": 16, "ingresses": 1}
+    held = {"replicas": [replica("r1"), replica("r2")], "prefixes": prefixes(), "totals": [], "decisions": []}
+    return {**head, **engine, **held, "moves": [], "scale": None, **more}
+
+
+def recording() -> list[Event]:
+    """A minute: a third replica joins at 20 s, is used, and leaves at 50 s; decisions all along."""
+    events = [snapshot()]
+    for at in range(1, 61):
+        if at == 20:
+            events.append(
+                {"type": "scale", "at_s": 20.0, "from": 2, "to": 3, "target": 3, "needed": 3, "reason": "ttft"}
+            )
+            events.append(replica("r3", 20.0, state="joining"))
+        if at == 24:
+            events.append(replica("r3", 24.0))
+            held = node("p-clerk", None, 0, 512, {"r1": 512, "r2": 512, "r3": 512}, label="clerk@1")
+            events.append({"type": "prefixes", "at_s": 24.5, "nodes": [held]})
+        if at == 50:
+            events.append({"type": "replica_left", "at_s": 50.0, "replica": "r3"})
+        events.append(decision(f"request{at}.0", at + 0.9, replica=f"r{1 + at % 2}"))
+    return events
+
+
+def write(path: Path, events: list[Event]) -> Path:
+    """Write a recording."""
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    return path

@@ -1,0 +1,156 @@
+"""A small server that serves the page and plays the rest of an ingress: models, chats, and a test's events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from serve_app.ingress.routes.page import page_response
+
+Event = dict[str, Any]
+
+
+class Stage:
+    """What the server answers. ``snapshots``: what a stream of events begins with, by key; no entry: 401.
+
+    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew for the next test."""
+        self.snapshots: dict[str, list[Event]] = {"": []}
+        self.words = ["Yes", ", ", "you", " may."]
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.held = threading.Event()
+        self.held.set()
+        self.fails = ""
+        self.left = threading.Event()
+        self._listeners: list[tuple[str, asyncio.Queue[Event | None]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def send(self, *events: Event, key: str = "") -> None:
+        """Send events to everybody who listens with a key."""
+        for event in events:
+            for listener, queue in self._listeners:
+                if listener == key and self._loop is not None:
+                    self._loop.call_soon_threadsafe(queue.put_nowait, event)
+
+    def listening(self, key: str = "") -> bool:
+        """Whether somebody listens with a key."""
+        return any(listener == key for listener, _ in self._listeners)
+
+    def hang_up(self) -> None:
+        """End every stream of events."""
+        for _, queue in self._listeners:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(queue.put_nowait, None)
+        self._listeners.clear()
+
+    async def events(self, request: Request) -> Response:
+        """Answer as ``GET /v1/cache/events`` does."""
+        key = _key(request)
+        if key not in self.snapshots:
+            return _refused("Incorrect API key provided.")
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        for event in self.snapshots[key]:
+            queue.put_nowait(event)
+        self._listeners.append((key, queue))
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            yield b": here\n\n"
+            while (event := await queue.get()) is not None:
+                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event).encode())
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def models(self, request: Request) -> Response:
+        """Answer as ``GET /v1/models`` does."""
+        if _key(request) not in self.snapshots:
+            return _refused("Incorrect API key provided.")
+        return JSONResponse({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+
+    async def chat(self, request: Request) -> Response:
+        """Answer as a streamed chat; of a prompt whatever was in the one before comes from the cache."""
+        body = await request.json()
+        self.keys.append(_key(request))
+        if self.fails:
+            return JSONResponse({"error": {"message": self.fails}}, 429)
+        warm = len(json.dumps(self.bodies[-1]["messages"])) // 4 if self.bodies else 0
+        self.bodies.append(body)
+        prompt = len(json.dumps(body["messages"])) // 4
+        usage = {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": min(prompt, warm)}}
+        head = {"id": f"chatcmpl-answer{len(self.bodies)}", "object": "chat.completion.chunk"}
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            try:
+                for at, word in enumerate(self.words):
+                    if at == len(self.words) - 1:
+                        while not self.held.is_set():  # noqa: ASYNC110 - a test's thread sets it
+                            await asyncio.sleep(0.01)
+                    yield _chunk({**head, "choices": [{"index": 0, "delta": {"content": word}}]})
+                yield _chunk({**head, "choices": [], "usage": usage})
+                yield b"data: [DONE]\n\n"
+            except asyncio.CancelledError:
+                self.left.set()
+                raise
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def _refused(message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, 401)
+
+
+def _chunk(body: Any) -> bytes:
+    return b"data: %b\n\n" % json.dumps(body).encode()
+
+
+async def _page(request: Request) -> Response:
+    return page_response(request.path_params.get("path", "index.html"))
+
+
+@contextmanager
+def staged() -> Iterator[tuple[str, Stage]]:
+    """Serve the page on loopback; yield the base URL and the stage."""
+    stage = Stage()
+    routes = [
+        Route("/", _page),
+        Route("/page/{path:path}", _page),
+        Route("/v1/models", stage.models),
+        Route("/v1/chat/completions", stage.chat, methods=["POST"]),
+        Route("/v1/cache/events", stage.events),
+    ]
+    settings = uvicorn.Config(
+        Starlette(routes=routes), host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", stage
+    finally:
+        server.should_exit = True
+        thread.join(60)

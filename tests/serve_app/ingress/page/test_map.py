@@ -1,0 +1,212 @@
+"""The cache map, in a browser: what replicas hold, what happens to them, and why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.serve_app.ingress.page.scene import decision, node, replica, snapshot
+from tests.serve_app.ingress.page.stage import Stage
+
+
+def bars(page: Any, name: str) -> list[str]:
+    """What a screen reader reads of a replica's prefixes."""
+    return [bar.get_attribute("aria-label") for bar in page.locator(f"[data-id={name}] .bar:not(.out)").all()]
+
+
+def begin(page: Any, stage: Stage, **more: Any) -> float:
+    """Open the page on two replicas; return the time."""
+    now_s = time.time()
+    stage.snapshots = {"": [snapshot(now_s, **more)]}
+    page.goto("/")
+    page.locator(".replica").nth(1).wait_for()
+    return now_s
+
+
+def test_each_replica_has_its_prefixes_as_a_tree(page: Any, stage: Stage) -> None:
+    """Nested by what they begin with, as long as their tokens, pins marked; and a simulated engine says so."""
+    begin(page, stage)
+    assert bars(page, "r1") == [
+        "clerk@1, 512 tokens",
+        "acme’s system prompt s-ac, 640 tokens, pinned",
+        "acme’s conversation c-ac, 320 tokens",
+        "globex’s system prompt s-gl, 896 tokens",
+    ]
+    assert bars(page, "r2")[0] == "clerk@1, 512 tokens"
+    levels = [bar.get_attribute("aria-level") for bar in page.locator("[data-id=r1] .bar").all()]
+    assert levels == ["1", "2", "3", "2"]
+    page.wait_for_timeout(600)  # bars have grown
+    public, acme = (page.locator(f"[data-id=r1] [data-id={id}]").bounding_box() for id in ("p-clerk", "s-acme"))
+    assert acme["x"] >= public["x"] + public["width"]
+    assert public["height"] > acme["height"] * 1.5
+    assert abs(acme["width"] / public["width"] - 640 / 512) < 0.06
+    assert page.locator("#engine").inner_text().startswith("simulated")
+    assert page.locator("#legend").inner_text().split() == ["globex", "public", "acme"]
+
+
+def test_what_happens_appears(page: Any, stage: Stage) -> None:
+    """Decisions, pulls, evictions and scale events are lines of the log; new prefixes and replicas stand on the map."""
+    now_s = begin(page, stage)
+    grown = node("c-new", "s-acme", 1152, 48, {"r1": 48})
+    stage.send(
+        decision("one.0", now_s, pull_from="r2", pull_tokens=512),
+        {"type": "prefixes", "at_s": now_s, "nodes": [grown]},
+        {"type": "prefixes_gone", "at_s": now_s, "ids": ["c-acme"]},
+        {"type": "evictions", "at_s": now_s, "replica": "r2", "blocks": 4, "seconds": 1.0},
+        {"type": "pulls", "at_s": now_s, "replica": "r1", "pulls": {"done": 1}, "tokens": 512, "seconds": 0.1},
+        {"type": "scale", "at_s": now_s, "from": 2, "to": 3, "reason": "ttft"},
+        replica("r3", now_s, state="joining"),
+        {"type": "something_new", "at_s": now_s},
+    )
+    page.locator("#log", has_text="Replica r3 joins").wait_for()
+    lines = [line.split("\n")[-1] for line in page.locator("#log button").all_inner_texts()]
+    assert lines == [
+        "Replica r3 joins",
+        "The autoscaler goes from 2 to 3 replicas",
+        "r1 copied 512 tokens from another replica in 100 ms",
+        "r2 evicted 64 tokens for newer ones",
+        "acme: 1,200 tokens to r1, 99 % reused",
+    ]
+    page.locator("[data-id=r3]").wait_for()
+    page.locator("[data-id=c-acme]").wait_for(state="detached")
+    assert "acme’s conversation c-ne, 48 tokens" in bars(page, "r1")
+    page.locator("#log-spoken", has_text="The autoscaler goes from 2 to 3 replicas").wait_for(state="attached")
+
+
+def test_a_replica_that_is_gone_disappears(page: Any, stage: Stage) -> None:
+    """And so does what it held."""
+    now_s = begin(page, stage)
+    stage.send({"type": "replica_left", "at_s": now_s, "replica": "r2"})
+    page.locator("[data-id=r2]").wait_for(state="detached")
+    page.locator("#log", has_text="Replica r2 is gone").wait_for()
+    assert page.locator(".replica").count() == 1
+    page.locator("[data-id=r1] [data-id=p-clerk]").click()
+    assert "r1, r2" not in page.locator("#why").inner_text()
+
+
+def test_why_is_told_of_whatever_is_chosen(page: Any, stage: Stage) -> None:
+    """Of a bar, a replica and a decision, with figures that are estimates called so."""
+    now_s = begin(page, stage)
+    page.locator("[data-id=s-acme]").click()
+    shown = page.locator("#why").inner_text()
+    assert "can reuse the first 1,152 tokens" in shown
+    assert "It is pinned" in shown
+    page.get_by_role("button", name="r2", exact=True).click()
+    assert "780 tokens/s, simulated" in page.locator("#why").inner_text()
+    stage.send(decision("one.0", now_s, reason="load_spill", selected_cached_tokens=512, cached_tokens=512))
+    page.locator("#log button").first.click()
+    shown = page.locator("#why").inner_text()
+    assert "busier than what they held was worth" in shown
+    assert "Another replica held 672 tokens more of it." in shown
+    assert "1.54 s (estimated)" in shown
+    assert "24 ms (simulated)" in shown
+
+
+def test_the_keyboard_reaches_everything(page: Any, stage: Stage) -> None:
+    """Skip to the map, walk a tree, ask why, and come back with Escape."""
+    begin(page, stage)
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the cache map"
+    page.keyboard.press("Enter")
+    for wanted in ("r1", "clerk@1, 512 tokens"):
+        page.keyboard.press("Tab")
+        told = page.evaluate("document.activeElement.getAttribute('aria-label') || document.activeElement.textContent")
+        assert told == wanted
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.id") == "c-acme"
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.id") == "s-globex"
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.dataset.id") == "p-clerk"
+    page.keyboard.press("Enter")
+    page.locator("#why h4", has_text="clerk@1").wait_for()
+    assert page.evaluate("document.activeElement.id") == "why"
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.dataset.id") == "p-clerk"
+
+
+def test_a_tenant_sees_what_the_server_sends_it_and_no_more(page: Any, stage: Stage) -> None:
+    """Fields that a tenant does not get are not asked for, guessed or shown as undefined; two keys, two parts."""
+    now_s = time.time()
+    bare = [{"replica": name, "state": "serving", "engine": "torch", "simulated": False} for name in ("r1", "r2")]
+    own = [node("s-own", None, 0, 256, {"r1": 256}, kind="system", tenant="acme")]
+    told = decision("one.0", now_s)
+    for hidden in ("estimated_ttft_s", "cold_ttft_s", "queued_tokens"):
+        del told[hidden]
+    seen = snapshot(now_s, "tenant", "acme", replicas=bare, prefixes=own, simulated=False, decisions=[told])
+    stage.snapshots = {"wp-acme": [seen], "wp-operator": [snapshot(now_s)]}
+    page.goto("/")
+    page.get_by_label("API key", exact=True).fill("wp-acme")
+    page.get_by_label("API key", exact=True).press("Tab")
+    page.locator("[data-id=s-own]").wait_for()
+    assert "globex" not in page.content()
+    page.get_by_role("button", name="r1", exact=True).click()
+    stage.send(told, key="wp-acme")
+    page.locator("#log button").first.click()
+    shown = page.locator("body").inner_text()
+    assert "undefined" not in shown
+    assert "NaN" not in shown
+    page.get_by_label("Key for the map").fill("wp-operator")
+    page.get_by_label("Key for the map").press("Tab")
+    page.locator("[data-id=s-globex]").first.wait_for()
+
+
+def test_the_answer_names_its_replica_and_what_cold_would_have_cost(page: Any, stage: Stage) -> None:
+    """The decision is found by the answer's id, whichever comes first."""
+    now_s = begin(page, stage)
+    stage.held.clear()
+    page.get_by_label("Your message").fill("Hello")
+    page.get_by_label("Your message").press("Enter")
+    page.get_by_text("Yes, you", exact=True).wait_for()
+    stage.send(decision("answer1.0", now_s))
+    stage.held.set()
+    page.locator(".reuse button", has_text="r1").click()
+    page.locator("#why h4", has_text="Why replica r1").wait_for()
+    stage.bodies.append(stage.bodies[0])
+    page.get_by_label("Your message").fill("And again")
+    page.get_by_label("Your message").press("Enter")
+    page.locator(".reuse").nth(1).get_by_text("reused").wait_for()
+    stage.send(decision("answer3.0", now_s))
+    page.locator(".reuse").nth(1).get_by_text("(estimated); simulated").wait_for()
+
+
+def test_names_are_never_markup(page: Any, stage: Stage) -> None:
+    """A tenant's, a replica's and a prompt's name come from others."""
+    wrong = "<img src=x onerror=document.title='broken'>"
+    now_s = begin(page, stage, prefixes=[node("p", None, 0, 512, {"r1": 512}, label=wrong)])
+    stage.send(decision("one.0", now_s, tenant=wrong, replica=wrong, reason=wrong))
+    page.locator("#log button", has_text="<img").first.click()
+    page.locator("[data-id=p]").click()
+    assert page.locator("img").count() == 0
+    assert page.title() == "warmpath"
+
+
+def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -> None:
+    """What comes then begins with a snapshot of its own."""
+    now_s = begin(page, stage)
+    stage.snapshots = {"": [snapshot(now_s, replicas=[replica("r9")])]}
+    stage.hang_up()
+    page.locator("[data-id=r9]").wait_for()
+    page.locator("[data-id=r1]").wait_for(state="detached")
+    assert page.locator("#connection-text").inner_text() == "live"
+
+
+def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
+    """Nothing is wider than the window, at 40 replicas and at a telephone's width."""
+    begin(page, stage, replicas=[replica(f"r{index}") for index in range(1, 41)])
+    for width in (1440, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.locator(".replica").count() == 40
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_without_motion_nothing_moves(page: Any, stage: Stage) -> None:
+    """Who asks for less motion gets none; the log tells the same."""
+    page.emulate_media(reduced_motion="reduce")
+    now_s = begin(page, stage)
+    stage.send(decision("one.0", now_s, pull_from="r2", pull_tokens=512))
+    page.locator("#log button").wait_for()
+    assert page.locator("#arcs path").count() == 0
+    assert page.evaluate("document.getAnimations().filter((one) => one.playState === 'running').length") == 0

@@ -1,0 +1,77 @@
+"""The page's files: which there are, how they are sent, and that they are part of the package."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+from starlette.exceptions import HTTPException
+
+from serve_app.config.app import AppConfig
+from serve_app.ingress.routes.page import page_files, page_response
+from tests.serve_app.ingress.routes.test_application import ACME, get
+
+ROOT = Path(__file__).parents[4]
+_IMPORT = re.compile(r'^import [^"]* from "([^"]+)";|^import "([^"]+)";', re.M)
+_LINK = re.compile(r'(?:src|href)="page/([^"]+)"')
+
+
+def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere() -> None:
+    """There is no data in it; what it shows it asks for with a key."""
+    response = get("/", AppConfig(tenants=[ACME]))
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy.pop("default-src") == "'none'"
+    assert set(policy.values()) == {"'self'", "'none'"}
+    assert policy["frame-ancestors"] == "'none'"
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+def test_every_file_that_a_file_names_is_there() -> None:
+    """What the page loads and what its modules import; nothing is inline, and nothing is of another site."""
+    files = page_files()
+    named = {"index.html", "sample.txt", *_LINK.findall(files["index.html"].decode())}
+    for path, content in files.items():
+        text = content.decode()
+        if path.endswith(".js"):
+            for first, second in _IMPORT.findall(text):
+                parts: list[str] = []
+                for part in (PurePosixPath(path).parent / (first or second)).parts:
+                    if part == "..":
+                        parts.pop()
+                    else:
+                        parts.append(part)
+                named.add("/".join(parts))
+        if not path.endswith((".txt", ".svg")):
+            assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path
+    assert named == set(files)
+    assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", files["index.html"].decode())
+    assert not any("innerHTML" in content.decode() or "eval(" in content.decode() for content in files.values())
+
+
+def test_a_browser_that_has_a_file_is_told_so() -> None:
+    first = get("/page/main.js", AppConfig())
+    assert first.headers["content-type"] == "text/javascript; charset=utf-8"
+    again = get("/page/main.js", AppConfig(), headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize("path", ["../routes/page.py", "nothing.js", "", "map", "/etc/passwd"])
+def test_no_other_file_is_served(path: str) -> None:
+    """Only what was found in the folder when it was first asked for."""
+    with pytest.raises(HTTPException):
+        page_response(path)
+    assert get(f"/page/{path}", AppConfig()).status_code == 404
+
+
+def test_the_files_are_in_the_package() -> None:
+    """Of an installation that is not this folder, too."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["serve_app"]
+    packed = {path for pattern in patterns for path in (ROOT / "serve_app").glob(pattern) if path.is_file()}
+    folder = ROOT / "serve_app/ingress/page"
+    assert {path for path in folder.rglob("*") if path.is_file()} <= packed
+    assert {str(path.relative_to(folder)) for path in packed if folder in path.parents} == set(page_files())
