@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from benchmarks.end_to_end.autoscale.plots import plot_curves
 from benchmarks.end_to_end.autoscale.scenarios import SCENARIOS, TWO_PHASE, Span, timeline
 from benchmarks.end_to_end.autoscale.stage import play
 from benchmarks.end_to_end.autoscale.traffic import TrafficShape, shots_of, undisturbed
+from benchmarks.end_to_end.recorder import beside
 
 TWO_PHASE_NAME = "two_phase"
 _SHRINK = 16
@@ -58,6 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests-per-s", type=float, default=2.5, help="at the peak")
     parser.add_argument("--replicas", type=int, default=3, help="at the start, where no rule decides")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--record", type=Path, metavar="FILE", help="events for the page; a file an arm")
     return parser.parse_args(arguments)
 
 
@@ -102,9 +105,11 @@ def compare(
     if drain_s:
         base["graceful_shutdown_timeout_s"] = drain_s
     found: dict[str, dict[str, Any]] = {}
+    two_phase = f".{TWO_PHASE_NAME}" * bool(drain_s)
     for name in options.arms:
         bar = progress.add_task(name, total=len(shots))
-        run = play(ARMS[name], base, spans, options.seconds, shots, partial(progress.advance, bar))
+        record = beside(options.record, f"{name}{two_phase}", len(options.arms) + bool(drain_s))
+        run = play(ARMS[name], base, spans, options.seconds, shots, partial(progress.advance, bar), record)
         rate = _PREFILL_TOKENS_PER_S if simulated else _TORCH_TOKENS_PER_S
         figures = figures_of(run, right, spans, options.seconds, rate, _DECODE_STEP_S)
         found[name] = {"label": ARMS[name].label, **figures, "notices": run.notices}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.common.open_loop import Result, Shot, fire
 from benchmarks.end_to_end.autoscale.arms import Arm
 from benchmarks.end_to_end.autoscale.scenarios import Action, Span, actions_of
+from benchmarks.end_to_end.recorder import recorded
 from cluster.local import LocalCluster, application
 
 _TIMEOUT_S = 180.0
@@ -55,10 +57,11 @@ def play(
     seconds: float,
     shots: Sequence[Shot],
     progress: Callable[[], None],
+    record: Path | None = None,
 ) -> Run:
-    """Start a cluster, run it all, stop it. ``base``: settings of every arm."""
+    """Start a cluster, run it all, stop it. ``base``: settings of every arm; ``record``: a file for its events."""
     with LocalCluster(nodes=1) as cluster:
-        return asyncio.run(_Stage(arm, dict(base), cluster).play(spans, seconds, shots, progress))
+        return asyncio.run(_Stage(arm, dict(base), cluster).play(spans, seconds, shots, progress, record))
 
 
 class _Stage:
@@ -73,14 +76,20 @@ class _Stage:
         self._started_s = 0.0
 
     async def play(
-        self, spans: Sequence[Span], seconds: float, shots: Sequence[Shot], progress: Callable[[], None]
+        self,
+        spans: Sequence[Span],
+        seconds: float,
+        shots: Sequence[Shot],
+        progress: Callable[[], None],
+        record: Path | None,
     ) -> Run:
         self._cluster.deploy(self._application())
         self._started_s = time.perf_counter()
         watch = asyncio.create_task(self._watch())
         acts = asyncio.create_task(self._act(spans, seconds))
-        self._run.results = await fire(self._cluster.url, shots, _TIMEOUT_S, progress)
-        await acts
+        with recorded(self._cluster.url, record):
+            self._run.results = await fire(self._cluster.url, shots, _TIMEOUT_S, progress)
+            await acts
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         async with httpx.AsyncClient(timeout=30) as client:

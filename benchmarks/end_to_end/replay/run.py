@@ -27,6 +27,7 @@ from benchmarks.common.plots import plot_tenants, plot_ttft
 from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.report import names_of, parser_of, write
 from benchmarks.common.server import instance
+from benchmarks.end_to_end.recorder import KEY_VARIABLE, beside, recorded
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from benchmarks.peers.sglang_router import sglang_router
 from router.settings import POLICY_NAMES
@@ -49,6 +50,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
     parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help=f"events for the page; with --url by the key in ${KEY_VARIABLE}"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more settings of warmpath")
     options = parser.parse_args(arguments)
     if not options.url:
@@ -108,9 +112,14 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
     # All clients have one address here.
     flags += ["--max-connections-per-address", "4096"]
     shots, tenant_flags = with_tenants(shots)
+    operator_key, digest = make_api_key()
+    if options.record:
+        flags.append(f"--set=operator_key_sha256={json.dumps([digest])}")
     with adapters(options) as adapter_flags:
         for policy in options.policies:
-            with instance(*flags, *tenant_flags, *adapter_flags, f"--set=policy={policy}") as url:
+            record = beside(options.record, policy, len(options.policies))
+            server = instance(*flags, *tenant_flags, *adapter_flags, f"--set=policy={policy}")
+            with server as url, recorded(url, record, operator_key):
                 outcomes[policy] = replay(url, shots, policy, options)
     if options.loras or not options.sglang_python:
         why = (
@@ -146,7 +155,9 @@ def main() -> None:
     shots = shots_of(options, keys)
     rows: dict[str, Any] = {}
     if options.url:
-        outcomes = {"url": replay(options.url.rstrip("/"), shots, options.url, options)}
+        url = options.url.rstrip("/")
+        with recorded(url, options.record, os.environ.get(KEY_VARIABLE, "")):
+            outcomes = {"url": replay(url, shots, options.url, options)}
     else:
         outcomes, rows = run_here(shots, options)
     rows |= {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}

@@ -66,6 +66,8 @@ class Stage:
         key = _key(request)
         if key not in self.snapshots:
             return _refused("Incorrect API key provided.")
+        if "once" in request.query_params:
+            return JSONResponse(self.snapshots[key][0])
         self._loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event | None] = asyncio.Queue()
         for event in self.snapshots[key]:
@@ -75,7 +77,10 @@ class Stage:
         async def stream() -> AsyncGenerator[bytes, None]:
             yield b": here\n\n"
             while (event := await queue.get()) is not None:
-                yield b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event).encode())
+                yield b"event: %b\ndata: %b\n\n" % (
+                    event["type"].encode(),
+                    json.dumps(event, ensure_ascii=False).encode(),
+                )
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
