@@ -117,6 +117,7 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
     for tenant, blocks in _largest_tenants(cache.quota.holdings()).items():
         yield "warmpath_tenant_kv_cache_blocks", (*labels, ("tenant", tenant)), float(blocks)
     yield "warmpath_prefix_cache_evicted_blocks_total", labels, float(cache.evicted_blocks)
+    yield "warmpath_prefix_cache_evicted_reused_blocks_total", labels, float(cache.evicted_reused_blocks)
     states = (("used", pool.used_blocks - kept), ("cached", pool.idle_blocks + kept), ("free", pool.free_blocks))
     for state, blocks in states:
         yield "warmpath_kv_cache_blocks", (*labels, ("state", state)), float(blocks)

@@ -44,6 +44,7 @@ from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.prompts.registry import Prompts
+from serve_app.prompts.traffic import version_samples
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -170,7 +171,8 @@ class Services:
         self.metrics.waiting.clear()
         for tenant, requests in self.front_door.waiting().items():
             self.metrics.waiting.labels(tenant).set(requests)
-        return [*self.metrics.samples(), *router_samples(self.core)]
+        versions, _ = self.prompt_admin.report()
+        return [*self.metrics.samples(), *version_samples(versions), *router_samples(self.core)]
 
     def autoscaling_stats(self) -> dict[str, float]:
         """Return this ingress' figures for the autoscaling policy; none where that is off. Never raises."""

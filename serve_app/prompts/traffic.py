@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from router.protocol.samples import Sample
+
 MIN_WARM = 5
 """Fewer warm requests than this have no typical time to first token."""
 
@@ -96,6 +98,14 @@ class PromptTraffic:
     def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
         """Return the figures by version, and the ways each name is asked for, the latest last."""
         return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
+
+
+def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
+    """Yield the tokens of each version."""
+    for ref, figures in report.items():
+        labels = (("prompt", ref),)
+        yield "warmpath_prompt_version_tokens_total", labels, float(figures.prompt_tokens)
+        yield "warmpath_prompt_version_cached_tokens_total", labels, float(figures.cached_tokens)
 
 
 def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:

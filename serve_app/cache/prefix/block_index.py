@@ -40,10 +40,13 @@ class CachedBlock:
     """When it was indexed, or when the last request matched a prefix that ends here."""
     hits: float = 0.0
     """Requests that matched a prefix that ends here, as of ``used_s``: older ones count less."""
+    reused: bool = False
+    """Whether a request matched a prefix that ends here, or at a block below that is evicted by now."""
 
     def hit(self, now_s: float) -> None:
         """Count a request that matched a prefix that ends here."""
         self.hits = self.hits_at(now_s) + 1.0
+        self.reused = True
         self.used_s = now_s
 
     def hits_at(self, now_s: float) -> float:

@@ -58,6 +58,7 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self.evicted_blocks = 0
+        self.evicted_reused_blocks = 0
         self.recalled_pins = 0
         self.on_evict: EvictionHook | None = None
         self._hash_chain = hash_chain
@@ -310,6 +311,11 @@ class PrefixCache:
             removed += entry.block_hash
             evicted.append(entry)
             self._forget(entry)
+            if entry.reused:
+                self.evicted_reused_blocks += counted
+                parent = None if entry.parent is None else self.index.of_block(entry.parent)
+                if parent is not None:
+                    parent.reused = True  # whoever reused the child reused it
         if removed:
             self._events.append(BlocksRemoved(bytes(removed)))
             self.evicted_blocks += count if counted else 0

@@ -21,6 +21,9 @@ ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64,
 ELSEWHERE = "warmpath_prompts_of_other_tenants_total"
 """For operators' eyes alone, even as a sum: it moves when a tenant sends what another has sent."""
 
+_TELLING = ("tenant", "prompt")
+"""Labels that say who is served; a prompt may be one tenant's own."""
+
 _HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 
 
@@ -129,7 +132,7 @@ def without_tenants(samples: Iterable[Sample]) -> list[Sample]:
     for name, labels, number in samples:
         if name == ELSEWHERE:
             continue
-        sums[name, tuple(label for label in labels if label[0] != "tenant")] += number
+        sums[name, tuple(label for label in labels if label[0] not in _TELLING)] += number
     return [(name, labels, number) for (name, labels), number in sums.items()]
 
 

@@ -17,6 +17,7 @@ Made from `serve_app/ingress/observe/families/` by `python -m serve_app.ingress.
 replica (label `replica`; its figures come through the feed and are up to a second old). With tenants configured it
 needs an operator key; with `metrics_public` nobody needs one, and who has none sees sums over all tenants. Counters
 start at 0 with their process, so use `rate()`; units are in the names. A series that has nothing to say is absent.
+A dashboard, alerts and scrape settings are ready to use: [observability](observability.md).
 
 Several families are near each other, and these are the ones to show: **time to first token** is
 `warmpath_time_to_first_token_seconds`, **time between tokens** `warmpath_inter_token_latency_seconds`: what clients
@@ -48,6 +49,7 @@ LABELS = {
     "beginning; `cold`: nobody holds any; `load_spill`: a holder is too busy; `hot_prefix`: one more holder is needed; "
     "`only_replica`: no other can take it; the others say how the policy works. Of misses: see "
     "[caching](caching.md#why-a-prompt-missed)",
+    "prompt": "NAME@VERSION of a registered prompt",
     "kind": "`save`, `public`, `prefix`",
     "policy": "a policy's name",
     "cause": "`not_selected`, `evicted`, `unused`",

@@ -53,6 +53,9 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         ("warmpath_router_open_reservations", (), float(state["open_reservations"])),
         ("warmpath_router_replicas", (), float(len(state["replicas"]))),
     ]
+    for replica in state["replicas"]:
+        labels = (("replica", replica["replica_id"]),)
+        samples.append(("warmpath_router_queued_tokens", labels, float(replica["queued_prefill_tokens"])))
     return samples
 
 

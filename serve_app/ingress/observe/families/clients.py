@@ -80,6 +80,17 @@ SECTIONS = (
                 "them public, or put the tenants into one trust_group. Shown to operators alone.",
                 "tenant",
             ),
+            _of(
+                "warmpath_prompt_version_tokens_total",
+                "Prompt tokens of requests with prompt_ref that got their first token, by the version that it meant. "
+                "Only the 1,024 latest versions.",
+                "prompt",
+            ),
+            _of(
+                "warmpath_prompt_version_cached_tokens_total",
+                "Of warmpath_prompt_version_tokens_total those that were served from cache.",
+                "prompt",
+            ),
             _of("warmpath_tenant_completion_tokens_total", "Tokens generated and received by the ingress.", "tenant"),
             _of(
                 "warmpath_request_retries_total",

@@ -67,6 +67,11 @@ _CACHE = (
     _of("warmpath_prefix_cache_hits_total", "Of the queried tokens those whose KV was reused.", "tenant"),
     _of("warmpath_prefix_cache_evicted_blocks_total", "Cached blocks that gave room to others in the pool."),
     _of(
+        "warmpath_prefix_cache_evicted_reused_blocks_total",
+        "Of the evicted blocks those that a request had reused since they were computed: what comes back and finds "
+        "nothing where the pool is too small.",
+    ),
+    _of(
         "warmpath_tenant_kv_cache_blocks",
         "Blocks in the pool by whose they are, running and cached. Beyond 100 tenants the rest is `other`.",
         "tenant",

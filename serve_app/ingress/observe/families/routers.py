@@ -68,6 +68,12 @@ _DECISIONS = (
     ),
     _of("warmpath_router_open_reservations", "Work that was sent and is in no load report yet."),
     _of("warmpath_router_replicas", "Replicas that this router knows."),
+    _of(
+        "warmpath_router_queued_tokens",
+        "Uncached prompt tokens that a next request would wait for at each replica: what it reported, and what was "
+        "sent since. Routing counts with it.",
+        "replica",
+    ),
 )
 _ESTIMATES = (
     _of(

@@ -189,6 +189,19 @@ def test_a_block_in_use_is_never_evicted() -> None:
     assert cache.allocate(1)[0] not in held
 
 
+@given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 6))
+def test_evicted_blocks_that_were_reused_are_counted_apart(reused: list[int], evicted: int) -> None:
+    """A block was reused if a request's matched prefix ended there or further on; a new block never was."""
+    cache, ids = PrefixCache(6, 2), np.arange(12, dtype=np.int32)
+    blocks = fill(cache, ids)
+    cache.release(blocks)
+    for matched in reused:
+        cache.hit(blocks[:matched])
+    cache.release(cache.allocate(evicted))
+    assert cache.evicted_blocks == evicted
+    assert cache.evicted_reused_blocks == max(0, max(reused, default=0) - (6 - evicted))
+
+
 def test_reset_forgets_what_is_idle_and_says_so() -> None:
     """With a block in use: its prefix stays, the rest is announced as removed. With none: everything is cleared."""
     cache = PrefixCache(8, 1)

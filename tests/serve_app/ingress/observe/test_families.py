@@ -152,11 +152,14 @@ def test_without_tenants_only_sums_are_left() -> None:
         (bucket, of("acme", ("le", "1.0")), 1.0),
         (bucket, of("globex", ("le", "1.0")), 4.0),
         ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"), ("prompt", "clerk@1")), 1.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"), ("prompt", "pilot@1")), 2.0),
     ]
     assert without_tenants(samples) == [
         (count, (("ingress", "i"),), 5.0),
         (bucket, (("ingress", "i"), ("le", "1.0")), 5.0),
         ("warmpath_requests_in_flight", (("ingress", "i"),), 7.0),
+        ("warmpath_prompt_version_tokens_total", (("ingress", "i"),), 3.0),
     ]
 
 
