@@ -9,7 +9,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement, TooltipDisplayMode
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
-from cluster.observability.panels import Panel, Row
+from cluster.observability.panel import Panel, Row
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _PANELS_A_LINE = 3
@@ -20,7 +20,7 @@ def dashboard_json(rows: tuple[Row, ...]) -> str:
     board = (
         dashboard.Dashboard("warmpath")
         .uid("warmpath")
-        .description("Made from cluster/observability/panels.py; change that.")
+        .description("Made by `python -m cluster.observability.build` from the tables beside it; change those.")
         .tags(["warmpath"])
         .time("now-1h", "now")
         .timezone("browser")

@@ -22,7 +22,8 @@ import yaml
 
 from benchmarks.common.server import instance
 from cluster.observability.build import FOLDER
-from cluster.observability.panels import ROWS, WINDOW
+from cluster.observability.panel import WINDOW
+from cluster.observability.panels import ROWS
 from serve_app.cli.local_ray import held_port
 from serve_app.tenants.tenants import make_api_key
 from tests.integration.conftest import PATIENCE_S, alone, eventually

@@ -10,7 +10,8 @@ import yaml
 
 from cluster.observability.alerts import ALERTS
 from cluster.observability.build import DASHBOARD, FOLDER, yaml_files
-from cluster.observability.panels import ROWS, WINDOW
+from cluster.observability.panel import WINDOW
+from cluster.observability.panels import ROWS
 from serve_app.ingress.observe.families.catalog import FAMILIES
 
 PANELS = [panel for row in ROWS for panel in row.panels]
