@@ -55,7 +55,7 @@ def recorded(url: str, path: Path | None, key: str = "") -> Iterator[None]:
 
 def _record(url: str, path: Path, headers: dict[str, str], over: threading.Event) -> None:
     events = size = 0
-    with path.open("wb") as file, httpx.Client(timeout=_SILENT_S) as client:
+    with path.open("wb", buffering=0) as file, httpx.Client(timeout=_SILENT_S) as client:
         while not over.is_set() and size < MAX_BYTES:
             try:
                 for data in _events(client, url, headers, over):

@@ -19,7 +19,7 @@ const WEIGHTY = new Set(["replica", "replica_left", "scale", "move", "reset"]);
 const MARKED = new Set(["replica_left", "move", "reset"]);
 
 /** Whether an event belongs among the marks of a recording: replicas came or went, or everything was forgotten. */
-export const isMarked = (event) => MARKED.has(event.type) || (event.type === "scale" && event.from !== event.to);
+export const isMarked = (event) => MARKED.has(event.type) || (event.type === "scale" && event.from !== event.target);
 
 export class Words {
   /** `cache`: the model whose replicas and prefixes are named. */
@@ -39,7 +39,7 @@ export class Words {
 
   sentences(event) {
     if (event.type === "decision") return [REASONS[event.reason], missed(event), pulled(event)];
-    return [EXPLAINS[event.type] ?? ""];
+    return [event.why ?? EXPLAINS[event.type] ?? ""];
   }
 
   facts(event) {
@@ -63,7 +63,7 @@ const SAYS = {
     return `${event.replica} joined warm, with ${held} of others`;
   },
   reset: (event) => `The caches were told to forget everything${event.complete ? "" : "; not all did"}`,
-  scale: (event) => `The autoscaler goes from ${event.from} to ${plural(event.to, "replica")}`,
+  scale: (event) => `The autoscaler goes from ${event.from} to ${plural(event.target, "replica")}`,
   skipped: (event) => `${plural(event.decisions, "decision")} more than can be shown`,
 };
 
@@ -72,7 +72,6 @@ const EXPLAINS = {
   pulls: "Copying the KV of a prefix costs less than computing it, where another replica holds it.",
   move: "A replica that joins takes over what will be asked of it; one that leaves hands on what others lack.",
   replica_left: "It ended, or it died; what it held is gone with it, unless it was handed over.",
-  scale: "",
 };
 
 const tokens = (number) => (number === undefined || number === null ? null : plural(number, "token"));
@@ -103,7 +102,7 @@ const FACTS = {
     ...Object.entries(event.skipped_blocks ?? {}).map(([why, blocks]) => [`not moved, ${why.replaceAll("_", " ")}`, plural(blocks, "block")]),
   ],
   // The numbers behind a decision are the autoscaler's own; each is shown under its name.
-  scale: (event) => Object.entries(event).filter(([name, value]) => !["type", "at_s"].includes(name) && typeof value !== "object"),
+  scale: (event) => Object.entries(event).filter(([name, value]) => !["type", "at_s", "why"].includes(name) && typeof value !== "object"),
 };
 
 function missed(event) {

@@ -175,6 +175,6 @@ const HANDLERS = {
   pulls: (_, event) => [event],
   move: (_, event) => [event],
   reset: (_, event) => [event],
-  scale: (_, event) => (event.from === event.to ? [] : [event]),
+  scale: (_, event) => (event.from === event.target ? [] : [event]),
   skipped: (_, event) => [event],
 };

@@ -59,9 +59,7 @@ def recording() -> list[Event]:
     events = [snapshot()]
     for at in range(1, 61):
         if at == 20:
-            events.append(
-                {"type": "scale", "at_s": 20.0, "from": 2, "to": 3, "target": 3, "needed": 3, "reason": "ttft"}
-            )
+            events.append({"type": "scale", "at_s": 20.0, "from": 2, "target": 3, "needed": 2.6, "reason": "ttft"})
             events.append(replica("r3", 20.0, state="joining"))
         if at == 24:
             events.append(replica("r3", 24.0))

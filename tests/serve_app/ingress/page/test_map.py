@@ -54,7 +54,7 @@ def test_what_happens_appears(page: Any, stage: Stage) -> None:
         {"type": "prefixes_gone", "at_s": now_s, "ids": ["c-acme"]},
         {"type": "evictions", "at_s": now_s, "replica": "r2", "blocks": 4, "seconds": 1.0},
         {"type": "pulls", "at_s": now_s, "replica": "r1", "pulls": {"done": 1}, "tokens": 512, "seconds": 0.1},
-        {"type": "scale", "at_s": now_s, "from": 2, "to": 3, "reason": "ttft"},
+        {"type": "scale", "at_s": now_s, "from": 2, "target": 3, "reason": "ttft"},
         replica("r3", now_s, state="joining"),
         {"type": "something_new", "at_s": now_s},
     )
