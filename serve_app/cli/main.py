@@ -13,6 +13,7 @@ import typer
 
 from serve_app.cli.address import BadAddress, check_address
 from serve_app.cli.commands import keys, prompts
+from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.console import console, fail
@@ -28,6 +29,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(prompts.app, name="prompts")
 app.command()(infer)
 app.command()(plan)
+app.command()(doctor)
 
 
 def main() -> None:

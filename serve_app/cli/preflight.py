@@ -127,15 +127,15 @@ def _check_memory(settings: AppConfig, info: CheckpointInfo | None) -> None:
     weights_bytes = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES
     needed_bytes = settings.first_replicas * (weights_bytes + pool_bytes + settings.host_cache_bytes)
-    if needed_bytes > _memory_bytes():
+    if needed_bytes > memory_bytes():
         raise ValueError(
             f"{settings.first_replicas} replicas need {needed_bytes / _GIB:.1f} GiB for weights "
             f"({weights_bytes / _GIB:.1f} each), kv_cache_bytes ({pool_bytes / _GIB:.1f}) and host_cache_bytes "
-            f"({settings.host_cache_bytes / _GIB:.1f}), and this machine has {_memory_bytes() / _GIB:.1f} GiB"
+            f"({settings.host_cache_bytes / _GIB:.1f}), and this machine has {memory_bytes() / _GIB:.1f} GiB"
         )
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Return this machine's memory, or what this container may take of it."""
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

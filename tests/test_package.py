@@ -1,0 +1,95 @@
+"""The wheel holds what the tree has, kernels' sources and data files too, and works without the tree."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("router", "serve_app", "cluster", "benchmarks")
+LEFT_OUT = ("benchmarks/log/",)
+"""Findings: to read, and nothing reads them."""
+
+
+def in_tree() -> set[str]:
+    """What the packages consist of, as paths."""
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
+    paths = (str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts)
+    return {path for path in paths if not path.startswith(LEFT_OUT) and not path.endswith((".pyc", ".so"))}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy of what the build needs, by the setuptools that is here."""
+    copy, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(built)], cwd=copy, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's contents in a directory of their own."""
+    place = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    return place
+
+
+def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where only the wheel's packages are, besides what they depend on."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=installed, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_the_wheel_holds_what_the_tree_has_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == in_tree()
+    assert "serve_app/engine/cpu/amx/attention.c" in held
+    assert "cluster/serve_config.yaml" in held
+
+
+def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run(installed, "-m", "serve_app.cli.entry", "--version").stdout == f"warmpath {version}\n"
+    entry_points = next(installed.glob("warmpath-*.dist-info/entry_points.txt")).read_text()
+    assert "warmpath = serve_app.cli.entry:main" in entry_points
+    where = run(installed, "-c", "import serve_app, router, cluster; print(serve_app.__file__)").stdout
+    assert where.strip() == str(installed / "serve_app" / "__init__.py")
+
+
+def test_its_doctor_looks_at_this_environment(installed: Path) -> None:
+    """The same findings whether the port is free or not; status 1 is for problems alone."""
+    done = run(installed, "-m", "serve_app.cli.entry", "doctor", "--json")
+    document = json.loads(done.stdout)
+    found = {finding["subject"]: finding for finding in document["findings"]}
+    assert found.keys() >= {"warmpath", "python", "port", "ray", "memory", "models", "kernels", "torch"}
+    assert str(installed) in found["warmpath"]["found"]
+    assert found["torch"]["state"] == "ok", found["torch"]
+    assert done.returncode == (not document["ok"])
+
+
+def test_its_configuration_files_are_right(installed: Path) -> None:
+    """`warmpath check` finds nothing wrong with the files that come along."""
+    for name in ("serve_config.yaml", "rayservice.yaml"):
+        done = run(installed, "-m", "serve_app.cli.entry", "check", f"cluster/{name}")
+        assert done.returncode == 0, done.stdout
