@@ -7,6 +7,7 @@ and no key, and outlive their writer; the oldest go. Every function blocks for a
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -44,6 +45,11 @@ def clear(app_name: str, kind: str) -> None:
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
     """Return an application's notices of a kind, the newest first."""
     return [notice for _, notice in _notices(app_name, kind)]
+
+
+def read_kinds(app_name: str, kinds: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """Return an application's notices by kind, the newest first."""
+    return {kind: read(app_name, kind) for kind in kinds}
 
 
 def _key(app_name: str, kind: str, name: str = "") -> bytes:

@@ -20,8 +20,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
-from router.protocol.request import NoReplicaLeft, RoutedRequest
+from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
 from router.serve.recent_decisions import RecentDecisions
+from serve_app.engine.protocol import SaveResult
 from serve_app.errors import (
     ContextLengthExceeded,
     GenerationFailed,
@@ -44,12 +45,16 @@ MAX_ATTEMPTS = 4
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
 
+Delivered = Callable[[Generation, Decision, int, float, SaveResult | None], None]
+"""With the cached tokens, the seconds from the call to the first token, and what became of a save."""
+
 
 class Dispatcher:
     """Streams generations from the replicas behind one Serve handle.
 
     ``count_retry(after_first_token)`` is called whenever a generation is sent again because its replica went away.
-    ``caller``: the name of the Serve actor that this runs in.
+    ``caller``: the name of the Serve actor that this runs in. ``delivered`` hears of each first token, and its call
+    must cost next to nothing.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Dispatcher:
         count_retry: Callable[[bool], None],
         caller: str,
         tracer: Tracer | None = None,
+        delivered: Delivered | None = None,
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
@@ -69,6 +75,7 @@ class Dispatcher:
         self._count_retry = count_retry
         self._caller = caller
         self._tracer = tracer
+        self._delivered = delivered
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
@@ -178,7 +185,10 @@ class Dispatcher:
             async for data in stream:
                 chunk = wire.decode_chunk(data)
                 if chunk.cached_tokens is not None:
-                    reservation.delivered(chunk.cached_tokens, time.perf_counter() - started_s)
+                    ttft_s = time.perf_counter() - started_s
+                    reservation.delivered(chunk.cached_tokens, ttft_s)
+                    if self._delivered is not None and reservation.decision is not None:
+                        self._delivered(generation, reservation.decision, chunk.cached_tokens, ttft_s, chunk.save)
                 if trace is not None:
                     trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
                 yield chunk

@@ -18,7 +18,7 @@ class Generation:
     its KV may stay in the cache. ``grammar``: in llguidance's form, "" for none. The last ``resumed_tokens`` of the
     prompt are the answer's first ones. ``echo``: the prompt, where it stands before the answer. ``keep``: prefixes
     to keep, the shortest first. ``prompt_ref``: the version of a registered prompt that it begins with, "" for none.
-    ``system_chars``: of the formatted system prompt, 0 for none.
+    ``system_chars``: of the formatted system prompt, 0 for none; ``system_tokens``: those of the prompt that are its.
     ``traceparent``: W3C's, of the request's span; "": it is not traced.
     """
 
@@ -41,6 +41,7 @@ class Generation:
     keep: tuple[KeptPrefix, ...] = ()
     prompt_ref: str = ""
     system_chars: int = 0
+    system_tokens: int = 0
     traceparent: str = ""
 
     @property

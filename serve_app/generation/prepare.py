@@ -24,6 +24,7 @@ from serve_app.generation.grammars import CheckedGrammars
 from serve_app.generation.keys import Keys, ScopeKeys
 from serve_app.generation.marks import kept_prefixes
 from serve_app.generation.rules import refuse_without_logits, rules_of
+from serve_app.generation.system_tokens import SystemTokens
 from serve_app.prompts.registry import Prompts
 from serve_app.structured.compiler import GrammarCompiler
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -74,6 +75,7 @@ class Preparer:
         compiler = GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids)
         self._grammars = CheckedGrammars(compiler, workers or FairWorkers(Shares({})))
         self._simulated = simulated
+        self._system_tokens = SystemTokens(tokenizer)
 
     def configure(self, limits: Limits) -> None:
         """Go by other limits from the next request on, and by what the tenants and prompts have become."""
@@ -109,6 +111,10 @@ class Preparer:
             save = await self._save(request, keys.root, tenant.name, encoded, system_text)
             keep = await self._keep(request, keys, tenant.name, encoded) if store_kv else ()
             placement_key = self._keys.placement(keys, request.prompt_cache_key, encoded, system_text)
+            special = not (isinstance(request, ChatRequest) and request.apply_chat_template)
+            system_tokens = await self._system_tokens.count(
+                encoded, system_text, keys.root, tenant.name, special=special
+            )
             public_blocks = encoded.public_blocks
             echo = self._echo(request, len(generations) // request.n)
             for choice in range(request.n):
@@ -134,6 +140,7 @@ class Preparer:
                         keep=keep,
                         prompt_ref=request.prompt_ref or "",
                         system_chars=len(system_text),
+                        system_tokens=system_tokens,
                     )
                 )
         return generations

@@ -7,12 +7,14 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from router.serve.core_registry import core_for, decisions_for
+from router.serve.notices import read_kinds
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
@@ -41,6 +43,9 @@ from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
+from serve_app.live.live import LIVE_NOTICES, Live
+from serve_app.live.peers import Peers
+from serve_app.live.prefix_table import PrefixTable
 from serve_app.misses.detector import MissDetector
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
@@ -90,10 +95,19 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     core.configure(RouterSettings.from_json(config.routing()))
     caller = ray.get_runtime_context().get_actor_name() or ""
     tracer = open_tracer(config.otlp_endpoint, "ingress", context.replica_id.unique_id)
-    dispatcher = Dispatcher(
-        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer
-    )
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
+    live = Live(
+        context.replica_id.unique_id,
+        core,
+        PrefixTable(config.block_size, lambda: len(tenants.by_name)),
+        lambda: about(services.config),
+        partial(read_kinds, context.app_name, LIVE_NOTICES),
+        Peers(context.replica_id.unique_id, broadcast.ingresses),
+        count_dropped=metrics.dropped_events.inc,
+    )
+    dispatcher = Dispatcher(
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer, live.delivered
+    )
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))
@@ -157,9 +171,22 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         stopping=stopping,
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=UsageBook(ledger, broadcast.ingresses),
+        live=live,
         tracer=tracer,
     )
     return services
+
+
+def about(config: AppConfig) -> dict[str, Any]:
+    """Return what a snapshot of the event stream says of the instance."""
+    return {
+        "model": config.model_name,
+        "engine": config.engine,
+        "simulated": config.engine == "simulated",
+        "policy": config.policy,
+        "block_size": config.block_size,
+        "ingresses": config.ingress_replicas,
+    }
 
 
 def places(config: AppConfig, replicas: int) -> int:

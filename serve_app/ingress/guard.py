@@ -53,6 +53,13 @@ class RouteGuard:
             return True
         return self._tenants.open and not self._tenants.has_operators
 
+    def viewer(self, request: Request) -> str | None:
+        """Return what of the caches the caller may see now: a tenant's part by name, None: all of it.
+
+        Raises AuthenticationFailed. What was found for the same request before does not count.
+        """
+        return None if self.sees_all(request) else self._tenants.authenticate(credentials(request)).name
+
     def require_operator(self, request: Request) -> None:
         """Raise AuthenticationFailed or PermissionDenied unless the caller may see every tenant."""
         if self.sees_all(request):

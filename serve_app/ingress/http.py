@@ -123,7 +123,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
     The body must have been read: afterwards the only message a server sends is the disconnect.
     """
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request.receive))
+    watcher = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -135,6 +135,7 @@ async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has gone; whatever else it sends is passed over."""
     while (await receive())["type"] != "http.disconnect":
         pass

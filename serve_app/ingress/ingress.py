@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
+from serve_app.live.peers import Batch, Cursors
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.usage.report import Rows
@@ -50,6 +51,7 @@ class Ingress:
 
     async def stop(self, timeout_s: float) -> int:
         """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
+        self._services.live.close()
         ended = await self._services.stopping.run(timeout_s)
         await self._services.usage.flush()
         if self._services.tracer is not None:
@@ -87,6 +89,10 @@ class Ingress:
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""
         return await self._services.usage.here(first_day, last_day, tenant)
+
+    async def recent_events(self, cursors: Cursors) -> Batch:
+        """What was decided here since; called once a second by an ingress that somebody watches."""
+        return self._services.live.recent(cursors)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """This ingress' name and samples; called by whichever ingress is asked for /metrics."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from router.core import RoutingCore
 from router.protocol.samples import Sample
-from router.serve.notices import read
+from router.serve.notices import read, read_kinds
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.format import AnswerFormat
@@ -43,6 +43,7 @@ from serve_app.ingress.observe.router_metrics import replica_samples, router_sam
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
+from serve_app.live.live import Live
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.tenants.tenants import Tenant, Tenants
@@ -92,6 +93,7 @@ class Services:
     stopping: Stopping
     history: MessageHistory
     usage: UsageBook
+    live: Live
     tracer: Tracer | None = None
 
     async def configure(self, config: AppConfig) -> None:
@@ -168,6 +170,7 @@ class Services:
         tokenizer_cache = self.tokenizer.stats()
         self.metrics.tokenizer_cache_bytes.set(tokenizer_cache.bytes)
         self.metrics.tokenizer_cache_max_bytes.set(tokenizer_cache.max_bytes)
+        self.metrics.event_streams.set(self.live.watchers)
         self.metrics.waiting.clear()
         for tenant, requests in self.front_door.waiting().items():
             self.metrics.waiting.labels(tenant).set(requests)
@@ -199,7 +202,7 @@ class Services:
     async def cache_state(self) -> dict[str, Any]:
         """Return what the caches hold, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
-        found = await asyncio.to_thread(lambda: {kind: read(self.app_name, kind) for kind in NOTICES})
+        found = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
         return cache_state(self.core, self.traffic, self.tokenizer.stats(), found, model=model, engine=engine)
 
 

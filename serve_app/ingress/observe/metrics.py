@@ -47,6 +47,8 @@ class IngressMetrics:
         self.retries = self._counter("warmpath_request_retries_total")
         self.disconnects = self._counter("warmpath_client_disconnects_total")
         self.refused_configurations = self._counter("warmpath_refused_configurations_total")
+        self.event_streams = self._gauge("warmpath_event_streams")
+        self.dropped_events = self._counter("warmpath_dropped_events_total")
         self.tokenizer_cache_bytes = self._gauge("warmpath_tokenizer_cache_bytes")
         self.tokenizer_cache_max_bytes = self._gauge("warmpath_tokenizer_cache_max_bytes")
 

@@ -23,7 +23,7 @@ from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.prompts.admin import PromptBody
-from serve_app.ingress.routes import adapters, anthropic, models, openai, operations, page, prompts, usage
+from serve_app.ingress.routes import adapters, anthropic, events, models, openai, operations, page, prompts, usage
 from serve_app.ingress.services import Services
 from serve_app.ingress.stopping import CountAnswers
 
@@ -32,7 +32,9 @@ BODIES = (
     ChatBody, CompletionBody, ResponsesBody, MessagesBody, CountTokensBody,
     LoadAdapterBody, UnloadAdapterBody, ExplainBody, PromptBody,
 )  # fmt: skip
-ROUTERS = tuple(routes.router for routes in (openai, anthropic, models, adapters, prompts, usage, operations, page))
+ROUTERS = tuple(
+    routes.router for routes in (openai, anthropic, models, adapters, prompts, usage, operations, events, page)
+)
 PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, Route))
 
 

@@ -67,5 +67,6 @@ async def explain(request: Request, services: Front) -> Response:
 async def reset_prefix_cache(request: Request, services: Front) -> Response:
     """Forget every cached block that is not in use, on every replica (vLLM's path)."""
     services.guard.require_operator(request)
-    complete = await services.broadcast.replicas("reset_prefix_cache", timeout_s=30)
-    return json_response({"complete": all(complete)})
+    complete = all(await services.broadcast.replicas("reset_prefix_cache", timeout_s=30))
+    services.live.reset(complete=complete)
+    return json_response({"complete": complete})

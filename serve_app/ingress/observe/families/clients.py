@@ -99,6 +99,11 @@ SECTIONS = (
                 "after_first_token",
             ),
             _of("warmpath_client_disconnects_total", "Clients that left before their answer's end."),
+            _of("warmpath_event_streams", "Watchers of /v1/cache/events now."),
+            _of(
+                "warmpath_dropped_events_total",
+                "Events that watchers did not get because they read too slowly; each got a new snapshot instead.",
+            ),
             _of(
                 "warmpath_tokenizer_cache_bytes",
                 "Memory of cached token ids and block hashes of texts seen before.",

@@ -1,0 +1,93 @@
+"""One watcher's queue: bounded, and never a reason for anybody to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+End = Literal["key", "stopping", "gone"]
+
+QUEUE_EVENTS = 512
+QUEUE_BYTES = 1 << 20
+DECISIONS_PER_S = 20.0
+BURST_DECISIONS = 20.0
+GATHER_S = 0.1
+"""Events are sent together where they come this closely: a write for each would cost more than all else."""
+
+LAST_EVENT_S = 1.0
+"""How long a watcher has to take the end of its stream."""
+
+
+class Event(NamedTuple):
+    """``payload``: JSON on one line."""
+
+    type: str
+    payload: bytes
+
+
+class Watcher:
+    """What waits to be sent to one stream.
+
+    ``dropped``: events that were given up because it is too slow; ``skipped``: decisions beyond its rate; ``ended``:
+    why nothing more comes. ``limit``: the time that its stream has, where it has begun.
+    """
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        self.dropped = 0
+        self.skipped = 0
+        self.ended: End | None = None
+        self.limit: asyncio.Timeout | None = None
+        self._queue: deque[Event] = deque()
+        self._bytes = 0
+        self._clock_s = clock_s
+        self._allowed = BURST_DECISIONS
+        self._allowed_at_s = clock_s()
+        self._ready = asyncio.Event()
+
+    def offer(self, event: Event) -> None:
+        """Add an event; the oldest go where there is no room."""
+        self._queue.append(event)
+        self._bytes += len(event.payload)
+        while self._queue and (len(self._queue) > QUEUE_EVENTS or self._bytes > QUEUE_BYTES):
+            self._bytes -= len(self._queue.popleft().payload)
+            self.dropped += 1
+        self._ready.set()
+
+    def may_take_decision(self) -> bool:
+        """Tell whether one more decision is within the rate, and count it: among the skipped where it is not."""
+        now_s = self._clock_s()
+        self._allowed = min(BURST_DECISIONS, self._allowed + (now_s - self._allowed_at_s) * DECISIONS_PER_S)
+        self._allowed_at_s = now_s
+        if self._allowed < 1.0:
+            self.skipped += 1
+            return False
+        self._allowed -= 1.0
+        return True
+
+    def end(self, reason: End) -> None:
+        """End the stream, at once where its reader takes nothing."""
+        if self.ended is None:
+            self.ended = reason
+            self._ready.set()
+            if self.limit is not None:
+                self.limit.reschedule(asyncio.get_running_loop().time() + LAST_EVENT_S)
+
+    async def take(self, timeout_s: float) -> list[Event]:
+        """Return what there is, after at most ``timeout_s``; after a loss nothing: all that was queued is old."""
+        if not self._queue and self.ended is None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                return []
+            if self.ended is None:
+                await asyncio.sleep(GATHER_S)
+        self._ready.clear()
+        if self.dropped:
+            self.dropped += len(self._queue)
+        taken = [] if self.dropped else list(self._queue)
+        self._queue.clear()
+        self._bytes = 0
+        return taken

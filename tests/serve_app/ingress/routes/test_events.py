@@ -1,0 +1,195 @@
+"""GET /v1/cache/events over a real socket: who gets what, and how a stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from serve_app.config.app import AppConfig
+from serve_app.config.tenants import TenantConfig
+from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.ingress.routes import events as route
+from serve_app.ingress.routes.application import make_application
+from serve_app.ingress.services import Services
+from serve_app.ingress.stopping import Stopping
+from serve_app.live.live import Live
+from serve_app.tenants.tenants import Tenants, make_api_key
+from tests.serve_app.live.test_live import Ingresses
+from tests.serve_app.live.traffic import decision, generation
+
+PATH = "/v1/cache/events"
+KEYS = {name: make_api_key() for name in ("a", "b", "operator")}
+PATIENCE_S = 60.0
+
+
+class Stage:
+    """One ingress on loopback with nothing behind it; ``call`` runs something in its loop."""
+
+    def __init__(self, tenants: tuple[str, ...]) -> None:
+        configs = [TenantConfig(name=name, key_sha256=[KEYS[name][1]]) for name in tenants]
+        operators = [KEYS["operator"][1]] if tenants else []
+        self.tenants = Tenants(configs, b"s" * 32, operator_key_sha256=operators)
+        self.stopping = Stopping()
+        parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
+        parts |= {"config": AppConfig(model="demo"), "tenants": self.tenants, "stopping": self.stopping}
+        parts["guard"] = RouteGuard(self.tenants, IngressMetrics(), self.stopping)
+        self.live: Live
+        self._parts = parts
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(PATIENCE_S)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.live = self._parts["live"] = Ingresses().first
+        application = make_application(Services(**self._parts))
+        self._server = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error"))
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:  # noqa: ASYNC110 (it tells nobody)
+            await asyncio.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self._started.set()
+        await serving
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[None]:
+    patch = pytest.MonkeyPatch()
+    for name, seconds in (("CHECK_S", 0.1), ("WAIT_S", 0.05), ("HEARTBEAT_S", 0.1)):
+        patch.setattr(route, name, seconds)
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def stage(quick: None) -> Iterator[Stage]:
+    made = Stage(("a", "b"))
+    yield made
+    made.stop()
+
+
+def auth(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[name][0]}"}
+
+
+@contextmanager
+def stream(stage: Stage, name: str) -> Iterator[Iterator[str]]:
+    with httpx.stream("GET", stage.url + PATH, headers=auth(name), timeout=PATIENCE_S) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield response.iter_lines()
+
+
+def following(lines: Iterator[str], kind: str) -> dict[str, Any]:
+    """Return the next event of a type."""
+    for line in lines:
+        if line.startswith("data: "):
+            event: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            if event["type"] == kind:
+                return event
+    raise AssertionError(f"the stream ended without {kind}")
+
+
+def gone(stage: Stage) -> bool:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if stage.call(lambda: stage.live.idle):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_stream_has_retry_ids_heartbeats_and_each_viewers_part(stage: Stage) -> None:
+    """What a browser's EventSource reads; a decision of one tenant comes to it and to operators, not to the other."""
+
+    def first_token(tenant: str) -> None:
+        stage.live.delivered(generation(tenant, [1, 2]), decision(), 0, 0.5, None)
+
+    with stream(stage, "a") as mine, stream(stage, "operator") as all_of_it:
+        assert next(mine) == "retry: 2000"
+        assert following(mine, "snapshot")["tenant"] == "a"
+        assert following(all_of_it, "snapshot")["viewer"] == "operator"
+        assert ":" in (next(mine) for _ in range(100))
+        stage.call(lambda: first_token("b"))
+        stage.call(lambda: first_token("a"))
+        assert following(mine, "decision")["tenant"] == "a"
+        assert [following(all_of_it, "decision")["tenant"] for _ in range(2)] == ["b", "a"]
+    assert gone(stage)
+
+
+def test_keys_decide_and_once_is_json(stage: Stage) -> None:
+    """401 without one; the snapshot alone for scripts; no other words."""
+    refused = httpx.get(stage.url + PATH)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    for name in ("a", "operator"):
+        once = httpx.get(f"{stage.url}{PATH}?once=true", headers=auth(name)).json()
+        assert (once["type"], once["viewer"]) == ("snapshot", "operator" if name == "operator" else "tenant")
+    assert httpx.get(f"{stage.url}{PATH}?once=maybe", headers=auth("a")).status_code == 400
+    assert stage.call(lambda: stage.live.idle)
+
+
+def test_streams_beyond_a_tenants_own_are_429(stage: Stage) -> None:
+    """The fifth; and whoever leaves makes room."""
+    with ExitStack() as stack:
+        streams = [stack.enter_context(stream(stage, "a")) for _ in range(4)]
+        assert {following(each, "snapshot")["tenant"] for each in streams} == {"a"}
+        with httpx.stream("GET", stage.url + PATH, headers=auth("a")) as refused:
+            assert refused.status_code == 429
+            assert json.loads(refused.read())["error"]["code"] == "too_many_streams"
+            assert int(refused.headers["retry-after"]) > 0
+    assert gone(stage)
+
+
+def test_a_stream_ends_with_its_key(stage: Stage) -> None:
+    """It is told why; the other tenant's goes on."""
+    with stream(stage, "a") as mine, stream(stage, "b") as other:
+        following(other, "snapshot")
+        left = [TenantConfig(name="b", key_sha256=[KEYS["b"][1]])]
+        stage.call(lambda: stage.tenants.configure(left, [KEYS["operator"][1]]))
+        assert following(mine, "end")["reason"] == "key"
+        stage.call(lambda: stage.live.delivered(generation("b", [1]), decision(), 0, 0.5, None))
+        assert following(other, "decision")["tenant"] == "b"
+
+
+def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
+    """Not even for one whose reader takes nothing: the answers under way are none soon after."""
+    with stream(stage, "a") as mine, stream(stage, "b") as stuck:
+        following(stuck, "snapshot")
+        stage.call(stage.live.close)
+        ended = asyncio.run_coroutine_threadsafe(stage.stopping.run(PATIENCE_S), stage._loop).result(PATIENCE_S)
+        assert ended == 0
+        assert following(mine, "end")["reason"] == "stopping"
+        assert httpx.get(stage.url + PATH, headers=auth("a")).status_code == 503
+    assert stage.call(lambda: stage.live.idle)
+
+
+def test_without_keys_everybody_sees_everything(quick: None) -> None:
+    """As /v1/cache/state has it: an open deployment is one tenant's."""
+    made = Stage(())
+    try:
+        assert httpx.get(f"{made.url}{PATH}?once=true").json()["viewer"] == "operator"
+    finally:
+        made.stop()

@@ -1,0 +1,111 @@
+"""Laws of the table of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.live import prefix_table
+from serve_app.live.prefix_table import PrefixTable
+from tests.serve_app.live.traffic import BLOCK, chain_of
+
+Use = tuple[str, list[int], int, int, int]
+"""Tenant, blocks, public blocks, system blocks, cached tokens."""
+
+USES = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.lists(st.integers(0, 2), max_size=9),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.integers(0, 40),
+    ),
+    max_size=40,
+)
+
+
+def filled(uses: Sequence[Use]) -> PrefixTable:
+    table = PrefixTable(BLOCK, lambda: 2)
+    for at_s, (tenant, blocks, public_blocks, system_blocks, cached) in enumerate(uses):
+        public_blocks = min(public_blocks, len(blocks))
+        table.add(
+            tenant,
+            chain_of(tenant, blocks, public_blocks),
+            len(blocks) * BLOCK + 1,
+            cached,
+            float(at_s),
+            public_blocks=public_blocks,
+            system_tokens=min(system_blocks, len(blocks)) * BLOCK,
+        )
+    return table
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_table, "MAX_TENANT_NODES", 6)
+
+
+def test_a_prompt_is_three_nodes() -> None:
+    """Public prompt, system prompt, conversation; later turns are the same conversation, another one is not."""
+    table = PrefixTable(BLOCK, lambda: 1)
+
+    def ask(blocks: list[int], cached: int) -> bytes:
+        chain = chain_of("a", blocks, 1)
+        return table.add(
+            "a", chain, len(blocks) * BLOCK + 1, cached, 0.0, public_blocks=1, system_tokens=3 * BLOCK + 1, label="p@1"
+        )
+
+    first = ask([0, 1, 2, 3], 0)
+    assert ask([0, 1, 2, 3, 4, 5], 16) == first
+    other = ask([0, 1, 2, 7, 4], 12)
+    nodes = table.rooms["a"].nodes
+    assert other != first
+    assert [(node.kind, node.parent_blocks, len(node.chain) // 16) for node in nodes.values()] == [
+        ("conversation", 3, 6),
+        ("conversation", 3, 5),
+        ("system", 1, 3),
+        ("public", 0, 1),
+    ]
+    conversation, second, system, public = nodes.values()
+    assert (conversation.requests, conversation.hits) == (2, 1)
+    assert (second.requests, second.hits) == (1, 0)
+    assert (system.requests, system.hits, public.requests, public.hits) == (3, 2, 3, 2)
+    assert (public.label, system.label) == ("p@1", "")
+    assert system.parent in nodes
+    assert nodes[system.parent] is public
+
+
+@pytest.mark.usefixtures("small")
+@given(USES)
+def test_bounds_hold_and_no_node_is_without_its_parent(uses: list[Use]) -> None:
+    """However many come: the count of bytes is right, and who shows a node can show what it hangs under."""
+    for room in filled(uses).rooms.values():
+        assert len(room.nodes) <= 6
+        assert room.bytes == sum(node.bytes for node in room.nodes.values())
+        for node in room.nodes.values():
+            assert not node.parent or node.parent in room.nodes
+            assert node.hits <= node.requests
+
+
+@pytest.mark.usefixtures("small")
+@given(USES)
+def test_what_is_known_of_a_tenant_does_not_depend_on_others(uses: list[Use]) -> None:
+    """A room is what it would be if nobody else had sent anything."""
+    together = filled(uses)
+    alone = filled([use for use in uses if use[0] == "a"])
+    for at, table in (("a", together), ("a", alone)):
+        for node in table.rooms[at].nodes.values() if at in table.rooms else ():
+            node.last_used_at_s = 0.0
+    assert together.rooms.get("a") is None or together.rooms["a"].nodes == alone.rooms["a"].nodes
+
+
+def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts drive out the tenant's own older ones."""
+    monkeypatch.setattr(prefix_table, "MAX_TENANT_BYTES", 4096)
+    table = PrefixTable(BLOCK, lambda: 1)
+    for number in range(50):
+        table.add("a", chain_of("a", [number] * 40), 40 * BLOCK + 1, 0, float(number))
+    assert 0 < table.rooms["a"].bytes <= 4096

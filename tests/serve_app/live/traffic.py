@@ -1,0 +1,46 @@
+"""Generations as the dispatcher hears of them, with prompts made of numbered blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.request import Decision
+from serve_app.engine.protocol import SamplingParams
+from serve_app.generation.generation import Generation
+
+BLOCK = 4
+
+
+def chain_of(tenant: str, blocks: Sequence[int], public_blocks: int = 0) -> bytes:
+    """Return the hashes of a tenant's prompt, whose blocks are numbers."""
+    own = PrefixScope("m", "", tenant.encode()).root(b"secret")
+    root = PrefixScope("m").root(b"secret") + own if public_blocks else own
+    ids = np.repeat(np.asarray(blocks, dtype=np.int32), BLOCK)
+    return extend_chain(root, public_blocks, ids, BLOCK)
+
+
+def generation(
+    tenant: str, blocks: Sequence[int], public_blocks: int = 0, system_blocks: int = 0, ref: str = "", number: int = 0
+) -> Generation:
+    """Return a generation whose prompt has these blocks and one more token."""
+    ids = np.append(np.repeat(np.asarray(blocks, dtype=np.int32), BLOCK), 1).astype(np.int32)
+    return Generation(
+        request_id=f"{tenant}-{number}.0",
+        token_ids=ids,
+        block_hashes=chain_of(tenant, blocks, public_blocks),
+        scope=PrefixScope("m", "", tenant.encode(), public_blocks),
+        root=b"r" * 16,
+        placement_key=b"k" * 16,
+        tenant=tenant,
+        sampling=SamplingParams(max_tokens=4),
+        prompt_ref=ref,
+        system_tokens=system_blocks * BLOCK,
+    )
+
+
+def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
+    """Return a decision for a replica."""
+    return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.1, 0.125, queued_tokens=7)
