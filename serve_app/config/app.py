@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
@@ -21,6 +21,7 @@ from serve_app.config.tenants import TenantsSection
 from serve_app.config.usage import UsageSection
 from serve_app.config.vllm import CPU_BLOCK_SIZE
 
+_HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 
 
@@ -70,11 +71,17 @@ class AppConfig(
     )
     otlp_endpoint: str | None = Field(
         None,
-        pattern=r"^https?://[^\s/]+(/\S*)?$",
         description="URL of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request, as "
         "http://127.0.0.1:4318; /v1/traces is appended; default: no traces",
     )
     tokenizer_cache_bytes: Bytes = Field(256 * MIB, ge=MIB, description="token ids and hashes an ingress remembers")
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_a_collectors(cls, value: str | None) -> str | None:
+        if value is not None and not _HTTP.fullmatch(value):
+            raise ValueError("must be the URL of an OpenTelemetry collector, such as http://127.0.0.1:4318")
+        return value
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

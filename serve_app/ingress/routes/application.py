@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -40,8 +43,16 @@ PATHS = frozenset(route.path for router in ROUTERS for route in router.routes if
 
 def make_application(services: Services) -> FastAPI:
     """Return the application; ``/openapi.json`` and ``/docs`` exist only while the settings say so."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if services.tracer is not None:
+            await asyncio.to_thread(services.tracer.close)
+
     application = _Application(
         title="warmpath",
+        lifespan=life,
         openapi_url=None,
         docs_url=None,
         redoc_url=None,

@@ -94,6 +94,7 @@ def test_a_name_of_a_model_is_no_path(model: str, tmp_path: Path) -> None:
         ("kv_pull=treu", "; did you mean true?"),
         ("pin_budget=64MiB", "pin_budget: must be a number (KV that explicit saves may keep: a part of the pool below"),
         ("kv_cache_bytes=1KiB", "kv_cache_bytes: must be at least 1MiB"),
+        ("otlp_endpoint=collector:4318", "otlp_endpoint: must be the URL of an OpenTelemetry collector, such as http:"),
         ("downscale_delay_s=1", "downscale_delay_s: there is no such setting"),
         ("autoscaling={max_replicas: 2, downscale_delay_s: 1}", "autoscaling.downscale_delay_s: must be at least 10s"),
         (

@@ -17,9 +17,12 @@ from serve_app.replica import pull as pull_module
 from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullRate, PullSettings, WantedPart
 from serve_app.replica.pull_metrics import PullMeters
 from serve_app.replica.pull_peers import Exports
+from serve_app.tracing.replica import ReplicaTrace
+from serve_app.tracing.tracer import traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+from tests.serve_app.tracing.spans import Recorded
 
 SETTINGS = PullSettings(min_tokens=32)
 Run = Callable[[Puller], Awaitable[None]]
@@ -82,6 +85,31 @@ def test_a_pulled_prefix_gives_the_tokens_of_a_computed_one(make_engine: MakeEng
     for piece_blocks, held_tokens in ((100, 0), (5, 0), (3, 64), (1, 100)):
         with pytest.MonkeyPatch.context() as monkeypatch:
             asyncio.run(run(piece_blocks, held_tokens, monkeypatch))
+
+
+def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine) -> None:
+    """The one that began it and the one that joined: from whom, how it ended, and what it brought."""
+    ids, recorded = prompt(160), Recorded()
+
+    async def run() -> None:
+        first, second = make_engine(), make_engine()
+        run_all(first, [request("a", ids, 1)])
+        holder = Holder(first)
+        puller = Puller(second, holder.fetch, 16, SETTINGS)
+        root = recorded.tracer.begin("call", {})
+        for name in ("begins", "joins"):
+            item = keyed(request(name, ids, 1))
+            trace = ReplicaTrace(recorded.tracer, traceparent_of(root), name, len(ids))
+            assert puller.begin(item, "holder", len(ids), trace) is not None
+            assert puller.begin(item, "holder", len(ids)) is not None  # others are not traced
+        await asyncio.gather(*puller._under_way)
+
+    asyncio.run(run())
+    pulls = [span.attributes for span in recorded.spans()]
+    assert [span.name for span in recorded.spans()] == ["pull", "pull"]
+    assert [pull.pop("warmpath.joined") for pull in pulls] == [False, True]
+    told = {"warmpath.holder": "holder", "warmpath.wanted_tokens": 144, "warmpath.pulled_tokens": 144}
+    assert pulls == [{**told, "warmpath.outcome": "whole"}] * 2
 
 
 def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: MakeEngine, reference: Reference) -> None:
