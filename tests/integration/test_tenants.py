@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.common.server import instance
 from serve_app.cli.main import app
 from serve_app.prompts.lock import PromptDirectory
 from serve_app.tenants.tenants import make_api_key
+from tests.browser import chromium
 from tests.integration.conftest import PATIENCE_S, alone, eventually, wait_until_cached
 
 pytestmark = pytest.mark.integration
@@ -421,3 +423,39 @@ def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(url:
     assert message.count("sha256:") == 2 and "the first differing byte is 12" in message
     version, cached = referring(url, "acme", prompt_ref="pilot")
     assert (version, cached > 50) == ("pilot@1", True)
+
+
+def test_the_page_shows_each_key_its_own_part(url: str) -> None:
+    """In a browser: a chat's second answer says what was reused, and of whom only its tenant and operators see."""
+    with chromium() as browser:
+
+        def opened(key: str, map_key: str = "") -> Any:
+            page = browser.new_context().new_page()
+            page.set_default_timeout(1000 * PATIENCE_S)
+            page.goto(url)
+            for label, secret in (("API key", key), ("Key for the map", map_key)):
+                page.get_by_label(label, exact=True).fill(secret)
+                page.get_by_label(label, exact=True).press("Tab")
+            page.locator(".replica").nth(1).wait_for()
+            return page
+
+        page = opened(KEYS["acme"][0], KEYS["operator"][0])
+        page.get_by_text("System prompt").click()
+        page.get_by_label("What comes before every question").fill("The harbour opens at dawn. " * 60)
+        page.get_by_label("At most, tokens").fill("8")
+        for number, question in enumerate(("When does it open?", "And when not?")):
+            page.get_by_label("Your message").fill(question)
+            page.get_by_label("Your message").press("Enter")
+            page.locator(".reuse").nth(number).get_by_text("reused:").wait_for()
+            page.locator(".reuse").nth(number).get_by_text("replica").wait_for()
+        reused = page.locator(".reuse .reused b").all_inner_texts()
+        assert int(reused[0].removesuffix(" %")) < 50 < int(reused[1].removesuffix(" %"))
+        page.locator(".bar[aria-label^='acme’s system prompt']").first.wait_for()
+        page.locator(".reuse button").nth(1).click()
+        page.locator("#why td").first.wait_for()  # explained for the operator's key
+        assert "cached" in page.locator("#why").inner_text()
+        own, other = opened(KEYS["acme"][0]), opened(KEYS["globex"][0])
+        held = page.locator(".bar[aria-label^='acme’s system prompt']").first.get_attribute("data-id")
+        own.locator(f".bar[data-id='{held}']").first.wait_for()
+        assert other.locator(f".bar[data-id='{held}']").count() == 0
+        assert "acme" not in other.content()

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.browser import chromium
 from tests.serve_app.ingress.page.stage import Stage, staged
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HOW = "the page's tests need Chromium and its driver: apt-get install chromium; pip install 'warmpath[browser]'"
 PATIENCE_MS = 60_000
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A headless Chromium."""
-    driver = pytest.importorskip("playwright.sync_api", reason=HOW)
-    if CHROMIUM is None:
-        pytest.skip(HOW)
-    with driver.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield chromium
-        chromium.close()
+    with chromium() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
