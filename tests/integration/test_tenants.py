@@ -425,6 +425,10 @@ def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(url:
     assert (version, cached > 50) == ("pilot@1", True)
 
 
+SYSTEM_BARS = ".bar[aria-label^='acme’s system prompt'], .bar[aria-label^='system prompt']"
+"""Of acme, in a list of several tenants' and where there is none but acme."""
+
+
 def test_the_page_shows_each_key_its_own_part(url: str) -> None:
     """In a browser: a chat's second answer says what was reused, and of whom only its tenant and operators see."""
     with chromium() as browser:
@@ -450,12 +454,12 @@ def test_the_page_shows_each_key_its_own_part(url: str) -> None:
             page.locator(".reuse").nth(number).get_by_text("replica").wait_for()
         reused = page.locator(".reuse .reused b").all_inner_texts()
         assert int(reused[0].removesuffix(" %")) < 50 < int(reused[1].removesuffix(" %"))
-        page.locator(".bar[aria-label^='acme’s system prompt']").first.wait_for()
+        page.locator(SYSTEM_BARS).first.wait_for()
         page.locator(".reuse button").nth(1).click()
         page.locator("#why td").first.wait_for()  # explained for the operator's key
         assert "cached" in page.locator("#why").inner_text()
         own, other = opened(KEYS["acme"][0]), opened(KEYS["globex"][0])
-        held = page.locator(".bar[aria-label^='acme’s system prompt']").first.get_attribute("data-id")
+        held = page.locator(SYSTEM_BARS).first.get_attribute("data-id")
         own.locator(f".bar[data-id='{held}']").first.wait_for()
         assert other.locator(f".bar[data-id='{held}']").count() == 0
         assert "acme" not in other.content()
