@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, alone, eventually
+from tests.integration.conftest import PATIENCE_S, alone, cache_state, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -47,3 +47,9 @@ def test_a_restart_with_the_same_secret_reuses_the_disk_tier(tmp_path: Path) -> 
             assert cached > 100, words
             assert again == text
         eventually(lambda: metric(url, "warmpath_kv_tier_hits_total") > 0)
+        # What the next life found on disk, and what came and went since, is what its router knows.
+        checks = metric(url, "warmpath_directory_checks_total")
+        eventually(lambda: metric(url, "warmpath_directory_checks_total") > checks)
+        (replica,) = cache_state(url)["replicas"]
+        assert replica["blocks"]["disk"] > 0 and replica["drift"] == {}
+        assert metric(url, "warmpath_feed_mirror_drift_total") == 0
