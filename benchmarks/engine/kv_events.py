@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.common.report import parser_of, write
-from serve_app.engine.vllm.events import decode_batch
-from serve_app.engine.vllm.translator import Translator
+from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.translator import Translator
 
 _VOCABULARY = 128_000
 

@@ -90,9 +90,15 @@ class AppConfig(
         return self
 
     @model_validator(mode="after")
-    def _blocks_of_vllm(self) -> Self:
-        if self.engine == "vllm" and not self.replica_num_gpus and "block_size" not in self.model_fields_set:
+    def _defaults_of_vllm(self) -> Self:
+        """What nobody asked for is as vLLM can have it; what somebody did is refused later, with a sentence."""
+        if self.engine != "vllm":
+            return self
+        given = set(self.model_fields_set)
+        if not self.replica_num_gpus and "block_size" not in given:
             self.block_size = CPU_BLOCK_SIZE
+        for name in {"kv_pull", "prewarm", "handover"} - given:
+            setattr(self, name, False)
         return self
 
     @property

@@ -106,7 +106,7 @@ def open_peers() -> Peers:
 def open_pulls(config: AppConfig, engine: Engine, peers: Peers) -> tuple[Puller, Exports]:
     """Return both sides of the pulls of the replica whose process this is."""
     settings = PullSettings(
-        enabled=config.kv_pull and config.enable_prefix_caching and config.engine != "vllm",
+        enabled=config.kv_pull and config.enable_prefix_caching,
         max_pulls=config.max_pulls,
         max_bytes=config.max_pull_bytes,
         min_tokens=config.min_pull_tokens,

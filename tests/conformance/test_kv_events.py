@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_app.engine.vllm.events import decode_batch
-from serve_app.engine.vllm.subscriber import EventEndpoints
+from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from tests.conformance.kv_events.__main__ import main
 from tests.conformance.kv_events.laws import LAWS, Checker
 from tests.conformance.kv_events.recording import check_recording, read_lines

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.subscriber import EventEndpoints
 
 SAMPLING = "serve_app.engine.vllm.sampling.processor:WarmpathSampling"
 """Where vLLM's worker finds the logits processor."""

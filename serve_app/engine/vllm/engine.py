@@ -32,6 +32,9 @@ from serve_app.engine.protocol import (
 )
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.subscriber import EventSubscriber
+from serve_app.engine.vllm.events.translator import Translator
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.gauges import gauge_samples
 from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
@@ -39,8 +42,6 @@ from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
 from serve_app.engine.vllm.no_transfer import NoTransfer, refuse_unmapped
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.subscriber import EventEndpoints, EventSubscriber
-from serve_app.engine.vllm.translator import Translator
 
 STALL_AFTER_S = 120.0
 """Live requests and no step for so long make the engine unhealthy."""
@@ -241,7 +242,7 @@ class VllmEngine(NoTransfer):
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
         self._progress_s = self._clock()
-        if live.choice is not None and live.failure.exists():
+        if live.failure.exists():
             self._end(live, "error", error=live.failure.read_text())
             return
         ids = part.token_ids if sampling.max_tokens else ()

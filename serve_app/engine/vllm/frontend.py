@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from serve_app.config.vllm import MISSING
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.arguments import engine_arguments, set_environment
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.load_mirror import StepStats
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.subscriber import EventEndpoints
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ class LiveRequest:
 
     request: EngineRequest
     sink: OutputSink
-    choice: TokenChoice | None
+    choice: TokenChoice
     arrival_s: float
     failure: Path
     begun: bool = False

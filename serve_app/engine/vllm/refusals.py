@@ -1,7 +1,7 @@
 """What a deployment cannot have with ``engine: vllm``: settings and a checkpoint's config in, sentences out.
 
 A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. Defaults
-that ask for what vLLM has not, as ``kv_pull``, mean: as far as the engine can. Pure, and without vllm.
+that would ask for what vLLM has not, as ``kv_pull``, are others with vLLM (``AppConfig``). Pure, and without vllm.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ TABLE = (
         "what vLLM evicts from its pool is gone, there are no tiers below it",
         "leave it out",
     ),
+    Refusal(("kv_pull",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.kv_pull),
+    Refusal(("prewarm",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.prewarm),
+    Refusal(("handover",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.handover),
     Refusal(
         ("max_pulls", "max_pull_bytes", "min_pull_tokens"),
         "KV is not copied between replicas of vLLM",

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import hash_blocks
-from serve_app.engine.vllm.events import (
+from serve_app.engine.vllm.events.batches import (
     BlockHash,
     BlockRemoved,
     BlockStored,
@@ -25,7 +25,7 @@ from serve_app.engine.vllm.events import (
     decode_batch,
     is_map,
 )
-from serve_app.engine.vllm.translator import Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
 
 LAWS = {
     "numbers": "batches count up by one: none is missing, none comes twice",

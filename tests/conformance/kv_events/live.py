@@ -6,7 +6,7 @@ import time
 
 import zmq
 
-from serve_app.engine.vllm.events import END_OF_REPLAY, SEQUENCE_BYTES
+from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES
 from tests.conformance.kv_events.laws import Checker
 
 _ANSWER_S = 10.0

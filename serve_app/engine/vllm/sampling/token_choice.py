@@ -43,14 +43,12 @@ class TokenChoice(msgspec.Struct, frozen=True):
         return None if packed is None else msgspec.convert(packed, cls)
 
 
-def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice | None:
-    """Return how a request's tokens are chosen; None where the likeliest one is, which vLLM does by itself.
+def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
+    """Return how a request's tokens are chosen: the likeliest too, as vLLM takes any for it where none is a number.
 
     Raises ValueError for a matcher that cannot cross to another process.
     """
     sampling, matcher = request.sampling, request.matcher
-    if sampling.greedy and sampling.rules is None and matcher is None:
-        return None
     if matcher is not None and not isinstance(matcher, AnswerMatcher):
         raise ValueError("engine: vllm takes grammars as the replica compiles them, and no other matcher")
     # The noise depends on a seed's lowest 64 bits, and a message holds no more.
@@ -58,8 +56,8 @@ def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice | None:
     return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
 
 
-def vllm_sampling(sampling: SamplingParams, choice: TokenChoice | None) -> dict[str, Any]:
-    """Return the fields of vLLM's own ``SamplingParams``: greedy, as a processor leaves one token if there is a choice.
+def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, Any]:
+    """Return the fields of vLLM's own ``SamplingParams``: greedy, as a processor leaves one token.
 
     vLLM computes a prompt only to sample from it: without ``max_tokens`` one token is made, which nobody gets.
     """
@@ -70,5 +68,5 @@ def vllm_sampling(sampling: SamplingParams, choice: TokenChoice | None) -> dict[
         "ignore_eos": True,
         "detokenize": False,
         "logprobs": sampling.logprobs,
-        "extra_args": None if choice is None else choice.to_extra_args(),
+        "extra_args": choice.to_extra_args(),
     }

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, hash_blocks
-from serve_app.engine.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored
+from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 
 _ARRAY_FIELDS = {
     "BlockStored": BlockStored.__struct_fields__,

@@ -8,7 +8,7 @@ from collections import deque
 
 import zmq
 
-from serve_app.engine.vllm.events import END_OF_REPLAY, SEQUENCE_BYTES
+from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES
 
 
 def number_frame(number: int) -> bytes:

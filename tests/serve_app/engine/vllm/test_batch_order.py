@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.vllm.batch_order import MAX_AHEAD, REPLAY_TIMEOUT_S, SILENCE_S, BatchOrder, Lost
+from serve_app.engine.vllm.events.batch_order import MAX_AHEAD, REPLAY_TIMEOUT_S, SILENCE_S, BatchOrder, Lost
 
 
 def test_a_gap_is_asked_for_at_once_and_filled() -> None:

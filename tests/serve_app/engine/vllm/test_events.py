@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.vllm.events import (
+from serve_app.engine.vllm.events.batches import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

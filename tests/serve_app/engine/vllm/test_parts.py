@@ -11,9 +11,10 @@ import pytest
 from serve_app.engine.protocol import AdapterError, EngineOutput, QueueFull
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.arguments import engine_arguments, lora_rank, set_environment
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
+from serve_app.engine.vllm.sampling.token_choice import choice_of
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.subscriber import EventEndpoints
 from tests.serve_app.engine.adapters import described, save_plain
 from tests.serve_app.engine.tiny import prompt, request
 
@@ -114,7 +115,8 @@ def test_changed_files_and_what_vllm_refuses_are_errors_that_name_no_path(tmp_pa
 
 
 def live(name: str, tenant: str = "default") -> LiveRequest:
-    return LiveRequest(request(name, prompt(4), tenant=tenant), lambda _: None, None, 0.0, Path("/none"))
+    asked = request(name, prompt(4), tenant=tenant)
+    return LiveRequest(asked, lambda _: None, choice_of(asked, "/none"), 0.0, Path("/none"))
 
 
 def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:

@@ -16,6 +16,9 @@ CHANGED: dict[str, dict[str, Any]] = {
     "disk_cache_dir": {"disk_cache_dir": "x"},
     "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
     "tier_load_ratio": {"tier_load_ratio": 2},
+    "kv_pull": {"kv_pull": True},
+    "prewarm": {"prewarm": True},
+    "handover": {"handover": True},
     "max_pulls": {"max_pulls": 8},
     "max_pull_bytes": {"max_pull_bytes": "1MiB"},
     "min_pull_tokens": {"min_pull_tokens": 64},
@@ -36,21 +39,25 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [name for refusal in TABLE for name in refusal.settings])
 def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
-    config = AppConfig.model_validate({"block_size": 32, **CHANGED[name]})
+    config = AppConfig.model_validate({"engine": "vllm", "block_size": 32, **CHANGED[name]})
     assert name in [sentence.split(":")[0] for sentence in refused_settings(config, on_cpu=True)]
     reread = AppConfig.model_validate(config.to_json())
     assert refused_settings(reread, on_cpu=True) == refused_settings(config, on_cpu=True), "in every process alike"
 
 
 def test_defaults_are_taken_but_for_the_block_size_of_a_cpu() -> None:
-    assert refused_settings(AppConfig(), on_cpu=False) == []
-    (sentence,) = refused_settings(AppConfig(), on_cpu=True)
+    assert refused_settings(AppConfig(engine="vllm"), on_cpu=True) == []
+    gpu = AppConfig(engine="vllm", replica_num_gpus=1)
+    assert refused_settings(gpu, on_cpu=False) == []
+    assert refused_settings(AppConfig.model_validate(gpu.to_json()), on_cpu=False) == []
+    (sentence,) = refused_settings(gpu, on_cpu=True)
     assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
-    assert refused_settings(AppConfig.model_validate({"block_size": 64}), on_cpu=True) == []
+    assert refused_settings(AppConfig(engine="vllm", block_size=64), on_cpu=True) == []
 
 
 def test_what_vllm_can_do_is_not_refused() -> None:
     config = {
+        "engine": "vllm",
         "block_size": 32,
         "tenants": [{**TENANT, "requests_per_second": 2, "trust_group": "g"}],
         "policy": "round_robin",

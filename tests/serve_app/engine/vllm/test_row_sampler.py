@@ -107,9 +107,10 @@ def replace_choice(choice: TokenChoice, resumed: int) -> TokenChoice:
     return TokenChoice(choice.sampling, resumed, choice.grammar, choice.failure_file)
 
 
-def test_a_row_without_numbers_fails_alone(sampler: RowSampler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_numbers_fails_alone(temperature: float, sampler: RowSampler, tmp_path: Path) -> None:
     """The file is there when its token is; the first reason stays, and rows beside it get what they would."""
-    params = SamplingParams(4, seed=9, stop_token_ids=(17,))
+    params = SamplingParams(4, temperature, seed=9, stop_token_ids=(17,))
     for index, name in enumerate(("broken", "fine")):
         sampler.rows[index] = sampler.new_row(TokenChoice(params, 0, "", str(tmp_path / name)), PROMPT, [])
     logits = torch.zeros(3, VOCAB)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +16,10 @@ import pytest
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import hash_blocks, split_chain
 from router.protocol.events import Event
-from serve_app.engine.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored
-from serve_app.engine.vllm.subscriber import EventEndpoints, EventSubscriber
-from serve_app.engine.vllm.translator import Translator
+from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.subscriber import EventSubscriber
+from serve_app.engine.vllm.events.translator import Translator
 from tests.serve_app.engine.vllm.pool_model import encode
 from tests.serve_app.engine.vllm.publisher import Publisher
 
@@ -84,6 +89,25 @@ def test_nobody_else_reads_the_prompts(endpoints: EventEndpoints) -> None:
     assert stat.S_IMODE(endpoints.directory.stat().st_mode) == 0o700
     assert endpoints.publish.startswith("ipc://")
     assert endpoints.replay.startswith("ipc://")
+
+
+def test_what_a_killed_owner_left_goes_with_the_next_start(
+    endpoints: EventEndpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a living one has, or one that is being made, stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (being_made := tmp_path / "warmpath-vllm-x").mkdir()
+    living = EventEndpoints.create()
+    made = "from serve_app.engine.vllm.events.endpoints import EventEndpoints as E; import os, signal; "
+    code = made + "print(E.create().directory, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = Path(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip())
+    assert killed.exists()
+    EventEndpoints.create().remove()
+    assert not killed.exists()
+    assert living.directory.exists()
+    assert being_made.exists()
+    living.remove()
 
 
 def test_lost_batches_and_a_lost_tail_are_repaired(

@@ -10,8 +10,14 @@ import pytest
 
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
-from serve_app.engine.vllm.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch, MalformedBatch
-from serve_app.engine.vllm.translator import Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.batches import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventBatch,
+    MalformedBatch,
+)
+from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 STORED = BlockStored(

@@ -11,9 +11,9 @@ from router.directory.directory import Directory
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 from router.protocol.events import CacheDigest, Event
-from serve_app.engine.vllm.batch_order import SILENCE_S, BatchOrder, Lost, Ordered
-from serve_app.engine.vllm.events import decode_batch
-from serve_app.engine.vllm.translator import Translator
+from serve_app.engine.vllm.events.batch_order import SILENCE_S, BatchOrder, Lost, Ordered
+from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.translator import Translator
 from tests.conformance.kv_events.laws import Checker
 from tests.serve_app.engine.vllm.pool_model import PoolModel, Request, encode
 

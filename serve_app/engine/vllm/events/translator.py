@@ -15,7 +15,7 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray, block_word, hash_at, hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, TierDigest
-from serve_app.engine.vllm.events import (
+from serve_app.engine.vllm.events.batches import (
     MEDIUM_GPU,
     BlockHash,
     BlockRemoved,

@@ -1,6 +1,5 @@
 """One engine's KV events, from its sockets to a sink: in order, repaired, translated; and what the pool holds by them.
 
-Token ids of every prompt travel through the sockets, so they are files in a directory that only this user can enter.
 Owns the thread that listens. A batch that cannot be read means that all is forgotten; an engine whose events cannot be
 routed by at all is followed no longer, and then nothing is held as far as routers know.
 """
@@ -8,21 +7,19 @@ routed by at all is followed no longer, and then nothing is held as far as route
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import zmq
 
 from router.protocol.events import CacheDigest, Event
 from serve_app.engine.protocol import Clock, EventSink
-from serve_app.engine.vllm.batch_order import BatchOrder, Lost, Ordered
-from serve_app.engine.vllm.events import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
-from serve_app.engine.vllm.translator import TranslationCounts, Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.batch_order import BatchOrder, Lost, Ordered
+from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.translator import TranslationCounts, Translator, UnsupportedEvents
 
 _log = logging.getLogger(__name__)
 
@@ -31,32 +28,6 @@ _MAX_QUEUED_BATCHES = 10_000
 """As many as vLLM keeps for a replay: what is dropped beyond them is asked for again."""
 
 _MAX_BATCH_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class EventEndpoints:
-    """Where an engine publishes its events and sends them again, for vLLM's ``KVEventsConfig``."""
-
-    directory: Path
-
-    @classmethod
-    def create(cls) -> EventEndpoints:
-        """Make a directory of mode 0700 for the sockets; ``remove`` it when the engine has stopped."""
-        return cls(Path(tempfile.mkdtemp(prefix="warmpath-vllm-")))
-
-    @property
-    def publish(self) -> str:
-        """``KVEventsConfig.endpoint``."""
-        return f"ipc://{self.directory}/events"
-
-    @property
-    def replay(self) -> str:
-        """``KVEventsConfig.replay_endpoint``."""
-        return f"ipc://{self.directory}/replay"
-
-    def remove(self) -> None:
-        """Delete the directory and the sockets in it."""
-        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
