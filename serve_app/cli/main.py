@@ -16,6 +16,7 @@ from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
+from serve_app.cli.commands.top import top
 from serve_app.cli.console import console, fail
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
@@ -29,6 +30,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(prompts.app, name="prompts")
 app.command()(infer)
 app.command()(plan)
+app.command()(top)
 app.command()(doctor)
 
 
