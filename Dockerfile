@@ -1,6 +1,6 @@
 # warmpath's image, for KubeRay (cluster/rayservice.yaml) and for `ray start` anywhere. On GPUs torch's wheel brings CUDA.
-#   docker build -t warmpath:0.1.0 .
-#   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.1.0 warmpath serve --host 0.0.0.0
+#   docker build -t warmpath:0.2.0 .
+#   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.2.0 warmpath serve --host 0.0.0.0
 FROM python:3.11.13-slim-bookworm
 
 # gcc: kernels are compiled where they run. wget: KubeRay's probes call it.
