@@ -75,3 +75,27 @@ def test_the_files_are_in_the_package() -> None:
     folder = ROOT / "serve_app/ingress/page"
     assert {path for path in folder.rglob("*") if path.is_file()} <= packed
     assert {str(path.relative_to(folder)) for path in packed if folder in path.parents} == set(page_files())
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of ``#rrggbb``. Source: WCAG 2.2."""
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
+def test_text_can_be_read_on_every_ground(theme: str) -> None:
+    """Contrast of at least 4.5 (WCAG's AA), light and dark; 3 for lines that a control is known by."""
+    css = page_files()["css/base.css"].decode()
+    block = css.partition(theme)[2].partition("}")[0]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    pairs = [(text, ground, 4.5) for text in ("ink", "soft", "warm", "cold") for ground in ("paper", "sheet", "sunk")]
+    pairs += [("bad", "bad-wash", 4.5), ("bad", "sheet", 4.5), ("paper", "ink", 4.5), ("paper", "warm", 4.5)]
+    pairs += [("line-strong", ground, 3.0) for ground in ("paper", "sheet")]
+    low = {}
+    for text, ground, least in pairs:
+        light, dark = sorted((luminance(colours[text]), luminance(colours[ground])), reverse=True)
+        if (light + 0.05) / (dark + 0.05) < least:
+            low[text, ground] = round((light + 0.05) / (dark + 0.05), 2)
+    assert low == {}
