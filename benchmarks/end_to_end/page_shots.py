@@ -17,6 +17,7 @@ from benchmarks.common.server import instance
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUESTIONS = ("May I sell what I build with it?", "And must I say what I changed?")
+ANSWER_TOKENS = 40
 SIZE = {"width": 1440, "height": 900}
 _PATIENCE_MS = 300_000
 _SETTLED_MS = 2_500
@@ -27,6 +28,7 @@ def chat(page: Any, folder: Path) -> Path:
     """Ask two questions about the sample document; return the picture."""
     page.get_by_role("button", name="Load a sample document").click()
     page.locator("#system-note", has_text="characters").wait_for()
+    page.locator("#max-tokens").evaluate(f"(field) => (field.value = {ANSWER_TOKENS})")
     for number, question in enumerate(QUESTIONS):
         page.get_by_label("Your message").fill(question)
         page.get_by_label("Your message").press("Enter")

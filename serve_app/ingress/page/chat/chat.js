@@ -63,6 +63,7 @@ export class Chat {
       model: byId("model").value,
       messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
       max_tokens: Math.max(1, Number(byId("max-tokens").value) || 1),
+      temperature: 0, // the same question has the same answer, from the cache or not
       stream: true,
       stream_options: { include_usage: true },
     };
