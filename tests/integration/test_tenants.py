@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -463,3 +465,41 @@ def test_the_page_shows_each_key_its_own_part(url: str) -> None:
         own.locator(f".bar[data-id='{held}']").first.wait_for()
         assert other.locator(f".bar[data-id='{held}']").count() == 0
         assert "acme" not in other.content()
+
+
+def test_events_are_each_ones_own(url: str) -> None:
+    """A decision comes to its tenant and to operators, through HAProxy; a stream that is left leaves nothing."""
+
+    def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+        return (json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: "))
+
+    def streams() -> float:
+        page = httpx.get(url + "/metrics", headers=auth("operator"), timeout=PATIENCE_S).text
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("warmpath_event_streams{"))
+
+    path, options = url + "/v1/cache/events", {"timeout": PATIENCE_S}
+    assert httpx.get(path, **options).status_code == 401
+    with ExitStack() as stack:
+        seen = {}
+        for name in ("acme", "globex", "operator"):
+            answer = stack.enter_context(httpx.stream("GET", path, headers=auth(name), **options))
+            seen[name] = events(answer.iter_lines())
+        first = {name: next(each) for name, each in seen.items()}
+        assert [first[name]["tenant"] for name in seen] == ["acme", "globex", None]
+        assert first["operator"]["replicas"][0]["blocks_total"] > 0
+        assert "blocks_total" not in first["acme"]["replicas"][0]
+        for name in ("globex", "acme"):
+            ask(url, name)
+        decided = {name: next(event for event in each if event["type"] == "decision") for name, each in seen.items()}
+        assert {name: event["tenant"] for name, event in decided.items()} == {
+            "acme": "acme", "globex": "globex", "operator": "globex",
+        }  # fmt: skip
+        assert "cold_ttft_s" in decided["operator"] and "cold_ttft_s" not in decided["acme"]
+        held = (
+            event["nodes"]
+            for event in seen["acme"]
+            if event["type"] == "prefixes" and any(row["kind"] == "system" and row["holders"] for row in event["nodes"])
+        )
+        assert {row["tenant"] for row in next(held)} <= {"acme", None}
+        assert streams() == 3
+    eventually(lambda: streams() == 0)
