@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.engine.protocol import Engine, EngineRequest, RemoteKv, SamplingParams, TokenRules
+from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules
 from serve_app.engine.vllm.no_transfer import refuse_unmapped
 from serve_app.engine.vllm.refusals import TABLE
 
@@ -66,7 +66,6 @@ def test_what_the_page_says_is_refused_of_a_request_is() -> None:
     plain = EngineRequest("r", np.array([1], np.int32), PrefixScope("m"), b"r" * 16, SamplingParams(1))
     asked = {
         "scope": replace(plain, scope=PrefixScope("m", public_blocks=1)),
-        "remote_kv": replace(plain, remote_kv=RemoteKv(1)),
         "store_kv": replace(plain, store_kv=False),
     }
     refuse_unmapped(plain)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -17,13 +18,14 @@ import pytest
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from router.protocol.events import Event
-from serve_app.cache.kv_chain import TransferError
+from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import (
     AdapterError,
     EngineError,
+    EngineRequest,
     RemoteKv,
     RequestTooLong,
     Save,
@@ -95,6 +97,8 @@ def both(demo_model_path: Path) -> Iterator[Both]:
             lora=True,
             max_cpu_loras=4,
             max_lora_rank=8,
+            model_fingerprint=info.fingerprint,
+            transfer=True,
         ),
         heard,
     )
@@ -239,7 +243,6 @@ def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
         (request("r", [both.info.vocab_size]), ValueError),
         (request("r", []), ValueError),
         (replace(request("r", ids), scope=scope, root=root_of(scope)), ValueError),
-        (replace(request("r", ids), remote_kv=RemoteKv(32)), ValueError),
         (replace(request("r", ids), store_kv=False), ValueError),
         (replace(request("r", ids), scope=unknown, root=root_of(unknown)), UnknownAdapter),
     ]
@@ -247,8 +250,6 @@ def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
         with pytest.raises(error):
             both.vllm.submit(item, collector)
     assert both.vllm.load().waiting_sequences == both.vllm.load().queued_prefill_tokens == 0
-    with pytest.raises(TransferError):
-        both.vllm.import_part(None, PrefixScope("tiny"), ids, b"", 0, "default")  # type: ignore[arg-type]
     saved = replace(request("saved", ids), save=Save(b"k" * 16, 32))
     outputs: list[Any] = []
     done = threading.Event()
@@ -359,6 +360,96 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
     with pytest.raises(UnknownAdapter):
         both.vllm.submit(asked[1], Collector())
     assert run_all(both.vllm, [asked[0], asked[2]]).tokens["r2"] == wanted.tokens["r2"]
+
+
+def reset(engine: VllmEngine) -> None:
+    eventually(engine.reset_prefix_cache)
+
+
+def arrives(both: Both, asked: EngineRequest, part: KvChain, first: int = 0) -> tuple[int, Collector]:
+    """Give a part to the engine while a request waits for it, as a pull does."""
+    remote, collector = RemoteKv(part.header.blocks * BLOCK), Collector()
+    both.vllm.submit(replace(asked, remote_kv=remote), collector)
+    try:
+        chain = extend_chain(asked.root, 0, asked.token_ids, BLOCK)
+        return both.vllm.import_part(part, asked.scope, asked.token_ids, chain, first, "t"), collector
+    finally:
+        remote.end()
+        both.vllm.wake()
+        collector.wait([asked.request_id], 120)
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_kv_that_left_and_came_back_gives_the_same_tokens(
+    with_adapter: bool, both: Both, demo_model_path: Path, tmp_path: Path
+) -> None:
+    """In two parts, read as computed KV is; afterwards the pool is as empty as before, and routers know of it."""
+    scope, ids = PrefixScope("tiny"), both.prompt(1000, seed=300 + with_adapter)
+    if with_adapter:
+        spec, scope = described(save_adapter(demo_model_path, tmp_path / "kv", 5, ("q_proj", "v_proj")), "kv")
+        both.vllm.load_adapter(spec)
+    asked = request("asked", ids, 12, scope=scope)
+    reset(both.vllm)
+    wanted = run_all(both.vllm, [asked]).tokens["asked"]
+    chain = extend_chain(asked.root, 0, ids, BLOCK)
+    eventually(lambda: both.vllm.known_blocks(chain, 31) == 31)
+    parts = [both.vllm.export_prefix(scope, ids, chain, first, 16) for first in (0, 16)]
+    assert both.vllm.export_prefix(scope, ids, chain, 31) is None
+    one, two = parts
+    assert one is not None and two is not None
+    assert [one.header.blocks, two.header.blocks] == [16, 15]
+    reset(both.vllm)
+    assert both.heard.held() == set()
+    remote, collector = RemoteKv(31 * BLOCK), Collector()
+    both.vllm.submit(replace(asked, remote_kv=remote), collector)
+    assert both.vllm.import_part(one, scope, ids, chain, 0, "t") == 16
+    assert both.vllm.import_part(two, scope, ids, chain, 16, "t") == 31
+    assert not collector.finish, "it waits for all of it"
+    remote.end()
+    both.vllm.wake()
+    collector.wait(["asked"], 120)
+    assert collector.tokens["asked"] == wanted
+    assert collector.cached["asked"] == 31 * BLOCK
+    eventually(lambda: set(split_chain(chain)) <= both.heard.held())
+    reset(both.vllm)  # which no block in use would let it
+    assert not list(both.vllm._endpoints.directory.glob("kv-[0-9]*"))
+
+
+def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
+    """Another byte, another model, another tenant, another prompt, a prefix that nobody asks for."""
+    ids = both.prompt(200, seed=400)
+    asked = request("mine", ids, 8)
+    reset(both.vllm)
+    wanted = run_all(both.vllm, [asked]).tokens["mine"]
+    chain = extend_chain(asked.root, 0, ids, BLOCK)
+    eventually(lambda: both.vllm.known_blocks(chain, 6) == 6)
+    part = both.vllm.export_prefix(asked.scope, ids, chain)
+    assert part is not None
+    other_scope = PrefixScope("tiny", salt=b"other")
+    assert both.vllm.export_prefix(other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK)) is None
+    reset(both.vllm)
+    broken = part.payload.copy()
+    broken[3, 7] ^= 1
+    foreign = msgspec.structs.replace(part.header.format, model="another")
+    for wrong in (
+        KvChain(part.header, broken),
+        KvChain(part.header, part.payload[:-1]),
+        KvChain(msgspec.structs.replace(part.header, format=foreign), part.payload),
+    ):
+        with pytest.raises(TransferError):
+            arrives(both, asked, wrong)
+        reset(both.vllm)
+    with pytest.raises(TransferError):
+        arrives(both, request("theirs", ids, 8, scope=other_scope), part)
+    with pytest.raises(TransferError):
+        arrives(both, request("other", both.prompt(200, seed=401), 8), part)
+    reset(both.vllm)
+    with pytest.raises(TransferError):
+        both.vllm.import_part(part, other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK), 0, "t")
+    assert run_all(both.vllm, [asked]).cached["mine"] == 0
+    reset(both.vllm)
+    held, collector = arrives(both, asked, part)
+    assert (held, collector.cached["mine"], collector.tokens["mine"]) == (6, 6 * BLOCK, wanted)
 
 
 def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.transfer.job import MODULE as CONNECTOR
 
 SAMPLING = "serve_app.engine.vllm.sampling.processor:WarmpathSampling"
 """Where vLLM's worker finds the logits processor."""
@@ -55,6 +56,14 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
             "publisher": "zmq",
             "endpoint": endpoints.publish,
             "replay_endpoint": endpoints.replay,
+        }
+    if settings.transfer:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "WarmpathConnector",
+            "kv_connector_module_path": CONNECTOR,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"directory": str(endpoints.directory)},
         }
     if blocks is not None:
         arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block

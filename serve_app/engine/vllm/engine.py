@@ -10,14 +10,18 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from router.protocol.block_hash import extend_chain
+from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at
 from router.protocol.events import LoadReport, StatsReport
+from serve_app.cache.kv_chain import KvChain
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import (
     AdapterSpec,
@@ -42,6 +46,8 @@ from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
 from serve_app.engine.vllm.no_transfer import NoTransfer, refuse_unmapped
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.transfer.job import Job
+from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
 
 STALL_AFTER_S = 120.0
 """Live requests and no step for so long make the engine unhealthy."""
@@ -83,6 +89,14 @@ class VllmEngine(NoTransfer):
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
         )
+        self._roots: OrderedDict[bytes, bytes] = OrderedDict()
+        self._transfer: VllmTransfer | None = None
+        if settings.transfer:
+            directory = self._endpoints.directory
+            kv_format = format_of(directory, settings.model_fingerprint, settings.block_size)
+            self._transfer = VllmTransfer(
+                kv_format, directory, self.facts.max_model_len, self._run_job, self.known_blocks, self._root_of
+            )
         self._labels = (*settings.labels, ("engine", "vllm"))
 
     def start(self) -> None:
@@ -120,7 +134,7 @@ class VllmEngine(NoTransfer):
         failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
         choice = choice_of(request, str(failure))
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        known = 0
+        known, chain = 0, b""
         if self._events is not None:
             chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
             known = self._events.known_blocks(chain, (len(ids) - 1) // size)
@@ -133,6 +147,7 @@ class VllmEngine(NoTransfer):
                 self._progress_s = self._clock()
             live = LiveRequest(replace(request, token_ids=ids), sink, choice, self._clock(), failure)
             self._live.add(live)
+            self._remember_root(chain, request.root)
             self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known * size)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
 
@@ -183,6 +198,39 @@ class VllmEngine(NoTransfer):
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
         return self._events.known_blocks(block_hashes, most) if self._events is not None else 0
 
+    def wake(self) -> None:
+        """Look again at what requests wait for (any thread)."""
+        with self._lock:
+            for live in self._live.all():
+                if live.request.remote_kv is not None:
+                    self._frontend.loop.call_soon_threadsafe(live.woken.set)
+
+    def export_prefix(
+        self,
+        scope: PrefixScope,
+        token_ids: TokenArray,
+        block_hashes: bytes,
+        first: int = 0,
+        most_blocks: int | None = None,
+        *,
+        demote: bool = False,
+    ) -> KvChain | None:
+        """Return the blocks from ``first`` on that are held of a prefix; ``demote`` changes nothing in vLLM's order."""
+        if self._transfer is None:
+            return super().export_prefix(scope, token_ids, block_hashes, first, most_blocks, demote=demote)
+        return self._transfer.export_prefix(scope, token_ids, block_hashes, first, most_blocks)
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
+    ) -> int:
+        """Load blocks of a prefix that a request here asked for; return how many leading ones are held then.
+
+        Raises a TransferError, taking nothing, or EngineError.
+        """
+        if self._transfer is None:
+            return super().import_part(part, scope, token_ids, block_hashes, first, tenant)
+        return self._transfer.import_part(part, scope, token_ids, block_hashes, first)
+
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available; reads files, so not for an event loop.
 
@@ -223,10 +271,48 @@ class VllmEngine(NoTransfer):
         )
         left_s = live.arrival_s + request.timeout_s - self._clock()
         async with asyncio.timeout(None if left_s == math.inf else left_s), aclosing(parts):
+            while request.remote_kv is not None and not request.remote_kv.done:
+                await live.woken.wait()
+                live.woken.clear()
             async for part in parts:
                 self._take(live, part)
                 if live.ended:
                     return
+
+    def _remember_root(self, chain: bytes, root: bytes) -> None:
+        """Note under which root a chain begins: a copy's request is given it, as the prompt's own was."""
+        if chain:
+            self._roots[hash_at(chain, 0)] = root
+            self._roots.move_to_end(hash_at(chain, 0))
+            if len(self._roots) > self.facts.num_blocks:  # the pool holds no more beginnings
+                self._roots.popitem(last=False)
+
+    def _root_of(self, first_hash: bytes) -> bytes:
+        with self._lock:
+            return self._roots.get(first_hash, b"")
+
+    def _run_job(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        if lora:
+            self._adapters.slots.pin(lora)
+        try:
+            weights = self._adapters.slots.weights(lora).request if lora else None
+            return self._frontend.call(self._copy(job, list(token_ids), root, weights)).result()
+        except (LookupError, EngineError):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not copy KV: {type(error).__name__}") from error
+        finally:
+            if lora:
+                self._adapters.slots.unpin(lora)
+
+    async def _copy(self, job: Job, token_ids: list[int], root: bytes, lora: Any) -> int:
+        sampling = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
+        name = f"{Path(job.file).name}-{job.kind}"
+        asked = {**sampling, "extra_args": job.to_extra_args()}
+        cached = 0
+        async for part in self._frontend.generate(name, token_ids, root.hex(), asked, lora):
+            cached = max(cached, part.cached_tokens)
+        return cached
 
     def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
         """End a request whose task ended before its answer did."""

@@ -136,11 +136,14 @@ class VllmFrontend:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise VllmMissing(f"{MISSING} ({error})") from error
+        from vllm.config import KVTransferConfig
         from vllm.config.kv_events import KVEventsConfig
 
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
         if "kv_events_config" in arguments:
             arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
+        if "kv_transfer_config" in arguments:
+            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
         config = self._llm.vllm_config
         size = config.cache_config.block_size

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, QueueFull
@@ -32,6 +32,8 @@ class LiveRequest:
     begun: bool = False
     ended: bool = False
     task: asyncio.Task[None] | None = None
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when what it waits for may be there."""
 
 
 class LiveRequests:

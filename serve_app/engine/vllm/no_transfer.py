@@ -15,9 +15,6 @@ from serve_app.engine.protocol import CacheRoom, EngineRequest
 class NoTransfer:
     """The part of ``protocol.Engine`` that moves KV, for an engine that moves none."""
 
-    def wake(self) -> None:
-        """Nothing: no request waits for KV from elsewhere."""
-
     def export_prefix(
         self,
         scope: PrefixScope,
@@ -28,14 +25,14 @@ class NoTransfer:
         *,
         demote: bool = False,
     ) -> KvChain | None:
-        """Return None: KV does not leave vLLM."""
+        """Return None: KV does not leave vLLM without ``kv_pull``."""
         return None
 
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
     ) -> int:
         """Raise TransferError: KV does not enter vLLM."""
-        raise TransferError("engine: vllm takes no KV from elsewhere")
+        raise TransferError("engine: vllm takes no KV from elsewhere without kv_pull")
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return nothing: what vLLM holds cannot be handed over."""
@@ -54,7 +51,5 @@ def refuse_unmapped(request: EngineRequest) -> None:
     """Raise ValueError for what vLLM has no counterpart of."""
     if request.scope.public_blocks:
         raise ValueError("public prompts are not available with engine=vllm")
-    if request.remote_kv is not None:
-        raise ValueError("KV cannot be copied from another replica with engine=vllm")
     if not request.store_kv:
         raise ValueError("with engine=vllm every request's KV stays in the cache; leave store_kv out")

@@ -35,19 +35,9 @@ TABLE = (
         "what vLLM evicts from its pool is gone, there are no tiers below it",
         "leave it out",
     ),
-    Refusal(("kv_pull",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.kv_pull),
-    Refusal(("prewarm",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.prewarm),
-    Refusal(("handover",), "KV is not copied between replicas of vLLM", "leave it out", lambda config: config.handover),
-    Refusal(
-        ("max_pulls", "max_pull_bytes", "min_pull_tokens"),
-        "KV is not copied between replicas of vLLM",
-        "leave it out",
-    ),
-    Refusal(
-        ("prewarm_max_bytes", "prewarm_timeout_s"),
-        "KV is not copied between replicas of vLLM, so a new one begins cold",
-        "leave it out",
-    ),
+    Refusal(("prewarm",), "a new replica of vLLM begins cold", "leave it out", lambda config: config.prewarm),
+    Refusal(("handover",), "what a replica of vLLM holds goes with it", "leave it out", lambda config: config.handover),
+    Refusal(("prewarm_max_bytes", "prewarm_timeout_s"), "a new replica of vLLM begins cold", "leave it out"),
     Refusal(("pin_budget", "save_ttl_s"), "vLLM evicts whatever nobody uses, saved prompts too", "leave it out"),
     Refusal(
         ("public_prompts", "prompts_dir"),

@@ -16,12 +16,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "disk_cache_dir": {"disk_cache_dir": "x"},
     "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
     "tier_load_ratio": {"tier_load_ratio": 2},
-    "kv_pull": {"kv_pull": True},
     "prewarm": {"prewarm": True},
     "handover": {"handover": True},
-    "max_pulls": {"max_pulls": 8},
-    "max_pull_bytes": {"max_pull_bytes": "1MiB"},
-    "min_pull_tokens": {"min_pull_tokens": 64},
     "prewarm_max_bytes": {"prewarm_max_bytes": 0},
     "prewarm_timeout_s": {"prewarm_timeout_s": 1},
     "pin_budget": {"pin_budget": 0.5},
@@ -65,7 +61,8 @@ def test_what_vllm_can_do_is_not_refused() -> None:
         "lora_adapters": {"x": "x"},
         "enforce_eager": True,
         "enable_prefix_caching": False,
-        "kv_pull": False,
+        "kv_pull": True,
+        "max_pulls": 8,
     }
     assert refused_settings(AppConfig.model_validate(config), on_cpu=True) == []
 

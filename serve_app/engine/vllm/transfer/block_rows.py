@@ -1,0 +1,56 @@
+"""Blocks of an engine's layers as rows of bytes, and back. Knows torch and no vllm.
+
+A row is one block: each layer's part after the other, in the order in which the engine names its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from serve_app.cache.kv_chain import Row
+
+
+class UnevenLayers(ValueError):
+    """The layers' KV differs in shape or dtype, so that one format does not say what a block is."""
+
+
+class BlockRows:
+    """The layers' tensors, each with the pool's blocks along its first dimension."""
+
+    def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
+        """Raises UnevenLayers."""
+        kinds = {(layer.dtype, layer.shape) for layer in layers.values()}
+        if len(kinds) != 1:
+            raise UnevenLayers(f"the layers' KV is of {len(kinds)} kinds")
+        ((self.dtype, shape),) = kinds
+        self.names = tuple(layers)
+        self.shape = tuple(shape[1:])
+        self._layers = tuple(layers.values())
+        self._values = int(np.prod(self.shape))
+        self._width = self.dtype.itemsize * self._values
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a row."""
+        return self._width * len(self._layers)
+
+    def read(self, block_ids: Sequence[int]) -> Row:
+        """Return the rows [blocks, block_bytes] of blocks."""
+        rows = np.empty((len(block_ids), self.block_bytes), np.uint8)
+        for index, layer in enumerate(self._layers):
+            own = layer[list(block_ids)].cpu().reshape(len(block_ids), self._values).contiguous().view(torch.uint8)
+            rows[:, index * self._width : (index + 1) * self._width] = own.numpy()
+        return rows
+
+    def write(self, block_ids: Sequence[int], rows: Row) -> None:
+        """Put rows into blocks. Raises ValueError, changing nothing, where they do not fit."""
+        if rows.shape != (len(block_ids), self.block_bytes):
+            raise ValueError(f"rows of shape {rows.shape} for {len(block_ids)} blocks")
+        for index, layer in enumerate(self._layers):
+            own = np.ascontiguousarray(rows[:, index * self._width : (index + 1) * self._width])
+            layer[list(block_ids)] = (
+                torch.from_numpy(own).view(self.dtype).reshape(len(block_ids), *self.shape).to(layer.device)
+            )

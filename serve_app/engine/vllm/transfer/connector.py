@@ -1,0 +1,122 @@
+"""vLLM's hook for KV from elsewhere: copies whole blocks between its pool and files, as requests with a ``Job`` say.
+
+One half lives with vLLM's scheduler and knows which blocks a request has; the other with its worker, and copies before
+or after a step's forward. vLLM itself puts what was loaded into its prefix cache, under its own hashes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+from serve_app.engine.vllm.transfer.block_rows import BlockRows
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class StepCopies(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's copies: file, blocks, and for a load the first row of the file that is wanted."""
+
+    loads: list[tuple[str, list[int], int]] = field(default_factory=list)
+    saves: list[tuple[str, list[int]]] = field(default_factory=list)
+
+
+class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Either half, as vLLM asks for it."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._size = vllm_config.cache_config.block_size
+        self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
+        self._loading: dict[str, int] = {}
+        self._jobs: dict[str, Job] = {}
+        self._rows: BlockRows | None = None
+        self._failed: set[int] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        """Note what a request is there for."""
+        job = Job.of_params(request.kv_transfer_params)
+        if job is not None:
+            self._jobs[request.request_id] = job
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens an import brings on top of what is held; none behind a hole."""
+        job = self._jobs.get(request.request_id)
+        if job is None or job.kind == "export" or num_computed_tokens < job.first * self._size:
+            return 0, False
+        return max(0, job.end * self._size - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note how many blocks of a request are to be loaded."""
+        if num_external_tokens:
+            self._loading[request.request_id] = num_external_tokens // self._size
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepCopies:
+        """Return what the worker copies in this step."""
+        copies = StepCopies()
+        for new in scheduler_output.scheduled_new_reqs:
+            job = self._jobs.pop(new.req_id, None)
+            if job is None:
+                continue
+            held = new.num_computed_tokens // self._size
+            if job.kind == "export":
+                if held > job.first:
+                    copies.saves.append((job.file, list(new.block_ids[0][job.first : min(held, job.end)])))
+            elif count := self._loading.pop(new.req_id, 0):
+                copies.loads.append((job.file, list(new.block_ids[0][held - count : held]), held - count - job.first))
+        return copies
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks are vLLM's alone."""
+        self._jobs.pop(request.request_id, None)
+        self._loading.pop(request.request_id, None)
+        return False, None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the worker's layers, and say how they are made."""
+        self._rows = rows = BlockRows(kv_caches)
+        dtype = str(rows.dtype).removeprefix("torch.")
+        layout = Layout(vllm.__version__, torch.backends.cpu.get_cpu_capability(), dtype, rows.shape, rows.names)
+        (self._directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(layout))
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Put this step's files into their blocks; what fails is computed."""
+        assert self._rows is not None
+        for file, block_ids, first in self._get_connector_metadata().loads:
+            try:
+                rows = np.fromfile(file, np.uint8).reshape(-1, self._rows.block_bytes)
+                self._rows.write(block_ids, rows[first : first + len(block_ids)])
+            except (OSError, ValueError):
+                _log.exception("%d blocks could not be loaded", len(block_ids))
+                self._failed.update(block_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that this step could not load."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are over before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: blocks are copied when they are whole."""
+
+    def wait_for_save(self) -> None:
+        """Write this step's exports."""
+        assert self._rows is not None
+        for file, block_ids in self._get_connector_metadata().saves:
+            try:
+                self._rows.read(block_ids).tofile(file)
+            except OSError:
+                _log.exception("%d blocks could not be exported", len(block_ids))
+                Path(file).unlink(missing_ok=True)
