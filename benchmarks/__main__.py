@@ -22,6 +22,7 @@ MODULES = {
     "overhead": "end_to_end.overhead",
     "tenancy": "end_to_end.tenancy",
     "tracing": "end_to_end.tracing",
+    "watcher": "end_to_end.watcher",
     "page_shots": "end_to_end.page_shots",
     "engine": "engine.compare",
     "determinism": "engine.determinism",
