@@ -31,6 +31,7 @@ MODULES = {
     "eagle_head": "engine.eagle_training",
     "structured": "engine.structured",
     "kv_events": "engine.kv_events",
+    "vllm_pull": "engine.vllm_pull",
     "routing": "routing.decision_latency",
     "simulate": "simulation.run",
     "simulate_day": "simulation.day.run",
