@@ -21,7 +21,7 @@ import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at
 from router.protocol.events import LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import (
     AdapterSpec,
@@ -215,9 +215,12 @@ class VllmEngine(NoTransfer):
         *,
         demote: bool = False,
     ) -> KvChain | None:
-        """Return the blocks from ``first`` on that are held of a prefix; ``demote`` changes nothing in vLLM's order."""
+        """Return the blocks from ``first`` on that are held of a prefix, None without ``kv_pull``.
+
+        ``demote`` changes nothing in vLLM's order.
+        """
         if self._transfer is None:
-            return super().export_prefix(scope, token_ids, block_hashes, first, most_blocks, demote=demote)
+            return None
         return self._transfer.export_prefix(scope, token_ids, block_hashes, first, most_blocks)
 
     def import_part(
@@ -228,7 +231,7 @@ class VllmEngine(NoTransfer):
         Raises a TransferError, taking nothing, or EngineError.
         """
         if self._transfer is None:
-            return super().import_part(part, scope, token_ids, block_hashes, first, tenant)
+            raise TransferError("engine: vllm takes no KV from elsewhere without kv_pull")
         return self._transfer.import_part(part, scope, token_ids, block_hashes, first)
 
     def load_adapter(self, spec: AdapterSpec) -> None:
