@@ -1,0 +1,168 @@
+"""Pulls between two replicas of vLLM over HTTP: a copy in place of computing, which is there for nobody who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.common.prompts import text_of
+from benchmarks.common.server import instance
+from serve_app.checkpoints.sources.resolve import resolve_model
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
+
+CHAT = "/v1/chat/completions"
+PREFIX_TOKENS = 3000
+TRIES = 8
+"""A machine that stands still makes a pull late, which is right: another prefix is asked for then."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Two replicas of the demo model in float32, whose pools hold eight thousand tokens; requests go in turn."""
+    settings = (
+        "dtype=float32",
+        "replicas=2",
+        "kv_cache_bytes=134217728",
+        "enforce_eager=true",
+        "max_model_len=4096",
+        "policy=round_robin",
+        "kv_pull=true",
+    )
+    with instance("--model", "demo", "--engine", "vllm", *(f"--set={setting}" for setting in settings)) as base:
+        wait_for_replicas(base, 2)
+        yield base
+
+
+def body(seed: int, question: str = "What is a mast?", **extra: object) -> dict[str, Any]:
+    system = text_of(PREFIX_TOKENS, resolve_model("demo"), seed)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"model": "demo", "temperature": 0, "max_tokens": 8, "messages": messages, **extra}
+
+
+async def ask(client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
+    answer = await client.post(CHAT, json=request)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def begun(url: str) -> float:
+    """How many pulls began, of all replicas."""
+    return sum(float(value) for _, value in counted(url, "kv_pulls_begun_total"))
+
+
+def ended(url: str, *outcomes: str) -> float:
+    """How many pulls of all replicas ended in one of these ways; none named: in any."""
+    named = [f'outcome="{outcome}"' for outcome in outcomes] or ["outcome="]
+    found = counted(url, "kv_pulls_total")
+    return sum(float(value) for labels, value in found if any(name in labels for name in named))
+
+
+def counted(url: str, name: str) -> list[tuple[str, str]]:
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    return re.findall(rf"^warmpath_{name}{{(.*)}} (\S+)$", metrics, re.MULTILINE)
+
+
+def run(url: str, work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def inside() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+            await work(client)
+
+    asyncio.run(inside())
+
+
+def nothing_is_held(url: str) -> None:
+    """vLLM forgets its blocks only while none is in use."""
+    eventually(lambda: bool(httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE_S).json()["complete"]))
+
+
+async def computed_by_one(url: str, client: httpx.AsyncClient, seed: int) -> str:
+    """Have a prefix computed; return which replica holds it once the router knows."""
+    before = {name: replica["blocks"].get("pool", 0) for name, replica in replicas_of(url).items()}
+    await ask(client, body(seed, "first"))
+    await asyncio.to_thread(wait_until_cached, url, body(seed), PREFIX_TOKENS - 64)
+    after = {name: replica["blocks"].get("pool", 0) for name, replica in replicas_of(url).items()}
+    return max(after, key=lambda name: after[name] - before.get(name, 0))
+
+
+def test_a_prefix_is_copied_and_the_answer_is_the_computed_one(url: str) -> None:
+    """One replica computes it, the other's first request for it begins with all of it and says so."""
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for seed in range(100, 100 + TRIES):
+            await computed_by_one(url, client, seed)
+            whole = await asyncio.to_thread(ended, url, "whole")
+            answers = [await ask(client, body(seed)) for _ in range(2)]  # one to each
+            if await asyncio.to_thread(ended, url, "whole") > whole:
+                break
+        else:
+            pytest.fail(str(await asyncio.to_thread(counted, url, "kv_.*")))
+        assert min(map(cached, answers)) >= PREFIX_TOKENS - 64
+        assert answers[0]["choices"] == answers[1]["choices"]
+        computed = await ask(client, body(seed, cache_salt="alone"))
+        assert cached(computed) == 0
+        assert computed["choices"] == answers[0]["choices"]
+
+    run(url, work)
+    nothing_is_held(url)
+
+
+def test_clients_that_leave_in_the_middle_leave_nothing(url: str) -> None:
+    """At any moment of a copy: no block stays in use, and whoever asks next is answered as if nothing had been."""
+
+    async def work(client: httpx.AsyncClient) -> None:
+        before = await asyncio.to_thread(begun, url)
+        for number, delay_s in enumerate((0.02, 0.1, 0.3, 0.6, 1.0, 1.5)):
+            seed = 200 + number
+            await computed_by_one(url, client, seed)
+            asked = [asyncio.create_task(ask(client, body(seed))) for _ in range(2)]
+            await asyncio.sleep(delay_s)
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            again = await ask(client, body(seed))
+            computed = await ask(client, body(seed, cache_salt="alone"))
+            assert again["choices"] == computed["choices"]
+        assert await asyncio.to_thread(begun, url) > before
+        await asyncio.to_thread(eventually, lambda: ended(url) == begun(url))
+
+    run(url, work)
+    nothing_is_held(url)
+
+
+def test_a_killed_holder_costs_time_only(url: str) -> None:
+    """SIGKILL while the other replica waits for its blocks: that one computes, and holds nothing afterwards."""
+    killed: list[str] = []
+
+    async def work(client: httpx.AsyncClient) -> None:
+        holder = await computed_by_one(url, client, 300)
+        pid, count = int(replicas_of(url)[holder]["pid"]), begun(url)
+        killed.append(holder)
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot hand over anything before it is killed
+        try:
+            questions = [body(300, f"question {number}") for number in range(6)]
+            pending = [asyncio.create_task(ask(client, question)) for question in questions]
+            await asyncio.to_thread(eventually, lambda: begun(url) > count)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        answers = await asyncio.gather(*pending)
+        await asyncio.to_thread(eventually, lambda: ended(url, "holder_lost", "late") > 0)
+        for number in (0, 5):
+            computed = await ask(client, body(300, f"question {number}", cache_salt="alone"))
+            assert computed["choices"] == answers[number]["choices"]
+
+    run(url, work)
+    eventually(lambda: killed[0] not in replicas_of(url))
+    nothing_is_held(url)
