@@ -99,37 +99,37 @@ class Completions:
         answer_id = uuid.uuid4().hex
         body_bytes, timeout_s, allowance = arrival.body_bytes, self.request_timeout_s, arrival.allowance
         trace = trace_of(request)
-        begun = self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s, trace)
-        generations = await until_disconnect(request, begun)
-        place = arrival.hand_over()
-        try:
-            decoder, reading = partial(self._tokenizer.decoder, shown), self._tool_calls.reading(use)
-            include_stop = wanted.include_stop_str_in_output
-            pieces = answer_pieces(
-                generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
-            )
-            usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
-            pieces = self._timed(
-                pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance, usage, trace
-            )
-            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
-            answer = Answer(answer_format, head, pieces, len(generations), usage, tells)
-            ref = generations[0].prompt_ref
-            version = {PROMPT_HEADER: ref} if ref else {}
-            if not wanted.stream:
-                response = await until_disconnect(request, whole(answer, wanted.unknown))
-                response.headers.update(version)
-                return response
+        async with until_disconnect(request):
+            generations = await self._begin(wanted, tenant, arrival, answer_id, arrived_s, timeout_s, trace)
+            place = arrival.hand_over()
             try:
-                # Errors before the first token still have a status of their own.
-                first = await until_disconnect(request, anext(pieces))
+                decoder, reading = partial(self._tokenizer.decoder, shown), self._tool_calls.reading(use)
+                include_stop = wanted.include_stop_str_in_output
+                pieces = answer_pieces(
+                    generations, self._source, decoder, wanted.stop, place, reading, include_stop=include_stop
+                )
+                usage, tells = RequestUsage(wanted.n, generations), wanted.logprobs is not None
+                pieces = self._timed(
+                    pieces, generations, wanted, tenant, arrived_s, timeout_s, body_bytes, allowance, usage, trace
+                )
+                head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
+                answer = Answer(answer_format, head, pieces, len(generations), usage, tells)
+                ref = generations[0].prompt_ref
+                version = {PROMPT_HEADER: ref} if ref else {}
+                if not wanted.stream:
+                    response = await whole(answer, wanted.unknown)
+                    response.headers.update(version)
+                    return response
+                try:
+                    # Errors before the first token still have a status of their own.
+                    first = await anext(pieces)
+                except BaseException:
+                    await pieces.aclose()
+                    raise
             except BaseException:
-                await pieces.aclose()
+                place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
+                allowance.end()
                 raise
-        except BaseException:
-            place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
-            allowance.end()
-            raise
         headers = {**sse.HEADERS, **version, **warning_headers(first.save, wanted.unknown, usage.asked_by)}
         # What ends an answer at its time is sent after that time.
         deadline_s = arrived_s + timeout_s + LAST_EVENT_S

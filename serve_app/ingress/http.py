@@ -6,8 +6,9 @@ import asyncio
 import hmac
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 from ray.serve.context import _get_serve_request_context
@@ -16,8 +17,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from serve_app.errors import AuthenticationFailed, InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
-
-T = TypeVar("T")
 
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 65_536
@@ -117,22 +116,36 @@ def error_headers(error: WarmpathError) -> dict[str, str]:
     return headers
 
 
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, but cancel it when the client goes away first. Raises ClientDisconnect then.
+@asynccontextmanager
+async def until_disconnect(request: Request) -> AsyncIterator[None]:
+    """Cancel the block when the client goes away; ClientDisconnect leaves it then.
 
-    The body must have been read: afterwards the only message a server sends is the disconnect.
+    The body must have been read: afterwards the only message a server sends is the disconnect. The block runs in the
+    caller's own task, as under ``asyncio.timeout``: what it has made is never lost on the way to whoever closes it.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    before, left, over = task.cancelling(), False, False
+
+    def leave(watcher: asyncio.Future[None]) -> None:
+        nonlocal left
+        if not watcher.cancelled() and not over:
+            watcher.exception()  # that nothing more can be heard of the client is the same to us
+            left = True
+            task.cancel()
+
     watcher = asyncio.ensure_future(until_gone(request.receive))
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        yield
+    except asyncio.CancelledError as error:
+        if left and task.uncancel() <= before:
+            raise ClientDisconnect from error
+        raise
     finally:
-        task.cancel()
+        over = True
+        # It has ended in the loop's next round, before any task that listens next has begun.
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:

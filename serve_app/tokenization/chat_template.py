@@ -33,6 +33,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = frozenset((*parameters, *tokenizer.SPECIAL_TOKENS_ATTRIBUTES))
+        # Once, not for each request: templates have many thousand characters.
+        self._words = frozenset(_WORD.findall(self.source))
 
     @property
     def source(self) -> str:
@@ -88,8 +90,7 @@ class ChatTemplate:
 
     def unread(self, names: Iterable[str]) -> Iterator[str]:
         """Yield those of the names of variables that stand nowhere in the template: they change nothing."""
-        words = frozenset(_WORD.findall(str(self._tokenizer.chat_template)))
-        return (name for name in names if name not in words)
+        return (name for name in names if name not in self._words)
 
     def _before_users_words(
         self,

@@ -66,35 +66,84 @@ def test_a_compressed_body_is_refused() -> None:
 
 
 def test_work_ends_when_the_client_leaves() -> None:
-    """The disconnect cancels the work, which sees CancelledError."""
+    """The disconnect cancels the block, which sees CancelledError; its task is then as if it had not been cancelled."""
     ended: list[str] = []
 
     async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
+        made, _ = request([{"type": "http.disconnect"}])
+        with pytest.raises(ClientDisconnect):
+            async with until_disconnect(made):
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    ended.append("cancelled")
+                    raise
+        task = asyncio.current_task()
+        assert task is not None and not task.cancelling()
+        await asyncio.sleep(0)  # nothing is left to be cancelled
 
-    made, _ = request([{"type": "http.disconnect"}])
-    with pytest.raises(ClientDisconnect):
-        asyncio.run(until_disconnect(made, work()))
+    asyncio.run(work())
     assert ended == ["cancelled"]
 
 
-def test_finished_work_is_returned_and_errors_are_raised() -> None:
-    """Without a disconnect the result or the error of the work comes through."""
+def test_finished_work_is_kept_and_errors_are_raised() -> None:
+    """Without a disconnect the block runs to its end, or to its error; nobody listens for the client afterwards."""
 
-    async def good() -> int:
+    async def work(error: Exception | None) -> int:
+        made, taken = request(messages := [])
+        async with until_disconnect(made):
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+        await asyncio.sleep(0)
+        messages.append({"type": "http.disconnect"})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not taken
+        assert len(asyncio.all_tasks()) == 1
         return 3
 
-    async def bad() -> int:
-        raise RateLimited("later", retry_after_s=0.2)
-
-    assert asyncio.run(until_disconnect(request([])[0], good())) == 3
+    assert asyncio.run(work(None)) == 3
     with pytest.raises(RateLimited) as caught:
-        asyncio.run(until_disconnect(request([])[0], bad()))
+        asyncio.run(work(RateLimited("later", retry_after_s=0.2)))
     assert error_headers(caught.value) == {"retry-after": "1"}
+
+
+def test_a_cancelled_request_is_no_disconnect() -> None:
+    """Whoever cancels the request's task hears CancelledError, whether or not the client has left as well."""
+
+    async def cancelled(left: bool) -> None:
+        messages: list[dict[str, Any]] = []
+        made, _ = request(messages)
+
+        async def work() -> None:
+            async with until_disconnect(made):
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        if left:
+            messages.append({"type": "http.disconnect"})
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled(left=False))
+    asyncio.run(cancelled(left=True))
+
+
+def test_a_time_within_the_block_stays_a_time() -> None:
+    """TimeoutError of a limit in the block is that, and the disconnect within a limit a disconnect."""
+
+    async def work(messages: list[dict[str, Any]]) -> None:
+        made, _ = request(messages)
+        async with until_disconnect(made), asyncio.timeout(0 if not messages else 60):
+            await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(work([]))
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(work([{"type": "http.disconnect"}]))
 
 
 @asynccontextmanager
