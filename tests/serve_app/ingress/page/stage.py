@@ -76,7 +76,14 @@ class Stage:
 
         async def stream() -> AsyncGenerator[bytes, None]:
             yield b": here\n\n"
-            while (event := await queue.get()) is not None:
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), 1)
+                except TimeoutError:
+                    yield b": here\n\n"
+                    continue
+                if event is None:
+                    return
                 yield b"event: %b\ndata: %b\n\n" % (
                     event["type"].encode(),
                     json.dumps(event, ensure_ascii=False).encode(),
