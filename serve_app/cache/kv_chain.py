@@ -87,7 +87,8 @@ class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a payload is. ``hashes``: packed; ``token_ids``: int32-LE; ``scope``, ``prefix_digest``: of the last block.
 
     ``prefix_digest`` is called "lineage" in the bytes of version 1. ``checksum``: xxh3_128 of the payload. A file holds
-    one block from anywhere in a chain, an export a chain's start. ``owner``: of a file, as in ``TierBlock``.
+    one block from anywhere in a chain, an export a chain's start. ``owner``: of a file, as in ``TierBlock``. ``root``:
+    that of the chain, for an engine that cannot load without it; never in a file.
     """
 
     format: KvFormat
@@ -98,6 +99,7 @@ class ChainHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     prefix_digest: bytes = msgspec.field(name="lineage")
     checksum: bytes
     owner: str = ""
+    root: bytes = b""
 
     @property
     def blocks(self) -> int:

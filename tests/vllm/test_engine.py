@@ -415,6 +415,46 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     assert not list(both.vllm._endpoints.directory.glob("kv-[0-9]*"))
 
 
+def test_a_copy_goes_before_what_waits(both: Both) -> None:
+    """A holder hands out while prompts queue there, which is when others pull from it."""
+    held, asked = both.prompt(320, seed=500), [request(f"q{i}", both.prompt(600, seed=501 + i), 1) for i in range(4)]
+    reset(both.vllm)
+    run_all(both.vllm, [request("held", held)])
+    chain = extend_chain(request("held", held).root, 0, held, BLOCK)
+    eventually(lambda: both.vllm.known_blocks(chain, 10) == 10)
+    collector = Collector()
+    for item in asked:
+        both.vllm.submit(item, collector)
+    part = both.vllm.export_prefix(PrefixScope("tiny"), held, chain)
+    ended = len(collector.finish)
+    collector.wait([item.request_id for item in asked], 120)
+    assert part is not None and part.header.blocks == 10
+    assert ended < 4
+
+
+def test_what_is_offered_can_be_taken_over(both: Both) -> None:
+    """By one who has never heard of it: the hottest first, each prefix under its own scope."""
+    reset(both.vllm)
+    scopes, ids = [PrefixScope("tiny"), PrefixScope("tiny", salt=b"other")], both.prompt(200, seed=600)
+    for scope in (*scopes, scopes[1]):
+        run_all(both.vllm, [request("r", ids, scope=scope)])
+        chain = extend_chain(root_of(scope), 0, ids, BLOCK)
+        eventually(lambda chain=chain: both.vllm.known_blocks(chain, 6) == 6)  # type: ignore[misc]
+    room = both.vllm.cache_room()
+    assert room.free_blocks == BLOCKS - 12
+    hot = both.vllm.hot_prefixes()
+    assert [hot.prefix(number).scope for number in range(len(hot.runs))] == scopes[::-1]
+    prefixes = [hot.prefix(number) for number in range(len(hot.runs))]
+    parts = [both.vllm.export_prefix(prefix.scope, prefix.token_ids, prefix.chain) for prefix in prefixes]
+    reset(both.vllm)
+    for prefix, part in zip(prefixes, parts, strict=True):
+        assert part is not None
+        assert both.vllm.import_part(part, prefix.scope, prefix.token_ids, prefix.chain, 0, prefix.tenant) == 6
+    for scope in scopes:
+        assert run_all(both.vllm, [request("r", ids, scope=scope)]).cached["r"] == 6 * BLOCK
+    reset(both.vllm)
+
+
 def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
     """Another byte, another model, another tenant, another prompt, a prefix that nobody asks for."""
     ids = both.prompt(200, seed=400)

@@ -45,7 +45,7 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
         "max_logprobs": MAX_LOGPROBS,
         "logits_processors": [SAMPLING],
         "additional_config": {"warmpath_end_token_ids": list(settings.end_token_ids)},
-        "scheduling_policy": "fcfs",  # what is queued is then computed before what comes
+        "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
         "enable_logging_iteration_details": True,  # how many tokens of prompts each step computed
         "disable_log_stats": True,
         "enable_log_requests": False,  # requests hold the tenants' roots

@@ -10,18 +10,17 @@ import asyncio
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at
+from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import (
     AdapterSpec,
@@ -43,11 +42,12 @@ from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.gauges import gauge_samples
 from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
 from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
-from serve_app.engine.vllm.no_transfer import NoTransfer, refuse_unmapped
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import Job
+from serve_app.engine.vllm.transfer.job_runner import JobRunner
+from serve_app.engine.vllm.transfer.moves import VllmMoves
 from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
+from serve_app.engine.vllm.unmapped import refuse_unmapped
 
 STALL_AFTER_S = 120.0
 """Live requests and no step for so long make the engine unhealthy."""
@@ -56,7 +56,7 @@ _STOPPED = "the engine was stopped"
 _TOO_LATE = "The answer took too long; ask for fewer tokens."
 
 
-class VllmEngine(NoTransfer):
+class VllmEngine:
     """Continuous batching by vLLM in child processes; satisfies ``protocol.Engine``."""
 
     def __init__(self, settings: VllmSettings, event_sink: EventSink, *, clock: Clock = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class VllmEngine(NoTransfer):
         self.facts = self._frontend.facts
         self._outbox = Outbox(self._frontend.loop.call_soon)
         if settings.enable_prefix_caching:
-            translator = Translator(settings.block_size, self.facts.num_blocks)
+            translator = Translator(settings.block_size, self.facts.num_blocks, clock=clock)
             self._events = EventSubscriber(self._endpoints, translator, event_sink)
         self._adapters = VllmAdapters(
             self._endpoints.directory / "adapters",
@@ -89,13 +89,23 @@ class VllmEngine(NoTransfer):
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
         )
-        self._roots: OrderedDict[bytes, bytes] = OrderedDict()
+        self._moves = VllmMoves(
+            self.facts.num_blocks,
+            self._events.entries if self._events is not None else lambda _: [],
+            lambda: round(self.facts.num_blocks * self._load.kv_usage),
+            clock=clock,
+        )
+        self.hot_prefixes, self.cache_room = self._moves.hot_prefixes, self._moves.cache_room
         self._transfer: VllmTransfer | None = None
-        if settings.transfer:
+        if settings.transfer and self._events is not None:
             directory = self._endpoints.directory
-            kv_format = format_of(directory, settings.model_fingerprint, settings.block_size)
             self._transfer = VllmTransfer(
-                kv_format, directory, self.facts.max_model_len, self._run_job, self.known_blocks, self._root_of
+                format_of(directory, settings.model_fingerprint, settings.block_size),
+                directory,
+                self.facts.max_model_len,
+                JobRunner(self._frontend, self._adapters, self._copies),
+                self.known_blocks,
+                self._events.root_of,
             )
         self._labels = (*settings.labels, ("engine", "vllm"))
 
@@ -134,10 +144,13 @@ class VllmEngine(NoTransfer):
         failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
         choice = choice_of(request, str(failure))
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        known, chain = 0, b""
+        known = 0
         if self._events is not None:
             chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
-            known = self._events.known_blocks(chain, (len(ids) - 1) // size)
+            known = self._events.requested(chain, (len(ids) - 1) // size) * size
+            self._moves.note_owner(request.root, request.scope, request.tenant)
+        if request.remote_kv is not None:
+            known = max(known, request.remote_kv.tokens)
         with self._lock:
             if self._stopping:
                 raise EngineError("the engine is stopped")
@@ -147,8 +160,7 @@ class VllmEngine(NoTransfer):
                 self._progress_s = self._clock()
             live = LiveRequest(replace(request, token_ids=ids), sink, choice, self._clock(), failure)
             self._live.add(live)
-            self._remember_root(chain, request.root)
-            self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known * size)
+            self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
 
     def cancel(self, request_id: str) -> None:
@@ -215,7 +227,7 @@ class VllmEngine(NoTransfer):
         *,
         demote: bool = False,
     ) -> KvChain | None:
-        """Return the blocks from ``first`` on that are held of a prefix, None without ``kv_pull``.
+        """Return the blocks from ``first`` on that are held of a prefix, None without ``settings.transfer``.
 
         ``demote`` changes nothing in vLLM's order.
         """
@@ -226,13 +238,19 @@ class VllmEngine(NoTransfer):
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
     ) -> int:
-        """Load blocks of a prefix that a request here asked for; return how many leading ones are held then.
+        """Load blocks of a prefix that another vLLM handed out; return how many leading ones are held then.
 
         Raises a TransferError, taking nothing, or EngineError.
         """
         if self._transfer is None:
-            raise TransferError("engine: vllm takes no KV from elsewhere without kv_pull")
-        return self._transfer.import_part(part, scope, token_ids, block_hashes, first)
+            raise TransferError("this vLLM takes no KV from elsewhere")
+        held = self._transfer.import_part(part, scope, token_ids, block_hashes, first)
+        self._moves.note_owner(part.header.root, scope, tenant)
+        return held
+
+    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Return None: vLLM pins nothing."""
+        return None
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available; reads files, so not for an event loop.
@@ -277,45 +295,24 @@ class VllmEngine(NoTransfer):
             while request.remote_kv is not None and not request.remote_kv.done:
                 await live.woken.wait()
                 live.woken.clear()
+            self._count_what_came(live)
             async for part in parts:
                 self._take(live, part)
                 if live.ended:
                     return
 
-    def _remember_root(self, chain: bytes, root: bytes) -> None:
-        """Note under which root a chain begins: a copy's request is given it, as the prompt's own was."""
-        if chain:
-            self._roots[hash_at(chain, 0)] = root
-            self._roots.move_to_end(hash_at(chain, 0))
-            if len(self._roots) > self.facts.num_blocks:  # the pool holds no more beginnings
-                self._roots.popitem(last=False)
-
-    def _root_of(self, first_hash: bytes) -> bytes:
+    def _count_what_came(self, live: LiveRequest) -> None:
+        """Count the prompt's tokens that a copy was to bring and did not."""
+        request, size = live.request, self.settings.block_size
+        if request.remote_kv is None:
+            return
+        known = self.known_blocks(request.block_hashes, (len(request.token_ids) - 1) // size)
         with self._lock:
-            return self._roots.get(first_hash, b"")
+            self._load.recount(request.request_id, len(request.token_ids) - known * size)
 
-    def _run_job(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        if lora:
-            self._adapters.slots.pin(lora)
-        try:
-            weights = self._adapters.slots.weights(lora).request if lora else None
-            return self._frontend.call(self._copy(job, list(token_ids), root, weights)).result()
-        except (LookupError, EngineError):
-            raise
-        except Exception as error:
-            raise EngineError(f"vLLM could not copy KV: {type(error).__name__}") from error
-        finally:
-            if lora:
-                self._adapters.slots.unpin(lora)
-
-    async def _copy(self, job: Job, token_ids: list[int], root: bytes, lora: Any) -> int:
-        sampling = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
-        name = f"{Path(job.file).name}-{job.kind}"
-        asked = {**sampling, "extra_args": job.to_extra_args()}
-        cached = 0
-        async for part in self._frontend.generate(name, token_ids, root.hex(), asked, lora):
-            cached = max(cached, part.cached_tokens)
-        return cached
+    def _copies(self) -> None:
+        with self._lock:
+            self._load.copies()
 
     def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
         """End a request whose task ended before its answer did."""

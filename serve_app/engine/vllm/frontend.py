@@ -92,11 +92,18 @@ class VllmFrontend:
             self.loop.close()
 
     async def generate(
-        self, request_id: str, token_ids: list[int], salt: str, sampling: Mapping[str, Any], lora: Any
+        self,
+        request_id: str,
+        token_ids: list[int],
+        salt: str,
+        sampling: Mapping[str, Any],
+        lora: Any,
+        priority: int = 0,
     ) -> AsyncGenerator[Generated, None]:
         """Yield what a request gets; cancelling it aborts the request. Raises what vLLM raises.
 
         ``sampling``: fields of vLLM's ``SamplingParams``; ``lora``: what ``add_lora`` returned, None for none.
+        ``priority``: those of less go first.
         """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -104,7 +111,7 @@ class VllmFrontend:
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(token_ids, cache_salt=salt)
-        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora):
+        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
             yield _generated(output, params.logprobs)
 
     async def reset_prefix_cache(self) -> bool:

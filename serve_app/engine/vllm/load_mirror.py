@@ -49,6 +49,7 @@ class LoadMirror:
         self._reservations: OrderedDict[str, int] = OrderedDict()
         self._running = 0
         self._live = 0
+        self._copies = 0
         self.kv_usage = 0.0
 
     @property
@@ -76,21 +77,33 @@ class LoadMirror:
             if len(self._reservations) > ROUTERS_REMEMBERED:
                 self._reservations.popitem(last=False)
 
+    def recount(self, request_id: str, uncached_tokens: int) -> None:
+        """Note how much of a live request's prompt is to be computed after all, once a copy has come or failed."""
+        if request_id in self._prefills:
+            self._prefills[request_id].tokens = uncached_tokens
+
+    def copies(self) -> None:
+        """Note that a copy of KV is about to be submitted: a request of one token, which is nobody's prompt."""
+        self._copies += 1
+
     def stepped(self, step: StepStats) -> None:
         """Take a step's prompt tokens off the oldest prefills. What none of them has left was computed again."""
         self._running, self.kv_usage = step.running, step.kv_usage
         if not step.duration_s:
             return
-        left = step.prompt_tokens
+        copies = min(step.prompt_tokens, self._copies)
+        self._copies -= copies
+        left = prompt_tokens = step.prompt_tokens - copies
         for prefill in self._prefills.values():
             taken = min(left, prefill.tokens)
             prefill.tokens -= taken
             left -= taken
             if not left:
                 break
-        self._meters.computed_prompt_tokens += step.prompt_tokens - left
+        self._meters.computed_prompt_tokens += prompt_tokens - left
         self._meters.recomputed_tokens += left
-        self._meters.stepped(step.prompt_tokens, step.duration_s)
+        if prompt_tokens or not copies:  # a copy's step says nothing of how fast this machine computes
+            self._meters.stepped(prompt_tokens, step.duration_s)
 
     def begun(self, request_id: str) -> None:
         """Note that a request has its first token: nothing of its prompt is left."""

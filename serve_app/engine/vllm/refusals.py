@@ -1,7 +1,7 @@
 """What a deployment cannot have with ``engine: vllm``: settings and a checkpoint's config in, sentences out.
 
-A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. Defaults
-that would ask for what vLLM has not, as ``kv_pull``, are others with vLLM (``AppConfig``). Pure, and without vllm.
+A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. What vLLM
+does only where it is asked for, as ``kv_pull``, has another default with it (``AppConfig``). Pure, and without vllm.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ TABLE = (
         "what vLLM evicts from its pool is gone, there are no tiers below it",
         "leave it out",
     ),
-    Refusal(("prewarm",), "a new replica of vLLM begins cold", "leave it out", lambda config: config.prewarm),
-    Refusal(("handover",), "what a replica of vLLM holds goes with it", "leave it out", lambda config: config.handover),
-    Refusal(("prewarm_max_bytes", "prewarm_timeout_s"), "a new replica of vLLM begins cold", "leave it out"),
     Refusal(("pin_budget", "save_ttl_s"), "vLLM evicts whatever nobody uses, saved prompts too", "leave it out"),
     Refusal(
         ("public_prompts", "prompts_dir"),

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 import zmq
 
 from router.protocol.events import CacheDigest, Event
+from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.engine.protocol import Clock, EventSink
 from serve_app.engine.vllm.events.batch_order import BatchOrder, Lost, Ordered
 from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.held_blocks import OwnerOf
 from serve_app.engine.vllm.events.translator import TranslationCounts, Translator, UnsupportedEvents
 
 _log = logging.getLogger(__name__)
@@ -83,6 +85,23 @@ class EventSubscriber:
         """Return how many distinct blocks the pool holds by the events so far (any thread)."""
         with self._lock:
             return self._translator.num_blocks
+
+    def requested(self, block_hashes: bytes, most: int) -> int:
+        """Do as ``known_blocks`` for a request that will use them, and count it: hot is what is used (any thread)."""
+        with self._lock:
+            known = self._translator.known_blocks(block_hashes, most)
+            self._translator.held.hit(block_hashes, known)
+        return known
+
+    def root_of(self, first_hash: bytes) -> bytes:
+        """Return the root under which a chain that begins with this hash is held; b"": none is (any thread)."""
+        with self._lock:
+            return self._translator.held.root_of(first_hash)
+
+    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
+        """Return what the pool holds of owners who are known, parents first (any thread)."""
+        with self._lock:
+            return self._translator.held.entries(owner_of)
 
     def counts(self) -> SubscriberCounts:
         """Return what was seen so far (any thread)."""

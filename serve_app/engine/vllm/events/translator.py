@@ -8,13 +8,15 @@ shared with the side that submits requests, and no order between the two is need
 from __future__ import annotations
 
 import string
+import time
 from array import array
 from dataclasses import dataclass
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, TokenArray, block_word, hash_at, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_at, hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, TierDigest
+from serve_app.engine.protocol import Clock
 from serve_app.engine.vllm.events.batches import (
     MEDIUM_GPU,
     BlockHash,
@@ -24,6 +26,7 @@ from serve_app.engine.vllm.events.batches import (
     MalformedBatch,
     UnknownEvent,
 )
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 
 ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV where a block that is held can be used if all before it are."""
@@ -95,29 +98,28 @@ class Translator:
     vLLM does not deduplicate: equal blocks are stored and removed once a copy, and only the last removal counts.
     """
 
-    def __init__(self, block_size: int, max_blocks: int) -> None:
+    def __init__(self, block_size: int, max_blocks: int, *, clock: Clock = time.monotonic) -> None:
         if block_size < 1 or max_blocks < 1:
             raise ValueError("block_size and max_blocks must be at least 1")
         self.counts = TranslationCounts()
+        self.held = HeldBlocks(clock)
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._ours: dict[BlockHash, bytes] = {}
         self._more_copies: dict[BlockHash, int] = {}
         self._copies = 0
-        self._held: set[bytes] = set()
-        self._xor = 0
         self._clears_seen = 0
         self._clears_told = 0
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks held."""
-        return len(self._held)
+        return len(self.held)
 
     @property
     def digest(self) -> TierDigest:
         """What was told so far, if it was all taken in."""
-        return TierDigest("pool", len(self._held), self._xor)
+        return TierDigest("pool", len(self.held), self.held.xor)
 
     def announce(self) -> list[Event]:
         """Return events that tell anew of everything held, in the order in which it was stored."""
@@ -125,14 +127,7 @@ class Translator:
 
     def known_blocks(self, chain: bytes, most: int) -> int:
         """Return how many of a packed chain's first ``most`` blocks are held; a hint where a hole is among them."""
-        low, high = 0, min(most, len(chain) // HASH_BYTES)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if hash_at(chain, middle - 1) in self._held:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return self.held.known(chain, most)
 
     def translate(self, batch: KvEventBatch) -> list[Event]:
         """Return what a batch means to routers, neighbours of one kind joined.
@@ -190,8 +185,7 @@ class Translator:
     def _clear(self, out: _Events) -> None:
         self._ours.clear()
         self._more_copies.clear()
-        self._held.clear()
-        self._xor = 0
+        self.held.clear()
         self._copies = 0
         out.clear()
 
@@ -207,15 +201,16 @@ class Translator:
         parent = self._parent(event)
         if parent is None:
             return
-        chain = hash_blocks(parent, token_array(event), self._block_size)
+        ids = token_array(event)
+        chain, raw, step = hash_blocks(parent, ids, self._block_size), ids.tobytes(), 4 * self._block_size
         new = bytearray()
         for index, theirs in enumerate(event.block_hashes):
             ours = hash_at(chain, index)
             known = self._ours.get(theirs)
             if known is None:
                 self._ours[theirs] = ours
-                self._xor ^= 0 if ours in self._held else block_word(ours)
-                self._held.add(ours)
+                under = hash_at(chain, index - 1) if index else parent
+                self.held.add(ours, under, raw[step * index : step * (index + 1)])
                 new += ours
             else:
                 self._more_copies[theirs] = self._more_copies.get(theirs, 0) + 1
@@ -261,8 +256,7 @@ class Translator:
                 self.counts.unknown_removals += 1
                 continue
             self._copies -= 1
-            self._xor ^= block_word(ours) if ours in self._held else 0
-            self._held.discard(ours)
+            self.held.discard(ours)
             gone += ours
         self.counts.removed_blocks += len(event.block_hashes)
         out.add(BlocksRemoved, gone)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, hash_blocks
-from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, make_header, verify_part
+from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
 
 
@@ -36,7 +36,7 @@ def format_of(directory: Path, model: str, block_size: int) -> KvFormat:
 
 
 class VllmTransfer:
-    """One engine's way in and out for KV. ``root_of``: the root of a chain by its first hash, b"" if unknown."""
+    """One engine's way in and out for KV. ``root_of``: the root of a chain that is held by its first hash, else b""."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class VllmTransfer:
             file.unlink(missing_ok=True)
         end = first + len(payload)
         held_ids, hashes = ids[: end * size], block_hashes[: end * HASH_BYTES]
-        return KvChain(make_header(self._format, scope, held_ids, hashes, payload, first), payload)
+        header = make_header(self._format, scope, held_ids, hashes, payload, first)
+        return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(
         self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int
@@ -85,13 +86,15 @@ class VllmTransfer:
         """Load the blocks from ``first`` on of the chain that is wanted; return how many leading ones are held then.
 
         Where blocks before ``first`` were evicted meanwhile vLLM computes the prefix, and fewer than ``first`` is said.
-        Raises a TransferError, taking nothing, for what is not that, or what no live request asks for.
+        Raises a TransferError, taking nothing, for what is not that.
         """
         verify_part(part, self._format, scope, token_ids, block_hashes, first)
         end, size = first + part.header.blocks, self._format.block_size
-        root = self._root(block_hashes[: end * HASH_BYTES], token_ids)
-        if not root or scope.public_blocks or end > self._most_blocks:
-            raise TransferError("no request here asks for this prefix")
+        root = part.header.root
+        if scope.public_blocks or end > self._most_blocks:
+            raise TransferError("vLLM cannot hold it")
+        if not root or hash_blocks(root, token_ids[: end * size], size) != block_hashes[: end * HASH_BYTES]:
+            raise WrongChain("its root is not that of the tokens that were asked for")
         file = self._file()
         try:
             np.ascontiguousarray(part.payload).tofile(file)

@@ -87,3 +87,21 @@ def test_only_so_many_routers_are_remembered() -> None:
     shares = load.report(0.0).shares
     assert len(shares) == ROUTERS_REMEMBERED
     assert shares[0].router_id == "router 10"
+
+
+def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
+    """Their tokens are nobody's; what a copy was to bring and did not is queued after all."""
+    meters = EngineMeters()
+    load = LoadMirror(4, 16, meters)
+    load.arrived("waits", "", 0, 10)
+    load.copies()
+    load.stepped(StepStats(1, 0.1, 1, 0, 0.5))
+    assert (meters.computed_prompt_tokens, meters.recomputed_tokens, meters.prefill_tokens_per_s) == (0, 0, 0.0)
+    assert load.queued_tokens == 10
+    load.recount("waits", 300)
+    load.recount("ended long ago", 300)
+    assert load.queued_tokens == 300
+    load.copies()
+    load.stepped(StepStats(1, 0.1, 201, 0, 0.1))
+    assert (meters.computed_prompt_tokens, load.queued_tokens) == (200, 100)
+    assert meters.prefill_tokens_per_s == 2000

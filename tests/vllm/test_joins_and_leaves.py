@@ -1,0 +1,86 @@
+"""A replica of vLLM that joins has what its peer holds, and one that leaves gives what only it holds: over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from cluster.local import LocalCluster, application
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
+from tests.integration.scaling.stage import SYSTEM_TOKENS, ask, ask_at_once, body, notices, texts, wait_left
+
+START_S = 500
+BLOCK = 32
+SETTINGS = {
+    "model": "demo",
+    "engine": "vllm",
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_bytes": 2**27,
+    "max_model_len": 2048,
+    "policy": "round_robin",
+    "prewarm": True,
+    "prewarm_timeout_s": 300,
+    "handover": True,
+    "graceful_shutdown_timeout_s": 60,
+}
+WHOLE = SYSTEM_TOKENS - 2 * BLOCK
+"""Tokens of a system prompt that are cached with it, at least."""
+
+
+def scale(cluster: LocalCluster, replicas: int) -> None:
+    cluster.deploy(application(SETTINGS, {"Replica": {"num_replicas": replicas}}), START_S)
+    eventually(lambda: len(replicas_of(cluster.url)) == replicas, START_S)
+    wait_for_replicas(cluster.url, replicas)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """One replica at first; requests go in turn, and none of them pulls."""
+    with LocalCluster(1) as made:
+        scale(made, 1)
+        yield made
+
+
+def test_a_new_replica_has_what_its_peer_had(cluster: LocalCluster) -> None:
+    """Before its first request: every prompt is a hit on either of the two, and its answer is the one computed."""
+    url, systems = cluster.url, texts(4, 100)
+    (old,) = replicas_of(url)
+    answers = [ask(url, body(system))[0] for system in systems]
+    for system in systems:
+        wait_until_cached(url, body(system), WHOLE)
+    scale(cluster, 2)
+    (new,) = replicas_of(url).keys() - {old}
+    receipt = notices(url, "prewarm")[new]
+    assert receipt["blocks"] >= 4 * WHOLE // BLOCK
+    assert not receipt["skipped_blocks"]
+    before = replicas_of(url)[new]["blocks"]["pool"]
+    assert before >= receipt["blocks"]
+    for system, answer in zip(systems, answers, strict=True):
+        for _ in range(2):  # one to each
+            text, cached = ask(url, body(system))
+            assert text == answer
+            assert cached >= WHOLE
+
+
+def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster) -> None:
+    """Two become one: every prompt is a hit there, and every answer is the same."""
+    url, systems = cluster.url, texts(6, 200)
+    requests = [body(system) for system in systems]
+    answers = ask_at_once(url, requests)
+    for request in requests:
+        wait_until_cached(url, request, WHOLE)
+    before = replicas_of(url)
+    scale(cluster, 1)
+    gone = before.keys() - replicas_of(url).keys()
+    wait_left(url, set(gone))
+    (receipt,) = (notices(url, "handover")[name] for name in gone)
+    assert receipt["blocks"] > 0
+    assert receipt["skipped_blocks"].keys() <= {"held_by_peer"}
+    again = ask_at_once(url, requests)
+    assert [text for text, _ in again] == [text for text, _ in answers]
+    assert min(cached for _, cached in again) >= WHOLE
+    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+    assert "warmpath_handover_blocks_total" in metrics
