@@ -99,6 +99,8 @@ class AppConfig(
             self.block_size = CPU_BLOCK_SIZE
         for name in {"kv_pull", "prewarm", "handover"} - given:
             setattr(self, name, False)
+        if "pin_budget" not in given:
+            self.pin_budget = 0.0
         return self
 
     @property

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from router.protocol.samples import Histogram, Labels, Sample
+from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 TENANT_LABELS = 100
@@ -99,6 +100,16 @@ class EngineMeters:
         yield from self.queue_time.samples("warmpath_request_queue_time_seconds", labels)
 
 
+def pin_samples(pins: Pins, labels: Labels, recalled: int) -> Iterable[Sample]:
+    """Yield how much is pinned, of how much that may be, by whom, and how many pins others needed the room of."""
+    yield "warmpath_pinned_prefixes", labels, float(len(pins))
+    yield "warmpath_pinned_blocks", labels, float(pins.blocks)
+    yield "warmpath_pin_budget_blocks", labels, float(pins.budget_blocks)
+    yield "warmpath_pins_recalled_total", labels, float(recalled)
+    for tenant, blocks in _largest_tenants(pins.holdings()).items():
+        yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
+
+
 def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running: int, waiting: int) -> Iterable[Sample]:
     """Yield the pool's blocks by state, a block's bytes, pins, and how many requests run and wait."""
     pool = cache.pool
@@ -107,13 +118,7 @@ def gauge_samples(cache: PrefixCache, labels: Labels, block_bytes: int, running:
     yield "warmpath_num_requests_running", labels, float(running)
     yield "warmpath_num_requests_waiting", labels, float(waiting)
     yield "warmpath_kv_cache_block_bytes", labels, float(block_bytes)
-    pins = cache.pins
-    yield "warmpath_pinned_prefixes", labels, float(len(pins))
-    yield "warmpath_pinned_blocks", labels, float(pins.blocks)
-    yield "warmpath_pin_budget_blocks", labels, float(pins.budget_blocks)
-    yield "warmpath_pins_recalled_total", labels, float(cache.recalled_pins)
-    for tenant, blocks in _largest_tenants(pins.holdings()).items():
-        yield "warmpath_tenant_pinned_blocks", (*labels, ("tenant", tenant)), float(blocks)
+    yield from pin_samples(cache.pins, labels, cache.recalled_pins)
     for tenant, blocks in _largest_tenants(cache.quota.holdings()).items():
         yield "warmpath_tenant_kv_cache_blocks", (*labels, ("tenant", tenant)), float(blocks)
     yield "warmpath_prefix_cache_evicted_blocks_total", labels, float(cache.evicted_blocks)

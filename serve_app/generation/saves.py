@@ -15,7 +15,7 @@ _NOT_SAVED = {
     "{budget_tokens}",
     "too_short": "not saved, because the system prompt does not fill a KV block",
     "failed": "not saved, because its prefill failed",
-    "off": "not saved, because prefix caching is switched off, or the engine (vllm) keeps no saves",
+    "off": "not saved, because prefix caching is switched off, or it is vLLM's and has no pin budget (pin_budget)",
 }
 
 

@@ -61,7 +61,9 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
         block_size=config.block_size,
         block_bytes=kv_bytes_per_block(_model_config(info.path), dtype, config.block_size),
         model_fingerprint=info.fingerprint,
-        transfer=(config.kv_pull or config.prewarm or config.handover) and config.enable_prefix_caching,
+        transfer=config.enable_prefix_caching
+        and bool(config.kv_pull or config.prewarm or config.handover or config.pin_budget),
+        pin_budget=config.pin_budget if config.enable_prefix_caching else 0.0,
         num_blocks=pool_blocks(config, info.path, None) if on_cpu else config.num_blocks,
         kv_cache_bytes=config.kv_cache_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,

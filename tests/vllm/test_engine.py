@@ -26,6 +26,7 @@ from serve_app.engine.protocol import (
     AdapterError,
     EngineError,
     EngineRequest,
+    KeptPrefix,
     RemoteKv,
     RequestTooLong,
     Save,
@@ -99,6 +100,7 @@ def both(demo_model_path: Path) -> Iterator[Both]:
             max_lora_rank=8,
             model_fingerprint=info.fingerprint,
             transfer=True,
+            pin_budget=24,
         ),
         heard,
     )
@@ -250,12 +252,12 @@ def test_what_cannot_be_taken_is_refused_at_once(both: Both) -> None:
         with pytest.raises(error):
             both.vllm.submit(item, collector)
     assert both.vllm.load().waiting_sequences == both.vllm.load().queued_prefill_tokens == 0
-    saved = replace(request("saved", ids), save=Save(b"k" * 16, 32))
+    saved = replace(request("saved", ids), save=Save(b"k" * 16, 31))
     outputs: list[Any] = []
     done = threading.Event()
     both.vllm.submit(saved, lambda batch: (outputs.extend(batch), batch[-1].finish_reason and done.set()))  # type: ignore[func-returns-value]
     assert done.wait(60)
-    assert outputs[0].save.outcome == "off"
+    assert outputs[0].save.outcome == "too_short"
 
 
 def test_a_cancelled_request_ends_and_its_prompt_stays(both: Both) -> None:
@@ -453,6 +455,58 @@ def test_what_is_offered_can_be_taken_over(both: Both) -> None:
     for scope in scopes:
         assert run_all(both.vllm, [request("r", ids, scope=scope)]).cached["r"] == 6 * BLOCK
     reset(both.vllm)
+
+
+def outcome_of(both: Both, asked: EngineRequest) -> str:
+    """What became of a request's save."""
+    outputs: list[Any] = []
+    done = threading.Event()
+
+    def sink(batch: Any) -> None:
+        outputs.extend(batch)
+        if batch[-1].finish_reason:
+            done.set()
+
+    both.vllm.submit(asked, sink)
+    assert done.wait(120)
+    assert outputs[-1].finish_reason == "length"
+    return str(outputs[0].save.outcome)
+
+
+def flood(both: Both, seed: int) -> None:
+    """Have more computed than the pool holds."""
+    run_all(both.vllm, [request(f"f{i}", both.prompt(900, seed=seed + i), 1) for i in range(5)])
+
+
+def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
+    """Through floods that evict all else; each saved prompt is a hit, and a reset lets go of them first."""
+    reset(both.vllm)
+    saved, kept, plain = (request(name, both.prompt(330, seed=700 + i)) for i, name in enumerate("skp"))
+    save = replace(saved, save=Save(b"s" * 16, 320))
+    assert outcome_of(both, save) == "saved"
+    assert outcome_of(both, replace(kept, keep=(KeptPrefix(320, 3600.0),))) == "saved"
+    assert outcome_of(both, save) == "present"
+    assert outcome_of(both, replace(plain, save=Save(b"p" * 16, 320))) == "over_budget"
+    flood(both, 710)
+    assert [run_all(both.vllm, [item]).cached[item.request_id] for item in (plain, saved, kept)] == [0, 320, 320]
+    samples = {name: value for name, _, value in both.vllm.stats().samples}
+    assert samples["warmpath_pinned_blocks"] == 20
+    hot = both.vllm.hot_prefixes()
+    assert {hot.prefix(one.run).token_ids.tobytes() for one in hot.saves} == {
+        item.token_ids[:320].tobytes() for item in (saved, kept)
+    }
+    (ours,) = (one for one in hot.saves if one.key == b"s" * 16)
+    reset(both.vllm)
+    assert not both.heard.held()
+    assert run_all(both.vllm, [saved]).cached["s"] == 0
+    prefix = hot.prefix(ours.run)
+    eventually(lambda: both.vllm.known_blocks(prefix.chain, 10) == 10)
+    assert both.vllm.keep_save(ours, prefix) == "pinned"
+    assert both.vllm.keep_save(ours, prefix) == "present"
+    flood(both, 720)
+    assert run_all(both.vllm, [saved]).cached["s"] == 320
+    reset(both.vllm)
+    assert both.vllm.keep_save(ours, prefix) is None, "it is gone"
 
 
 def test_kv_of_others_is_refused_and_computed(both: Both) -> None:

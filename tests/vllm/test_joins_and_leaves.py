@@ -24,6 +24,7 @@ SETTINGS = {
     "prewarm": True,
     "prewarm_timeout_s": 300,
     "handover": True,
+    "pin_budget": 0.25,
     "graceful_shutdown_timeout_s": 60,
 }
 WHOLE = SYSTEM_TOKENS - 2 * BLOCK
@@ -66,9 +67,10 @@ def test_a_new_replica_has_what_its_peer_had(cluster: LocalCluster) -> None:
 
 
 def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster) -> None:
-    """Two become one: every prompt is a hit there, and every answer is the same."""
-    url, systems = cluster.url, texts(6, 200)
-    requests = [body(system) for system in systems]
+    """Two become one: every prompt is a hit there, a save is still one, and every answer is the same."""
+    url = cluster.url
+    requests = [body(system) for system in texts(6, 200)]
+    requests += [body(system, save_system_prompt_kv_cache=True) for system in texts(2, 300)]
     answers = ask_at_once(url, requests)
     for request in requests:
         wait_until_cached(url, request, WHOLE)
@@ -79,6 +81,8 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
     (receipt,) = (notices(url, "handover")[name] for name in gone)
     assert receipt["blocks"] > 0
     assert receipt["skipped_blocks"].keys() <= {"held_by_peer"}
+    assert receipt["saves_lost"] == 0
+    eventually(lambda: all(one["blocks_pinned"] >= 2 * WHOLE // BLOCK for one in replicas_of(url).values()))
     again = ask_at_once(url, requests)
     assert [text for text, _ in again] == [text for text, _ in answers]
     assert min(cached for _, cached in again) >= WHOLE

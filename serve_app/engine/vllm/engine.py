@@ -16,12 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
-from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.protocol import (
     AdapterSpec,
     Clock,
@@ -43,6 +43,7 @@ from serve_app.engine.vllm.gauges import gauge_samples
 from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
 from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
+from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job_runner import JobRunner
 from serve_app.engine.vllm.transfer.moves import VllmMoves
@@ -89,9 +90,13 @@ class VllmEngine:
             max_loras=settings.max_loras,
             max_cpu_loras=settings.max_cpu_loras,
         )
+        jobs = JobRunner(self._frontend, self._adapters, self._copies)
+        budget = settings.pin_budget * self.facts.num_blocks if settings.pin_budget < 1 else settings.pin_budget
+        self._saves = VllmSaves(int(budget), settings.block_size, settings.tenant_shares, jobs.run, self._meters, clock)
         self._moves = VllmMoves(
             self.facts.num_blocks,
             self._events.entries if self._events is not None else lambda _: [],
+            self._saves.pins.soonest_first,
             lambda: round(self.facts.num_blocks * self._load.kv_usage),
             clock=clock,
         )
@@ -103,7 +108,7 @@ class VllmEngine:
                 format_of(directory, settings.model_fingerprint, settings.block_size),
                 directory,
                 self.facts.max_model_len,
-                JobRunner(self._frontend, self._adapters, self._copies),
+                jobs,
                 self.known_blocks,
                 self._events.root_of,
             )
@@ -137,14 +142,14 @@ class VllmEngine:
             replace(request, sampling=sampling),
             vocab_size=self.facts.vocab_size,
             max_model_len=self.facts.max_model_len,
-            max_blocks=self.facts.num_blocks,
+            max_blocks=self.facts.num_blocks - self._saves.pins.budget_blocks,
             block_size=size,
         )
         refuse_unmapped(request)
         failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
         choice = choice_of(request, str(failure))
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        known = 0
+        known, chain = 0, b""
         if self._events is not None:
             chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
             known = self._events.requested(chain, (len(ids) - 1) // size) * size
@@ -158,7 +163,9 @@ class VllmEngine:
             self._adapters.slots.pin(request.scope.lora)
             if not len(self._live):
                 self._progress_s = self._clock()
-            live = LiveRequest(replace(request, token_ids=ids), sink, choice, self._clock(), failure)
+            live = LiveRequest(
+                replace(request, token_ids=ids, block_hashes=chain), sink, choice, self._clock(), failure
+            )
             self._live.add(live)
             self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
@@ -179,12 +186,14 @@ class VllmEngine:
         """Return counters and gauges as Prometheus-style samples."""
         held = self._events.num_blocks() if self._events is not None else 0
         with self._lock:
-            gauges = tuple(gauge_samples(self.facts, self._load, held, self._labels))
+            gauges = tuple(gauge_samples(self.facts, self._load, held, self._saves.pins.blocks, self._labels))
         counted = self._meters.samples(self._labels)
-        return StatsReport(samples=(*counted, *gauges, *self._adapters.slots.samples(self._labels)))
+        pinned = pin_samples(self._saves.pins, self._labels, self._saves.recalled)
+        return StatsReport(samples=(*counted, *gauges, *pinned, *self._adapters.slots.samples(self._labels)))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
-        """Forget every cached block; False, and nothing is forgotten, while a block is in use."""
+        """Let go of what is saved and forget every cached block; False, and none is, while a request uses one."""
+        self._frontend.call(self._saves.clear()).result()
         mark = self._events.reset_begins() if self._events is not None else 0
         done = self._frontend.call(self._frontend.reset_prefix_cache()).result()
         if done and self._events is not None:
@@ -197,9 +206,10 @@ class VllmEngine:
             self._events.tell(anew=anew)
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by as many tenants from now on in the waiting line. vLLM's cache and memory have no shares."""
+        """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
         with self._lock:
             self._live.tenants = len(shares)
+        self._frontend.call(self._saves.set_shares(shares)).result()
 
     @property
     def kv_block_bytes(self) -> int:
@@ -249,8 +259,14 @@ class VllmEngine:
         return held
 
     def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Return None: vLLM pins nothing."""
-        return None
+        """Keep a prefix that another replica kept; None where not all of it is here, or its time is over."""
+        blocks = len(prefix.chain) // HASH_BYTES
+        if self._events is None or not blocks or (saved.ttl_s or math.inf) <= saved.unread_s:
+            return None
+        root = self._events.root_of(hash_at(prefix.chain, 0))
+        if not root or self.known_blocks(prefix.chain, blocks) < blocks:
+            return None
+        return self._frontend.call(self._saves.take_over(saved, prefix, root)).result()
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available; reads files, so not for an event loop.
@@ -296,10 +312,21 @@ class VllmEngine:
                 await live.woken.wait()
                 live.woken.clear()
             self._count_what_came(live)
+            live.save = await self._before(request)
             async for part in parts:
+                if request.keep and not live.begun:
+                    live.save = await self._saves.keep(request) if self._saves.pins.budget_blocks else SaveResult("off")
                 self._take(live, part)
                 if live.ended:
                     return
+
+    async def _before(self, request: EngineRequest) -> SaveResult | None:
+        """Renew the saves that a request reads, and make its own."""
+        if not self._saves.pins.budget_blocks:
+            return SaveResult("off") if request.save is not None else None
+        chain = request.block_hashes
+        self._saves.read(chain, self.known_blocks(chain, len(chain) // HASH_BYTES))
+        return await self._saves.save(request)
 
     def _count_what_came(self, live: LiveRequest) -> None:
         """Count the prompt's tokens that a copy was to bring and did not."""
@@ -359,8 +386,7 @@ class VllmEngine:
         with self._lock:
             self._live.begin(live)
             self._load.begun(request.request_id)
-        save = SaveResult("off") if request.save is not None or request.keep else None
-        return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=save)
+        return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=live.save)
 
     def _end(
         self, live: LiveRequest, reason: FinishReason, *, output: EngineOutput | None = None, error: str = ""

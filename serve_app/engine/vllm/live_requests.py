@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, QueueFull
+from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, QueueFull, SaveResult
 from serve_app.engine.vllm.sampling.token_choice import TokenChoice
 from serve_app.fairness.shares import UNBORROWED_PART
 
@@ -22,7 +22,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request in vLLM. ``failure``: a file that is there once its tokens could not be chosen."""
+    """One request in vLLM. ``failure``: a file that is there once its tokens could not be chosen.
+
+    ``save``: what became of what it asked to keep.
+    """
 
     request: EngineRequest
     sink: OutputSink
@@ -31,6 +34,7 @@ class LiveRequest:
     failure: Path
     begun: bool = False
     ended: bool = False
+    save: SaveResult | None = None
     task: asyncio.Task[None] | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when what it waits for may be there."""

@@ -35,7 +35,12 @@ TABLE = (
         "what vLLM evicts from its pool is gone, there are no tiers below it",
         "leave it out",
     ),
-    Refusal(("pin_budget", "save_ttl_s"), "vLLM evicts whatever nobody uses, saved prompts too", "leave it out"),
+    Refusal(
+        ("save_ttl_s",),
+        "saved prompts stay only where pin_budget says how much of the pool they may keep",
+        "set pin_budget too",
+        lambda config: config.save_ttl_s is not None and not config.pin_budget,
+    ),
     Refusal(
         ("public_prompts", "prompts_dir"),
         "vLLM divides its cache by tenant from the first token on",

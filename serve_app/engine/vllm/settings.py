@@ -13,7 +13,8 @@ class VllmSettings:
     ``model``: a checkpoint's directory; ``end_token_ids``: what ends an answer. ``block_bytes``: of one block's KV.
     ``num_blocks`` None: as many as ``kv_cache_bytes`` holds, or as ``gpu_memory_utilization`` leaves room for; not on a
     CPU. ``dtype``: "auto" is the model's own.
-    ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas.
+    ``model_fingerprint``: of config and weights; ``transfer``: whether KV comes from and goes to other replicas, or is
+    kept; ``pin_budget``: how much may be, a part of the pool below 1, else blocks.
     ``lora``: whether there may be adapters. ``num_threads``: of the CPU build. ``tenant_shares``: weights by tenant.
     """
 
@@ -32,6 +33,7 @@ class VllmSettings:
     dtype: str = "auto"
     model_fingerprint: str = ""
     transfer: bool = False
+    pin_budget: float = 0.0
     enforce_eager: bool = False
     num_threads: int = 1
     lora: bool = False

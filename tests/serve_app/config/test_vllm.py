@@ -31,7 +31,7 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
 
 def test_settings_that_vllm_cannot_follow_are_told_before_a_start() -> None:
     """By `warmpath serve` and `warmpath check` alike, all of them at once."""
-    settings = AppConfig(engine="vllm", model="/no/model", admission="worst_case", pin_budget=0.5)
+    settings = AppConfig(engine="vllm", model="/no/model", admission="worst_case", save_ttl_s=60)
     told = problems(settings, elsewhere=True).sentences
-    assert [sentence.partition(":")[0] for sentence in told] == ["pin_budget", "admission"]
+    assert [sentence.partition(":")[0] for sentence in told] == ["save_ttl_s", "admission"]
     assert problems(AppConfig(engine="vllm", model="/no/model"), elsewhere=True).sentences == ()

@@ -1,4 +1,4 @@
-"""vLLM's hook for KV from elsewhere: copies whole blocks between its pool and files, as requests with a ``Job`` say.
+"""vLLM's hook for KV from elsewhere: copies whole blocks between its pool and files, and keeps some, as ``Job``s say.
 
 One half lives with vLLM's scheduler and knows which blocks a request has; the other with its worker, and copies before
 or after a step's forward. vLLM itself puts what was loaded into its prefix cache, under its own hashes.
@@ -40,13 +40,26 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
         self._loading: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}
+        self._pinning: dict[str, Job] = {}
+        self._pins: dict[str, list[Any]] = {}
+        self._pool: Any = None
         self._rows: BlockRows | None = None
         self._failed: set[int] = set()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the pool, in which a pin is one more user of its blocks."""
+        self._pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
         """Note what a request is there for."""
         job = Job.of_params(request.kv_transfer_params)
-        if job is not None:
+        if job is None:
+            return
+        if job.kind == "unpin":
+            self._pool.free_blocks(reversed(self._pins.pop(job.file, [])))
+        elif job.kind == "pin":
+            self._pinning[request.request_id] = job
+        else:
             self._jobs[request.request_id] = job
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -77,7 +90,11 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return copies
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks are vLLM's alone."""
+        """Forget a request; its blocks are vLLM's alone, but for those that are to stay."""
+        pin = self._pinning.pop(request.request_id, None)
+        if pin is not None and request.num_computed_tokens >= pin.end * self._size:
+            self._pins[pin.file] = kept = [self._pool.blocks[block] for block in block_ids[: pin.end]]
+            self._pool.touch(kept)
         self._jobs.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         return False, None

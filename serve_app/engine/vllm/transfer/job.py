@@ -17,9 +17,12 @@ LAYOUT_FILE = "kv_layout.json"
 
 
 class Job(msgspec.Struct, frozen=True):
-    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1. ``file``: their rows."""
+    """``kind``, of the prompt's blocks ``first`` to ``end`` - 1. ``file``: their rows.
 
-    kind: Literal["export", "import"]
+    "pin": keep them in the pool, under the name ``file``, until "unpin" names it.
+    """
+
+    kind: Literal["export", "import", "pin", "unpin"]
     file: str
     first: int
     end: int

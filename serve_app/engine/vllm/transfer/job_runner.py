@@ -1,10 +1,9 @@
-"""Jobs as requests of one token, which vLLM places as any other, before whatever else waits. Imports no vllm."""
+"""Jobs as requests of one token, which vLLM places as any other; copies before whatever else waits. Imports no vllm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from serve_app.engine.protocol import EngineError
 from serve_app.engine.vllm.adapters import VllmAdapters
@@ -26,13 +25,23 @@ class JobRunner:
         self._begins = begins
 
     def __call__(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        """Wait for a job's end; see ``transfer.RunJob``."""
+        """Wait for a job's end (any thread but the loop's); see ``transfer.RunJob``."""
+        return self._frontend.call(self.run(job, token_ids, root, lora)).result()
+
+    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        """Run a job in the loop of ``frontend``; returns and raises as ``__call__``."""
         if lora:
             self._slots.pin(lora)
         try:
             weights = self._slots.weights(lora).request if lora else None
             self._begins()
-            return self._frontend.call(self._run(job, list(token_ids), root, weights)).result()
+            asked = {**_SAMPLING, "extra_args": job.to_extra_args()}
+            name, cached = f"{Path(job.file).name}-{job.kind}", 0
+            priority = 0 if job.kind == "pin" else _FIRST  # what is to be kept may have to be computed
+            parts = self._frontend.generate(name, list(token_ids), root.hex(), asked, weights, priority=priority)
+            async for part in parts:
+                cached = max(cached, part.cached_tokens)
+            return cached
         except (LookupError, EngineError):
             raise
         except Exception as error:
@@ -40,10 +49,3 @@ class JobRunner:
         finally:
             if lora:
                 self._slots.unpin(lora)
-
-    async def _run(self, job: Job, token_ids: list[int], root: bytes, lora: Any) -> int:
-        asked = {**_SAMPLING, "extra_args": job.to_extra_args()}
-        name, cached = f"{Path(job.file).name}-{job.kind}", 0
-        async for part in self._frontend.generate(name, token_ids, root.hex(), asked, lora, priority=_FIRST):
-            cached = max(cached, part.cached_tokens)
-        return cached

@@ -1,6 +1,6 @@
 """What another replica asks when a cache moves: what is hot in vLLM's pool, and what would fit there.
 
-Made of vLLM's events and of the requests so far, which say whose a root is. Saves are not vLLM's. Any thread.
+Made of vLLM's events, of the saves, and of the requests so far, which say whose a root is. Any thread.
 """
 
 from __future__ import annotations
@@ -8,28 +8,35 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import HotPrefixes, idle_heats, list_hot
+from serve_app.cache.prefix.hot_prefixes import HotPrefixes, PinnedBlocks, idle_heats, list_hot
+from serve_app.cache.prefix.pins import Pin
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.events.held_blocks import OwnerOf
+from serve_app.engine.vllm.saves import block_number
 
 
 class VllmMoves:
-    """One engine's answers. ``entries``: what the pool holds, by owner; ``used_blocks``: of it, how many are in use."""
+    """One engine's answers. ``entries``: what the pool holds, by owner; ``pins``: of it, what is saved.
+
+    ``used_blocks``: of it, how many are in use.
+    """
 
     def __init__(
         self,
         num_blocks: int,
         entries: Callable[[OwnerOf], list[CachedBlock]],
+        pins: Callable[[], Sequence[Pin]],
         used_blocks: Callable[[], int],
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         self._num_blocks = num_blocks
         self._entries = entries
+        self._pins = pins
         self._used_blocks = used_blocks
         self._clock = clock
         self._lock = threading.Lock()
@@ -44,10 +51,16 @@ class VllmMoves:
                 self._owners.popitem(last=False)
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return what the pool holds, the hottest first; not what an adapter computed, which peers may not have."""
+        """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
         # A scope is that of a whole chain, so that what is left out takes its children along.
         base = [entry for entry in self._held() if not entry.scope.lora]
-        return list_hot(base, (), self._clock())
+        now_s, blocks = self._clock(), {block_number(entry.block_hash): entry.block for entry in base}
+        pins = [
+            PinnedBlocks(pin.key, pin.tenant, [blocks[one] for one in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
+            for pin in self._pins()
+            if blocks.keys() >= set(pin.blocks)
+        ]
+        return list_hot(base, pins, now_s)
 
     def cache_room(self) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""

@@ -16,7 +16,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "disk_cache_dir": {"disk_cache_dir": "x"},
     "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
     "tier_load_ratio": {"tier_load_ratio": 2},
-    "pin_budget": {"pin_budget": 0.5},
     "save_ttl_s": {"save_ttl_s": 60},
     "public_prompts": {"public_prompts": [{"name": "p", "version": "1", "text": "x"}]},
     "prompts_dir": {"prompts_dir": "x"},
@@ -62,6 +61,8 @@ def test_what_vllm_can_do_is_not_refused() -> None:
         "prewarm": True,
         "prewarm_timeout_s": 30,
         "handover": True,
+        "pin_budget": 0.5,
+        "save_ttl_s": 60,
     }
     assert refused_settings(AppConfig.model_validate(config), on_cpu=True) == []
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
+from serve_app.cache.prefix.pins import Pin
 from serve_app.engine.vllm.events.batches import decode_batch
 from serve_app.engine.vllm.events.translator import Translator
+from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.transfer.moves import VllmMoves
 from tests.serve_app.engine.tiny import root_of
 from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
@@ -30,8 +34,9 @@ class Pool:
         self.model = PoolModel(BLOCKS, SIZE)
         self.translator = Translator(SIZE, BLOCKS, clock=lambda: self.now_s)
         self.used = 0
+        self.pins: list[Pin] = []
         held = self.translator.held
-        self.moves = VllmMoves(BLOCKS, held.entries, lambda: self.used, clock=lambda: self.now_s)
+        self.moves = VllmMoves(BLOCKS, held.entries, lambda: self.pins, lambda: self.used, clock=lambda: self.now_s)
 
     def compute(self, scope: PrefixScope, tokens: list[int], *, owned: bool = True) -> None:
         self.now_s += 1
@@ -82,6 +87,20 @@ def test_what_is_used_goes_first() -> None:
     first, *others = pool.moves.hot_prefixes().runs
     assert first.token_ids == np.zeros(4, "<i4").tobytes()
     assert all(other.heat < first.heat for other in others)
+
+
+def test_saves_go_first_and_stay_saves() -> None:
+    """However little they are used; one that is not all held is none."""
+    pool = Pool()
+    pool.compute(SCOPES[0], [1, 1, 1, 1, 1])
+    for _ in range(3):
+        pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
+    chain = extend_chain(root_of(SCOPES[0]), 0, np.ones(4, np.int32), SIZE)
+    blocks = tuple(block_number(one) for one in split_chain(chain))
+    pool.pins = [Pin(b"k", "t", blocks, 60.0, pool.now_s + 20), Pin(b"gone", "t", (*blocks, 5), None, math.inf)]
+    hot = pool.moves.hot_prefixes()
+    assert (hot.runs[0].kind, hot.runs[0].hashes) == ("save", chain)
+    assert hot.saves == (SavedPrefix(b"k", "t", 60.0, 40.0, 0),)
 
 
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
