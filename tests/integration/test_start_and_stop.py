@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -87,7 +87,7 @@ def _runs(pid: int) -> bool:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[Serving]:
-    with START, held_port() as port:
+    with held_port() as port:
         made = Serving(port, *arguments)
         try:
             yield made
@@ -105,7 +105,7 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
 
     A greeting that is sooner than the signal makes that last one the stop of an instance that serves.
     """
-    with serving() as instance:
+    with START, serving() as instance:
         if word:
             instance.wait_for(word)
         else:
@@ -122,7 +122,7 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
 
 def test_what_fails_in_a_replica_is_said() -> None:
     """The innermost sentence, where the logs are, and no traceback."""
-    with serving("--set", "max_model_len=3") as instance:
+    with START, serving("--set", "max_model_len=3") as instance:
         output = instance.end()
         assert instance.process.returncode == 1
         assert "error: Replica does not start: " in output
@@ -132,15 +132,17 @@ def test_what_fails_in_a_replica_is_said() -> None:
 
 def test_a_stop_lets_streams_finish_and_ends_those_that_do_not() -> None:
     """What comes meanwhile is refused; a stream that is short is whole, and a long one ends with an error event."""
-    with serving("--set", "shutdown_timeout_s=4") as instance:
-        instance.wait_for("Stop: Ctrl-C")
+    with ExitStack() as ending:
+        with START:
+            instance = ending.enter_context(serving("--set", "shutdown_timeout_s=15"))
+            instance.wait_for("Stop: Ctrl-C")
         short, long = Stream(instance.url, max_tokens=20), Stream(instance.url, max_tokens=2000)
         for stream in (short, long):
             stream.first()
         instance.process.send_signal(signal.SIGINT)
-        instance.wait_for("stopping: answers under way have 4 s")
-        eventually(lambda: httpx.get(f"{instance.url}/health").json()["status"] == "stopping")
-        refused = httpx.post(f"{instance.url}/v1/chat/completions", json=body(1))
+        instance.wait_for("stopping: answers under way have 15 s")
+        eventually(lambda: httpx.get(f"{instance.url}/health", timeout=PATIENCE_S).json()["status"] == "stopping")
+        refused = httpx.post(f"{instance.url}/v1/chat/completions", json=body(1), timeout=PATIENCE_S)
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_stopping"
         assert refused.headers["retry-after"]
@@ -148,7 +150,7 @@ def test_a_stop_lets_streams_finish_and_ends_those_that_do_not() -> None:
         (*_, error) = long.events()
         assert json.loads(error)["error"]["code"] == "server_stopping"
         output = instance.end()
-        assert "1 answers were not whole after 4 s" in output
+        assert "1 answers were not whole after 15 s" in output
         assert output.endswith("stopped\n")
         assert instance.process.returncode == 0
 
