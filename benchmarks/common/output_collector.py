@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest
 
@@ -45,9 +45,12 @@ class OutputCollector:
         started_s = time.perf_counter()
         for request in requests:
             engine.submit(request, self)
-        wanted = {request.request_id for request in requests}
+        self.wait({request.request_id for request in requests})
+        return time.perf_counter() - started_s
+
+    def wait(self, wanted: Set[str]) -> None:
+        """Wait until these requests have ended. Raises RuntimeError when any one failed."""
         with self._changed:
             self._changed.wait_for(lambda: wanted <= self._ended)
             if self._failed:
                 raise RuntimeError(f"a request failed: {self._failed[0]}")
-        return time.perf_counter() - started_s

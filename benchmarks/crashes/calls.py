@@ -1,4 +1,4 @@
-"""Calls to engines in this process break at random tokens, in the ways in which Ray loses calls.
+"""Calls to engines of this process break at random tokens, in the ways in which Ray loses calls.
 
 What sends them again is the ingress' own dispatcher, router and preparation of requests, over a stand-in for the Serve
 handle. A break loses what the replica had computed since, and sometimes its cache, as a crash does.
@@ -26,8 +26,7 @@ from router.serve.recent_decisions import RecentDecisions
 from router.settings import RouterSettings
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
-from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import EngineOutput
+from serve_app.engine.protocol import Engine, EngineOutput
 from serve_app.errors import WarmpathError
 from serve_app.generation.answer import choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
@@ -56,9 +55,7 @@ class BreakingReplicas:
     ``breaks``: by a generation's id, after how many tokens each of its calls breaks; calls behind those are whole.
     """
 
-    def __init__(
-        self, engines: Sequence[TorchEngine], core: RoutingCore, matchers: Matchers, rng: random.Random
-    ) -> None:
+    def __init__(self, engines: Sequence[Engine], core: RoutingCore, matchers: Matchers, rng: random.Random) -> None:
         self._matchers = matchers
         self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
         self._core = core
@@ -124,7 +121,7 @@ class BreakingReplicas:
             del self._streams[call.request_id]
             engine.cancel(call.request_id)
 
-    def _break(self, engine: TorchEngine) -> None:
+    def _break(self, engine: Engine) -> None:
         self.broken += 1
         if self._random.random() < 0.2:
             engine.reset_prefix_cache()
@@ -167,20 +164,21 @@ class CallCrashes:
 
     def __init__(
         self,
-        engines: Sequence[TorchEngine],
+        engines: Sequence[Engine],
+        block_size: int,
         preparer: Preparer,
         tokenizer: PromptTokenizer,
         matchers: Matchers,
         rng: random.Random,
     ) -> None:
-        core = RoutingCore("crashes", RouterSettings(block_size=engines[0].settings.block_size))
+        core = RoutingCore("crashes", RouterSettings(block_size=block_size))
         self.replicas = BreakingReplicas(engines, core, matchers, rng)
         self._preparer = preparer
         self._tokenizer = tokenizer
         self._number = 0
         self._dispatcher = Dispatcher(
             self.replicas,
-            core, self.replicas.decisions, engines[0].settings.block_size, lambda _: None, "",
+            core, self.replicas.decisions, block_size, lambda _: None, "",
         )  # fmt: skip
 
     async def prepare(self, question: Question) -> tuple[GenerateRequest, list[Generation]]:

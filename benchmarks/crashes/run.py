@@ -21,10 +21,11 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.report import parser_of, write
 from benchmarks.common.server import instance
 from benchmarks.crashes.calls import MOST_BREAKS, CallCrashes
-from benchmarks.crashes.engines import ADAPTERS, PROMPT, call_crashes, instance_settings
+from benchmarks.crashes.engines import ADAPTERS, call_crashes, instance_settings, public_prompts
 from benchmarks.crashes.processes import ProcessCrashes
 from benchmarks.crashes.questions import MOST_TOKENS, Questions
 from benchmarks.crashes.tally import Broken, Tally
@@ -37,7 +38,7 @@ AT_ONCE = 16
 def main() -> None:
     """Parse flags, run, write the JSON; exit status 1 where an answer was lost, cut or altered by a crash."""
     parser = parser_of(__doc__, "demo")
-    parser.add_argument("--engine", choices=["simulated", "torch", "both"], default="both")
+    add_engine_flag(parser, ["simulated", "torch", "vllm", "both"], "both")
     parser.add_argument("--kills", type=int, default=1000, help="SIGKILLs of replicas with streams under way; 0: none")
     parser.add_argument("--breaks", type=int, default=0, help="calls broken in this process; 0: none")
     parser.add_argument("--minutes", type=float, default=60.0, help="the longest time of either level, for each engine")
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--questions", type=int, default=150, help="distinct ones, asked undisturbed before")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="float32", help="of the torch engine")
+    parser.add_argument("--dtype", default="float32", help="of the torch and vllm engines")
     parser.add_argument("--drafts", action="store_true", help="the torch engine speculates with a draft model")
     arguments = parser.parse_args()
     if arguments.replicas < 2:
@@ -65,9 +66,9 @@ def main() -> None:
             directory, rng = Path(name), random.Random(arguments.seed)
             served = {
                 "adapters": ADAPTERS,
-                "prompt_refs": [PROMPT.ref],
+                "prompt_refs": [prompt.ref for prompt in public_prompts(kind)],
                 "needs_seed": kind == "simulated",
-                "has_logits": kind == "torch",
+                "has_logits": kind != "simulated",
             }
             questions = Questions(rng, **served)  # type: ignore[arg-type]
             if arguments.breaks:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
+from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
@@ -25,7 +26,7 @@ from serve_app.config.vllm import CPU_BLOCK_SIZE
 def main() -> None:
     """Parse flags, run each policy on a fresh instance, write the JSON."""
     parser = parser_of(__doc__, "demo")
-    parser.add_argument("--engine", default="torch", choices=["torch", "vllm", "simulated"])
+    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=50)
     parser.add_argument("--prompt-tokens", type=int, default=500)

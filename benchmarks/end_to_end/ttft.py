@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
+from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.server import instance
@@ -24,6 +25,7 @@ from serve_app.checkpoints.sources.resolve import resolve_model
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "small")
+    add_engine_flag(parser, ["torch", "vllm"], "torch")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
@@ -35,12 +37,13 @@ def main() -> None:
     if arguments.warm < 5:
         parser.error("--warm must be at least 5: fewer say nothing about a warm TTFT")
     model_path = resolve_model(arguments.model)
+    flags = ["--model", arguments.model, "--engine", arguments.engine, "--replicas", str(arguments.replicas)]
     if arguments.url:
         timing = asyncio.run(measure(arguments.url, model_path, arguments))
     else:
-        with instance("--model", arguments.model, "--replicas", str(arguments.replicas)) as url:
+        with instance(*flags) as url:
             timing = asyncio.run(measure(url, model_path, arguments))
-    with instance("--model", arguments.model, "--replicas", str(arguments.replicas), "--set", "dtype=float32") as url:
+    with instance(*flags, "--set", "dtype=float32") as url:
         equal = asyncio.run(outputs_equal(url, model_path, arguments))
     said = (
         f"The first token came after {timing['warm_ms_p50']:.0f} ms with the prefix cached and after "

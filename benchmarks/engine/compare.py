@@ -2,7 +2,8 @@
 
 Every system runs in a process of its own, one after the other, with the same prompts (`benchmarks.peers.workload`).
 On a GPU also the memory-bandwidth limit of decoding: `--device cuda --model random:llama-3.1-8b`.
-`python -m benchmarks engine --json FILE [--vllm-python /path/to/env/bin/python]`
+`python -m benchmarks engine --json FILE [--vllm-python /path/to/env/bin/python]`; with `--engine vllm`, also by that
+Python, what our engine over vLLM takes beside vLLM alone.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from benchmarks.common.report import names_of, parser_of, progress, spread, writ
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.vllm import MISSING, vllm_missing
 
 MODULES = {
     "warmpath": "benchmarks.peers.warmpath_engine",
     "vllm_cpu": "benchmarks.peers.vllm_cpu",
     "transformers_cb": "benchmarks.peers.transformers_cb",
 }
+WARMPATH_VLLM = "benchmarks.peers.warmpath_vllm"
+"""What "warmpath" is with `--engine vllm`."""
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 
@@ -46,13 +50,19 @@ def main() -> None:
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
-    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", ""))
+    here = "" if vllm_missing() else sys.executable
+    parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", here))
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what warmpath is measured with")
     arguments = parser.parse_args()
+    if arguments.engine == "vllm" and not arguments.vllm_python:
+        parser.error(f"--engine vllm: no --vllm-python given; {MISSING}")
+    if arguments.engine == "vllm" and arguments.model.startswith(random_models.PREFIX):
+        parser.error("--engine vllm: warmpath loads no random weights into vLLM; name a checkpoint")
     with tempfile.TemporaryDirectory(prefix="warmpath-shape-") as directory:
         workload = {
             **described(arguments.model, Path(directory)),
             "cache_tokens": 131072,
-            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs")},
+            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs", "engine")},
             "prefix_tokens": arguments.prefix_tokens,
             "question_tokens": arguments.question_tokens,
             "batch_new_tokens": arguments.batch_new_tokens,
@@ -95,12 +105,13 @@ def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> d
     # transformers' batching needs minutes for one long prompt on a CPU: measured once, said in the spread.
     on_cpu = workload["device"] == "cpu" or (workload["device"] == "auto" and not torch.cuda.is_available())
     prefix_runs = 1 if name == "transformers_cb" and on_cpu else workload["runs"]
-    if name == "vllm_cpu":
+    over_vllm = name == "warmpath" and workload["engine"] == "vllm"
+    if name == "vllm_cpu" or over_vllm:
         python = arguments.vllm_python
         if not python:
             return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
     done = subprocess.run(
-        [python, "-m", MODULES[name]],
+        [python, "-m", WARMPATH_VLLM if over_vllm else MODULES[name]],
         input=json.dumps({**workload, "system": name, "prefix_runs": prefix_runs}),
         stdout=subprocess.PIPE,
         text=True,

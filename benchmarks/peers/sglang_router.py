@@ -20,7 +20,7 @@ from benchmarks.common.server import answers
 from serve_app.cli.local_ray import held_port
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 
 
@@ -49,10 +49,10 @@ def sglang_router(python: str, replicas: int, config: dict[str, Any], policy: st
 
 
 @contextmanager
-def server_process(command: list[str], ready_url: str) -> Iterator[None]:
+def server_process(command: list[str], ready_url: str, env: dict[str, str] | None = None) -> Iterator[None]:
     """Run a server until the end of the block; enters once it answers. Raises RuntimeError when it does not come up."""
     with tempfile.NamedTemporaryFile("w+", prefix="warmpath-peer-", suffix=".log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
         try:
             deadline_s = time.monotonic() + START_TIMEOUT_S
             while not answers(ready_url):

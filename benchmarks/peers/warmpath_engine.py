@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,7 @@ class WarmpathEngine:
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:
         """Submit all prompts and wait for their last tokens. Raises RuntimeError when one fails."""
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        OutputCollector().answer_all(
-            self._engine,
-            [
-                EngineRequest(str(next(self._numbers)), np.asarray(prompt, dtype=np.int32), _SCOPE, _ROOT, sampling)
-                for prompt in prompts
-            ],
-        )
+        OutputCollector().answer_all(self._engine, requests_of(prompts, max_tokens, self._numbers))
 
     def facts(self) -> dict[str, Any]:
         """Return how the model was run and, on a GPU, the memory-bandwidth limit of the decode figure."""
@@ -66,6 +60,15 @@ class WarmpathEngine:
         if runner.device.type == "cuda":
             facts |= bandwidth_limit(runner, COPY_BYTES)
         return facts
+
+
+def requests_of(prompts: list[Prompt], max_tokens: int, numbers: Iterator[int]) -> list[EngineRequest]:
+    """Return greedy requests, called by the next ``numbers``."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [
+        EngineRequest(str(next(numbers)), np.asarray(prompt, dtype=np.int32), _SCOPE, _ROOT, sampling)
+        for prompt in prompts
+    ]
 
 
 def bandwidth_limit(runner: ModelRunner, copy_bytes: int) -> dict[str, float]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, wait_until_cached
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_until_cached
+
+START_S = 500
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +49,29 @@ def test_chats_hit_what_the_router_says_and_seeds_hold(url: str) -> None:
     assert chosen["choices"][0]["message"]["content"] in ("port", "starboard")  # type: ignore[index]
     metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
     assert 'engine="vllm"' in metrics
+
+
+def cores_of(replica: int) -> list[psutil.Process]:
+    """vLLM's processes below a replica's."""
+    return [one for one in psutil.Process(replica).children(recursive=True) if one.name().startswith("VLLM")]
+
+
+@pytest.mark.parametrize("victim", ["core", "replica"])
+def test_what_was_killed_is_replaced_and_leaves_no_process(url: str, victim: str) -> None:
+    """A replica whose core is gone is found by its health check; with a replica its core and workers end."""
+    ((before, replica),) = replicas_of(url).items()
+    pid = int(replica["pid"])
+    cores = cores_of(pid)
+    assert len(cores) >= 2, "the core and its worker"
+    killed = pid if victim == "replica" else next(one.pid for one in cores if "EngineCore" in one.name())
+    os.kill(killed, signal.SIGKILL)
+    _, alive = psutil.wait_procs([*cores, psutil.Process(pid)] if psutil.pid_exists(pid) else cores, timeout=START_S)
+    assert alive == []
+
+    def replaced() -> bool:
+        replicas = replicas_of(url)
+        return len(replicas) == 1 and before not in replicas and all("pid" in each for each in replicas.values())
+
+    eventually(replaced, START_S)
+    body = {"model": "demo", "prompt": "Hello", "max_tokens": 4}
+    eventually(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200)

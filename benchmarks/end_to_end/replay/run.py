@@ -1,7 +1,7 @@
 """Open-loop replay of a trace, a log or generated traffic through real HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
 
 `--url` replays against whatever speaks OpenAI's API there. Without it every system runs here, one after the other, on
-the same simulated engines: warmpath under Ray Serve with each policy, and SGLang's router over plain servers.
+the same engines (simulated): warmpath under Ray Serve with each policy, and SGLang's router over plain servers.
 A trace is shrunk by one factor in tokens and in time, so that a second here is that many seconds there and tokens a
 second stay what they are. `python -m benchmarks replay [--trace FILE|tenants] [--url URL --model NAME] --json FILE`
 """
@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.plots import plot_tenants, plot_ttft
 from benchmarks.common.random_adapters import make_adapters
@@ -32,6 +33,7 @@ from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, 
 from benchmarks.peers.sglang_router import sglang_router
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.vllm import CPU_BLOCK_SIZE
 from serve_app.tenants.tenants import make_api_key
 
 SGLANG_ROUTER = "sglang_router"
@@ -43,6 +45,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--url", help="replay against this server instead of starting any")
     add_source_flags(parser)
+    add_engine_flag(parser, ["simulated", "torch", "vllm"], "simulated")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
@@ -102,13 +105,12 @@ def adapters(options: argparse.Namespace) -> Iterator[list[str]]:
 def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[str, list[Result]], dict[str, Any]]:
     """Replay through systems that are started here; return their results, and why others were not measured."""
     outcomes: dict[str, list[Result]] = {}
-    engine = {
-        "block_size": KV_BLOCK_TOKENS,
-        "num_blocks": options.blocks * options.tokens_per_id // KV_BLOCK_TOKENS,
-        "simulated_prefill_tokens_per_s": options.prefill_rate,
-    }
+    block_tokens = CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
+    engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
+    if options.engine == "simulated":
+        engine["simulated_prefill_tokens_per_s"] = options.prefill_rate
     flags = [f"--set={key}={value}" for key, value in engine.items()] + [f"--set={pair}" for pair in options.set]
-    flags += ["--model", options.model, "--engine", "simulated", "--replicas", str(options.replicas)]
+    flags += ["--model", options.model, "--engine", options.engine, "--replicas", str(options.replicas)]
     # All clients have one address here.
     flags += ["--max-connections-per-address", "4096"]
     shots, tenant_flags = with_tenants(shots)
@@ -128,7 +130,7 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
             else "no --sglang-python given; see benchmarks/peers/sglang_router.py"
         )
         return outcomes, {SGLANG_ROUTER: {"not_measured": why}}
-    config = {"model": options.model, "engine": "simulated", **engine}
+    config = {"model": options.model, "engine": options.engine, **engine}
     with sglang_router(options.sglang_python, options.replicas, config) as url:
         outcomes[SGLANG_ROUTER] = replay(url, shots, SGLANG_ROUTER, options)
     return outcomes, {}
@@ -161,13 +163,13 @@ def main() -> None:
     else:
         outcomes, rows = run_here(shots, options)
     rows |= {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
-    engine_kind = "unknown" if options.url else "simulated"
+    engine_kind = "unknown" if options.url else options.engine
     write(
         options.json, {**vars(options), "api_key": sorted(keys), "engine": engine_kind}, rows, said(rows, engine_kind)
     )
     if options.json is not None:
         curves = {name: [r.ttft_s for r in results if r.answer is not None] for name, results in outcomes.items()}
-        title = f"Replay of {len(shots)} requests" + ("" if options.url else ", simulated engines")
+        title = f"Replay of {len(shots)} requests" + (", simulated engines" * (engine_kind == "simulated"))
         plot_ttft(options.json.with_suffix(".png"), curves, title)
         by_tenant = {name: rows[name]["tenants"] for name in outcomes if "tenants" in rows[name]}
         if by_tenant:

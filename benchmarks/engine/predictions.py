@@ -1,0 +1,265 @@
+"""Are cached tokens what the router says? A router in front of one engine; every answer is compared with its word.
+
+Conversations of two tenants, some with a LoRA adapter, grow and begin anew in a pool that is too small for them. They
+come one at a time and in bursts, of which some are aborted; now and then the cache is reset.
+`python -m benchmarks predictions --engine vllm --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.engine_flag import add_engine_flag
+from benchmarks.common.output_collector import OutputCollector
+from benchmarks.common.random_adapters import make_adapters
+from benchmarks.common.report import parser_of, progress, write
+from benchmarks.common.running import running
+from router.core import RoutingCore
+from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at, split_chain
+from router.protocol.events import BlocksRemoved, CacheCleared, Event
+from router.protocol.request import RoutedRequest
+from router.settings import RouterSettings
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.checkpoints.sources.resolve import resolve_model
+from serve_app.config.app import AppConfig
+from serve_app.config.vllm import CPU_BLOCK_SIZE
+from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams
+from serve_app.replica.engine_factory import make_engine
+
+BLOCK = CPU_BLOCK_SIZE
+REPLICA = "replica"
+TENANTS = (b"a", b"b")
+SYSTEM_TOKENS, LONGEST_TOKENS = 200, 900
+_SECRET = b"predictions benchmark"
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__, "demo")
+    add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--blocks", type=int, default=256, help=f"of {BLOCK} tokens, in the pool")
+    parser.add_argument("--conversations", type=int, default=24, help=f"each of up to {LONGEST_TOKENS} tokens")
+    parser.add_argument("--burst", type=int, default=4, help="requests that come together, in every fifth turn or so")
+    parser.add_argument("--pause-s", type=float, default=0.03, help="between turns: what was stored is told by then")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    results = measure(resolve_model(arguments.model), arguments)
+    alone, in_bursts = results["one_at_a_time"]["exact"], results["in_bursts"]["exact"]
+    said = (
+        f"Cached tokens exactly as the router said: {results['exact']:.2%} of {results['requests']} requests "
+        f"({alone:.2%} of those that came alone, {in_bursts:.2%} of those in bursts); "
+        f"the others: {results['others'] or 'none'}. {results['evictions']} blocks were evicted."
+    )
+    write(arguments.json, vars(arguments), results, said)
+
+
+def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Ask; return how many answers had just the cached tokens that were predicted, and why others had not."""
+    info = load_checkpoint_info(model)
+    config = AppConfig(
+        model=str(model),
+        engine=arguments.engine,
+        dtype="float32",
+        block_size=BLOCK,
+        num_blocks=arguments.blocks,
+        max_model_len=2048,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        num_threads=os.cpu_count() or 1,
+        enforce_eager=True,
+        allow_runtime_lora=True,
+    )
+    routed = Routed()
+    with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
+        adapters = ["", ""]
+        specs = [] if arguments.engine == "simulated" else make_adapters(model, Path(directory), 2, rank=4)
+        engine = stack.enter_context(running(make_engine(config, info, routed.events)))
+        for spec in specs:
+            engine.load_adapter(spec)
+            adapters.append(spec.key)
+        scopes = [PrefixScope(info.fingerprint, adapter, tenant) for tenant in TENANTS for adapter in adapters]
+        talks = Talks(scopes, info.vocab_size, arguments.conversations, random.Random(arguments.seed))
+        return _ask_all(engine, routed, talks, arguments)
+
+
+class Routed:
+    """The router, and which blocks were announced to be gone when. Events come from the engine's threads."""
+
+    def __init__(self) -> None:
+        self.core = RoutingCore("predictions", RouterSettings(block_size=BLOCK))
+        self.core.update_replicas([REPLICA])
+        self.evictions = 0
+        self._lock = threading.Lock()
+        self._number = 0
+        self._cleared = 0
+        self._removed: dict[bytes, int] = {}
+
+    def events(self, events: Iterable[Event]) -> None:
+        """Take an engine's events."""
+        events = list(events)
+        with self._lock:
+            self._number += 1
+            for event in events:
+                if isinstance(event, BlocksRemoved):
+                    gone = list(split_chain(event.hashes))
+                    self.evictions += len(gone)
+                    self._removed |= dict.fromkeys(gone, self._number)
+                elif isinstance(event, CacheCleared):
+                    self._cleared = self._number
+        self.core.apply(REPLICA, "one life", events)
+
+    def number(self) -> int:
+        """Return the number of the last events so far."""
+        with self._lock:
+            return self._number
+
+    def gone_since(self, number: int, block_hash: bytes) -> bool:
+        """Whether a block was removed, or all of them, after the events of that number."""
+        with self._lock:
+            return max(self._removed.get(block_hash, 0), self._cleared) > number
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation: the tokens that its next request begins with."""
+
+    scope: PrefixScope
+    ids: TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request under way. ``number``: of the router's last events when ``predicted`` tokens were said to be cached."""
+
+    talk: Talk
+    request: EngineRequest
+    chain: bytes
+    predicted: int
+    number: int
+
+
+class Talks:
+    """Conversations that begin with one of their scope's two system prompts, and begin anew when they are long."""
+
+    def __init__(self, scopes: Sequence[PrefixScope], vocab_size: int, count: int, rng: random.Random) -> None:
+        self._vocab = vocab_size
+        self._random = rng
+        self._systems = {scope: [self._tokens(SYSTEM_TOKENS) for _ in range(2)] for scope in scopes}
+        self._talks = [Talk(scope, self._opening(scope)) for scope in islice(cycle(scopes), count)]
+        self._requests = 0
+
+    def draw(self, count: int) -> list[tuple[Talk, EngineRequest]]:
+        """Return the next requests of so many conversations."""
+        return [(talk, self._request(talk)) for talk in self._random.sample(self._talks, count)]
+
+    def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
+        return self._random.random() < probability
+
+    def answered(self, talk: Talk, tokens: Sequence[int]) -> None:
+        """Go on with an answer's tokens and a new question."""
+        talk.ids = np.concatenate([talk.ids, np.array(tokens, dtype=np.int32), self._tokens(50)])
+        if len(talk.ids) > LONGEST_TOKENS:
+            talk.ids = self._opening(talk.scope)
+
+    def _request(self, talk: Talk) -> EngineRequest:
+        self._requests += 1
+        sampling = SamplingParams(self._random.choice([1, 4, 8, 16]), temperature=0.0)
+        root = talk.scope.root(_SECRET)
+        return EngineRequest(
+            f"r{self._requests}", talk.ids, talk.scope, root, sampling, tenant=talk.scope.salt.decode()
+        )
+
+    def _opening(self, scope: PrefixScope) -> TokenArray:
+        return np.concatenate([self._random.choice(self._systems[scope]), self._tokens(40)])
+
+    def _tokens(self, count: int) -> TokenArray:
+        generator = np.random.default_rng(self._random.randrange(1 << 60))
+        return generator.integers(300, self._vocab, count, dtype=np.int32)
+
+
+def _ask_all(engine: Engine, routed: Routed, talks: Talks, arguments: argparse.Namespace) -> dict[str, Any]:
+    alone, in_bursts, done = Counter[str](), Counter[str](), Counter[str]()
+    bar = iter(progress(range(arguments.requests), "requests"))
+    while alone.total() + in_bursts.total() < arguments.requests:
+        time.sleep(arguments.pause_s)
+        if talks.chance(0.005):
+            done["resets"] += engine.reset_prefix_cache()
+        burst = talks.chance(0.2)
+        outputs = OutputCollector()
+        asked = [_ask(engine, routed, one, outputs) for one in talks.draw(arguments.burst if burst else 1)]
+        if burst:
+            _abort_one(engine, talks, asked[-1], done)
+        outputs.wait({each.request.request_id for each in asked})
+        for each in asked:
+            name = each.request.request_id
+            talks.answered(each.talk, outputs.tokens.get(name, ()))
+            if name not in outputs.cached_tokens:
+                done["aborted before the first token"] += 1
+                continue
+            delivered = outputs.cached_tokens[name]
+            done["with a hit"] += delivered > 0
+            (in_bursts if burst else alone)[_compared(routed, each, delivered)] += 1
+            next(bar, None)
+    both = alone + in_bursts
+    return {
+        **_shares(both),
+        "others": {reason: count for reason, count in both.items() if reason != "exact"},
+        "one_at_a_time": _shares(alone),
+        "in_bursts": _shares(in_bursts),
+        "evictions": routed.evictions,
+        **{name.replace(" ", "_"): count for name, count in sorted(done.items())},
+    }
+
+
+def _ask(engine: Engine, routed: Routed, one: tuple[Talk, EngineRequest], outputs: OutputCollector) -> Asked:
+    talk, request = one
+    chain = extend_chain(request.root, 0, request.token_ids, BLOCK)
+    number = routed.number()
+    route = RoutedRequest(request.request_id, chain, len(request.token_ids), request.root, tenant=request.tenant)
+    decision = routed.core.decide(route)
+    assert decision is not None
+    engine.submit(request, outputs)
+    return Asked(talk, request, chain, decision.selected_cached_tokens, number)
+
+
+def _abort_one(engine: Engine, talks: Talks, asked: Asked, done: Counter[str]) -> None:
+    """Abort a request of a burst, at any time of its life or not at all."""
+    if talks.chance(0.5):
+        time.sleep(0.01 if talks.chance(0.5) else 0.08)
+        engine.cancel(asked.request.request_id)
+        done["aborts"] += 1
+
+
+def _compared(routed: Routed, asked: Asked, delivered: int) -> str:
+    """Return "exact", or why more or less tokens were cached than was predicted."""
+    if delivered == asked.predicted:
+        return "exact"
+    if delivered > asked.predicted:
+        return "in flight: another request computed it meanwhile"
+    first_missing = hash_at(asked.chain, delivered // BLOCK)
+    return "evicted meanwhile" if routed.gone_since(asked.number, first_missing) else "unexplained"
+
+
+def _shares(counts: Counter[str]) -> dict[str, Any]:
+    total = counts.total()
+    return {"requests": total, "exact": counts["exact"] / total if total else 1.0}
+
+
+if __name__ == "__main__":
+    main()
