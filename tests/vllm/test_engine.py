@@ -339,9 +339,12 @@ def test_a_reset_forgets_everything_or_nothing(both: Both) -> None:
 
 
 def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_path: Path, tmp_path: Path) -> None:
-    """Base and two adapters in one batch get their own tokens and share no KV; the files may be gone after the load."""
+    """Base and an adapter in every slot, in one batch, get their own tokens and share no KV.
+
+    The files may be gone after the load. The base model's row gets nothing of the last slot's adapter.
+    """
     scopes, ids = [PrefixScope("tiny")], both.prompt(100, seed=8)
-    for seed, name in enumerate(("one", "two")):
+    for seed, name in enumerate(("one", "two", "three", "four")):
         path = save_adapter(demo_model_path, tmp_path / name, seed, ("q_proj", "v_proj", "up_proj"))
         spec, scope = described(path, name)
         both.vllm.load_adapter(spec)
@@ -352,13 +355,13 @@ def test_adapters_apart_and_as_in_the_built_in_engine(both: Both, demo_model_pat
     asked = [request(f"r{i}", ids, 10, scope=scope) for i, scope in enumerate(scopes)]
     wanted, found = run_all(both.torch, asked), run_all(both.vllm, asked)
     assert found.tokens == wanted.tokens
-    assert len({tuple(tokens) for tokens in found.tokens.values()}) == 3
+    assert len({tuple(tokens) for tokens in found.tokens.values()}) == 5
     assert set(found.cached.values()) == {0}
     assert set(run_all(both.vllm, asked).cached.values()) == {96}
-    large, _ = described(save_adapter(demo_model_path, tmp_path / "large", 3, ("q_proj",), r=32), "large")
+    assert both.vllm.unload_adapter(scopes[1].lora)
+    large, _ = described(save_adapter(demo_model_path, tmp_path / "large", 5, ("q_proj",), r=32), "large")
     with pytest.raises(AdapterError):
         both.vllm.load_adapter(large)
-    assert both.vllm.unload_adapter(scopes[1].lora)
     with pytest.raises(UnknownAdapter):
         both.vllm.submit(asked[1], Collector())
     assert run_all(both.vllm, [asked[0], asked[2]]).tokens["r2"] == wanted.tokens["r2"]

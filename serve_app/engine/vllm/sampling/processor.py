@@ -10,6 +10,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from serve_app.engine.vllm.arguments import end_token_ids
+from serve_app.engine.vllm.lora_on_cpu import spare_base_rows
 from serve_app.engine.vllm.sampling.row_sampler import Row, RowSampler
 from serve_app.engine.vllm.sampling.token_choice import TokenChoice
 from serve_app.structured.compiler import GrammarCompiler
@@ -23,6 +24,8 @@ class WarmpathSampling(LogitsProcessor):  # type: ignore[misc]
         model = vllm_config.model_config
         compiler = GrammarCompiler(Path(model.model), model.get_vocab_size(), end_token_ids(vllm_config))
         self._sampler = RowSampler(Matchers(compiler))
+        if device.type == "cpu":
+            spare_base_rows()
 
     def is_argmax_invariant(self) -> bool:
         """No: it decides which token is the likeliest."""
