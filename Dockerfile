@@ -1,5 +1,6 @@
 # warmpath's image, for KubeRay (cluster/rayservice.yaml) and for `ray start` anywhere. On GPUs torch's wheel brings CUDA.
 #   docker build -t warmpath:0.2.0 .
+#   docker build -t warmpath:0.2.0-vllm --build-arg EXTRAS='[vllm]' --build-arg CONSTRAINTS=/dev/null .   # `engine: vllm`, on GPUs
 #   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.2.0 warmpath serve --host 0.0.0.0
 FROM python:3.11.13-slim-bookworm
 
@@ -16,7 +17,10 @@ COPY router router
 COPY serve_app serve_app
 COPY cluster cluster
 COPY benchmarks benchmarks
-RUN pip install --no-cache-dir --disable-pip-version-check -c constraints.txt .
+# constraints.txt is of the install without vLLM, which has pins of its own.
+ARG EXTRAS=""
+ARG CONSTRAINTS=constraints.txt
+RUN pip install --no-cache-dir --disable-pip-version-check -c "$CONSTRAINTS" ".$EXTRAS"
 
 USER 10001
 WORKDIR /home/warmpath

@@ -176,7 +176,7 @@ def application(config: dict[str, Any]) -> Any:
 
 def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
     """On Kubernetes only addresses and a pod's sizes differ; the secret comes from a Secret, and no key is written."""
-    for kind in ("", "_gpu"):
+    for kind in ("", "_gpu", "_vllm"):
         serve_config = yaml.safe_load((ROOT / f"cluster/serve_config{kind}.yaml").read_text())
         service = yaml.safe_load((ROOT / f"cluster/rayservice{kind}.yaml").read_text())
         inner = yaml.safe_load(service["spec"]["serveConfigV2"])
