@@ -16,11 +16,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, extend_chain, hash_at
+from router.protocol.block_hash import HASH_BYTES, extend_chain
 from router.protocol.events import LoadReport, StatsReport
-from serve_app.cache.kv_chain import KvChain, TransferError
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
-from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.protocol import (
     AdapterSpec,
@@ -93,18 +90,10 @@ class VllmEngine:
         jobs = JobRunner(self._frontend, self._adapters, self._copies)
         budget = settings.pin_budget * self.facts.num_blocks if settings.pin_budget < 1 else settings.pin_budget
         self._saves = VllmSaves(int(budget), settings.block_size, settings.tenant_shares, jobs.run, self._meters, clock)
-        self._moves = VllmMoves(
-            self.facts.num_blocks,
-            self._events.entries if self._events is not None else lambda _: [],
-            self._saves.pins.soonest_first,
-            lambda: round(self.facts.num_blocks * self._load.kv_usage),
-            clock=clock,
-        )
-        self.hot_prefixes, self.cache_room = self._moves.hot_prefixes, self._moves.cache_room
-        self._transfer: VllmTransfer | None = None
+        transfer: VllmTransfer | None = None
         if settings.transfer and self._events is not None:
             directory = self._endpoints.directory
-            self._transfer = VllmTransfer(
+            transfer = VllmTransfer(
                 format_of(directory, settings.model_fingerprint, settings.block_size),
                 directory,
                 self.facts.max_model_len,
@@ -112,6 +101,17 @@ class VllmEngine:
                 self.known_blocks,
                 self._events.root_of,
             )
+        self._moves = moves = VllmMoves(
+            self.facts.num_blocks,
+            self._events,
+            transfer,
+            self._saves,
+            lambda keep: self._frontend.call(keep).result(),
+            lambda: round(self.facts.num_blocks * self._load.kv_usage),
+            clock=clock,
+        )
+        self.export_prefix, self.import_part = moves.export_prefix, moves.import_part
+        self.hot_prefixes, self.cache_room, self.keep_save = moves.hot_prefixes, moves.cache_room, moves.keep_save
         self._labels = (*settings.labels, ("engine", "vllm"))
 
     def start(self) -> None:
@@ -226,47 +226,6 @@ class VllmEngine:
             for live in self._live.all():
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
-
-    def export_prefix(
-        self,
-        scope: PrefixScope,
-        token_ids: TokenArray,
-        block_hashes: bytes,
-        first: int = 0,
-        most_blocks: int | None = None,
-        *,
-        demote: bool = False,
-    ) -> KvChain | None:
-        """Return the blocks from ``first`` on that are held of a prefix, None without ``settings.transfer``.
-
-        ``demote`` changes nothing in vLLM's order.
-        """
-        if self._transfer is None:
-            return None
-        return self._transfer.export_prefix(scope, token_ids, block_hashes, first, most_blocks)
-
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> int:
-        """Load blocks of a prefix that another vLLM handed out; return how many leading ones are held then.
-
-        Raises a TransferError, taking nothing, or EngineError.
-        """
-        if self._transfer is None:
-            raise TransferError("this vLLM takes no KV from elsewhere")
-        held = self._transfer.import_part(part, scope, token_ids, block_hashes, first)
-        self._moves.note_owner(part.header.root, scope, tenant)
-        return held
-
-    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Keep a prefix that another replica kept; None where not all of it is here, or its time is over."""
-        blocks = len(prefix.chain) // HASH_BYTES
-        if self._events is None or not blocks or (saved.ttl_s or math.inf) <= saved.unread_s:
-            return None
-        root = self._events.root_of(hash_at(prefix.chain, 0))
-        if not root or self.known_blocks(prefix.chain, blocks) < blocks:
-            return None
-        return self._frontend.call(self._saves.take_over(saved, prefix, root)).result()
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available; reads files, so not for an event loop.

@@ -1,42 +1,71 @@
-"""What another replica asks when a cache moves: what is hot in vLLM's pool, and what would fit there.
+"""What other replicas ask when a cache moves: what vLLM's pool holds and what is hot there, to take KV in, to keep it.
 
-Made of vLLM's events, of the saves, and of the requests so far, which say whose a root is. Any thread.
+Made of vLLM's events, of the saves, and of the requests so far, which say whose a root is. Any thread but the loop's.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
-from router.protocol.block_hash import PrefixScope
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at
+from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import HotPrefixes, PinnedBlocks, idle_heats, list_hot
-from serve_app.cache.prefix.pins import Pin
+from serve_app.cache.prefix.hot_prefixes import (
+    HashedTokens,
+    HotPrefixes,
+    PinnedBlocks,
+    SavedPrefix,
+    idle_heats,
+    list_hot,
+)
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.events.held_blocks import OwnerOf
-from serve_app.engine.vllm.saves import block_number
+from serve_app.engine.vllm.saves import VllmSaves, block_number
+from serve_app.engine.vllm.transfer.transfer import VllmTransfer
+
+
+class Held(Protocol):
+    """What a pool holds; see ``EventSubscriber``."""
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        """Return how many of a chain's first ``most`` blocks."""
+
+    def root_of(self, first_hash: bytes) -> bytes:
+        """Return under which root a chain begins."""
+
+    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
+        """Return it by owner, parents first."""
 
 
 class VllmMoves:
-    """One engine's answers. ``entries``: what the pool holds, by owner; ``pins``: of it, what is saved.
+    """One engine's answers; the names are those of ``protocol.Engine``.
 
-    ``used_blocks``: of it, how many are in use.
+    ``held`` None: nothing is cached. ``transfer`` None: nothing leaves or enters. ``wait`` runs what belongs to the
+    loop; ``used_blocks``: how many are in use.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        entries: Callable[[OwnerOf], list[CachedBlock]],
-        pins: Callable[[], Sequence[Pin]],
+        held: Held | None,
+        transfer: VllmTransfer | None,
+        saves: VllmSaves,
+        wait: Callable[[Coroutine[Any, Any, PinOutcome | None]], PinOutcome | None],
         used_blocks: Callable[[], int],
         *,
         clock: Clock = time.monotonic,
     ) -> None:
         self._num_blocks = num_blocks
-        self._entries = entries
-        self._pins = pins
+        self._held = held
+        self._transfer = transfer
+        self._saves = saves
+        self._wait = wait
         self._used_blocks = used_blocks
         self._clock = clock
         self._lock = threading.Lock()
@@ -50,27 +79,65 @@ class VllmMoves:
             if len(self._owners) > self._num_blocks:
                 self._owners.popitem(last=False)
 
+    def export_prefix(
+        self,
+        scope: PrefixScope,
+        token_ids: TokenArray,
+        block_hashes: bytes,
+        first: int = 0,
+        most_blocks: int | None = None,
+        *,
+        demote: bool = False,
+    ) -> KvChain | None:
+        """Return the blocks from ``first`` on that are held of a prefix. ``demote`` changes nothing in vLLM's order."""
+        if self._transfer is None:
+            return None
+        return self._transfer.export_prefix(scope, token_ids, block_hashes, first, most_blocks)
+
+    def import_part(
+        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
+    ) -> int:
+        """Load blocks of a prefix that another vLLM handed out; return how many leading ones are held then.
+
+        Raises a TransferError, taking nothing, or EngineError.
+        """
+        if self._transfer is None:
+            raise TransferError("this vLLM takes no KV from elsewhere")
+        held = self._transfer.import_part(part, scope, token_ids, block_hashes, first)
+        self.note_owner(part.header.root, scope, tenant)
+        return held
+
+    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Keep a prefix that another replica kept; None where not all of it is here, or its time is over."""
+        blocks = len(prefix.chain) // HASH_BYTES
+        if self._held is None or not blocks or (saved.ttl_s or math.inf) <= saved.unread_s:
+            return None
+        root = self._held.root_of(hash_at(prefix.chain, 0))
+        if not root or self._held.known_blocks(prefix.chain, blocks) < blocks:
+            return None
+        return self._wait(self._saves.take_over(saved, prefix, root))
+
     def hot_prefixes(self) -> HotPrefixes:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
         # A scope is that of a whole chain, so that what is left out takes its children along.
-        base = [entry for entry in self._held() if not entry.scope.lora]
+        base = [entry for entry in self._entries() if not entry.scope.lora]
         now_s, blocks = self._clock(), {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
             PinnedBlocks(pin.key, pin.tenant, [blocks[one] for one in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
-            for pin in self._pins()
+            for pin in self._saves.pins.soonest_first()
             if blocks.keys() >= set(pin.blocks)
         ]
         return list_hot(base, pins, now_s)
 
     def cache_room(self) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""
-        entries = self._held()
+        entries = self._entries()
         room = max(0, self._num_blocks - self._used_blocks())
         idle = min(len(entries), room)
         heats = idle_heats(entries, range(len(entries)), self._clock())
         return CacheRoom(room - idle, heats[: 4 * idle])
 
-    def _held(self) -> list[CachedBlock]:
+    def _entries(self) -> list[CachedBlock]:
         with self._lock:
             owners = dict(self._owners)
-        return self._entries(owners.get)
+        return self._held.entries(owners.get) if self._held is not None else []

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
+from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
-from serve_app.cache.prefix.pins import Pin
+from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.held_blocks import OwnerOf
 from serve_app.engine.vllm.events.translator import Translator
-from serve_app.engine.vllm.saves import block_number
+from serve_app.engine.vllm.saves import VllmSaves, block_number
+from serve_app.engine.vllm.transfer.job import Job
 from serve_app.engine.vllm.transfer.moves import VllmMoves
 from tests.serve_app.engine.tiny import root_of
 from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
@@ -34,9 +39,20 @@ class Pool:
         self.model = PoolModel(BLOCKS, SIZE)
         self.translator = Translator(SIZE, BLOCKS, clock=lambda: self.now_s)
         self.used = 0
-        self.pins: list[Pin] = []
-        held = self.translator.held
-        self.moves = VllmMoves(BLOCKS, held.entries, lambda: self.pins, lambda: self.used, clock=lambda: self.now_s)
+        self.saves = VllmSaves(BLOCKS, SIZE, {}, self.run, EngineMeters(), lambda: self.now_s)
+        self.moves = VllmMoves(BLOCKS, self, None, self.saves, asyncio.run, lambda: self.used, clock=lambda: self.now_s)
+
+    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        return 0
+
+    def known_blocks(self, block_hashes: bytes, most: int) -> int:
+        return self.translator.known_blocks(block_hashes, most)
+
+    def root_of(self, first_hash: bytes) -> bytes:
+        return self.translator.held.root_of(first_hash)
+
+    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
+        return self.translator.held.entries(owner_of)
 
     def compute(self, scope: PrefixScope, tokens: list[int], *, owned: bool = True) -> None:
         self.now_s += 1
@@ -96,11 +112,16 @@ def test_saves_go_first_and_stay_saves() -> None:
     for _ in range(3):
         pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
     chain = extend_chain(root_of(SCOPES[0]), 0, np.ones(4, np.int32), SIZE)
-    blocks = tuple(block_number(one) for one in split_chain(chain))
-    pool.pins = [Pin(b"k", "t", blocks, 60.0, pool.now_s + 20), Pin(b"gone", "t", (*blocks, 5), None, math.inf)]
+    saved = SavedPrefix(b"k", "t", 60.0, 40.0, 0)
+    prefix = HashedTokens(SCOPES[0], np.ones(4, np.int32), chain)
+    assert pool.moves.keep_save(saved, prefix) == "pinned"
+    assert pool.moves.keep_save(replace(saved, key=b"over", unread_s=60.0), prefix) is None
+    unknown = replace(prefix, chain=extend_chain(root_of(SCOPES[1]), 0, np.ones(4, np.int32), SIZE))
+    assert pool.moves.keep_save(replace(saved, key=b"unknown"), unknown) is None
+    pool.saves.pins.add(b"gone", [block_number(chain[:16]), 5], None, pool.now_s)
     hot = pool.moves.hot_prefixes()
     assert (hot.runs[0].kind, hot.runs[0].hashes) == ("save", chain)
-    assert hot.saves == (SavedPrefix(b"k", "t", 60.0, 40.0, 0),)
+    assert hot.saves == (saved,)
 
 
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
