@@ -102,10 +102,10 @@ function draw(nowMs) {
 function drawState(model) {
   const { name, says } = player.recording ? { name: "playback", says: "a recording" } : state;
   byId("connection").dataset.state = name;
-  const text = name === "refused" ? "not connected" : says;
+  const text = { refused: "not connected", busy: "not connected; trying again" }[name] ?? says;
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
   byId("empty").hidden = model.replicas.size > 0;
-  const [lead, more] = EMPTY[name] ?? ["The map is not connected", says];
+  const [lead, more] = EMPTY[name] ?? ["The map is not connected", name === "busy" ? `${says} The page tries again by itself.` : says];
   byId("empty-lead").textContent = lead;
   byId("empty-more").textContent = more;
 }

@@ -24,7 +24,8 @@ Event = dict[str, Any]
 class Stage:
     """What the server answers. ``snapshots``: what a stream of events begins with, by key; no entry: 401.
 
-    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came.
+    ``words``: an answer; it waits before its last word while ``held``. ``bodies``: the chats that came. ``busy``: why
+    nobody may listen now; 429.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Stage:
         self.held = threading.Event()
         self.held.set()
         self.fails = ""
+        self.busy = ""
         self.left = threading.Event()
         self._listeners: list[tuple[str, asyncio.Queue[Event | None]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,6 +68,8 @@ class Stage:
         key = _key(request)
         if key not in self.snapshots:
             return _refused("Incorrect API key provided.")
+        if self.busy:
+            return JSONResponse({"error": {"message": self.busy}}, 429, {"retry-after": "1"})
         if "once" in request.query_params:
             return JSONResponse(self.snapshots[key][0])
         self._loop = asyncio.get_running_loop()

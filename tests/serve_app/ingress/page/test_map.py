@@ -193,6 +193,28 @@ def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -
     assert page.locator("#connection-text").inner_text() == "live"
 
 
+def test_a_server_with_too_many_streams_is_quoted_and_asked_again(page: Any, stage: Stage) -> None:
+    """It is not said to be gone; the map shows what was known last."""
+    now_s = begin(page, stage)
+    stage.busy = "There are 8 event streams already; close one first."
+    stage.snapshots = {"": [snapshot(now_s)]}
+    stage.hang_up()
+    page.get_by_text("not connected; trying again").wait_for()
+    assert page.locator(".replica").count() == 2
+    stage.busy = ""
+    page.get_by_text("live", exact=True).wait_for()
+
+
+def test_a_page_that_comes_too_late_is_told_why(page: Any, stage: Stage) -> None:
+    """In the place of the map stands the server's own sentence, until it is the page's turn."""
+    stage.busy = "There are 8 event streams already; close one first."
+    page.goto("/")
+    page.get_by_text("close one first. The page tries again by itself.").wait_for()
+    stage.snapshots = {"": [snapshot(time.time(), replicas=[replica("r1")])]}
+    stage.busy = ""
+    page.locator("[data-id=r1]").wait_for()
+
+
 def test_many_replicas_stay_readable(page: Any, stage: Stage) -> None:
     """Nothing is wider than the window, at 40 replicas and at a telephone's width."""
     begin(page, stage, replicas=[replica(f"r{index}") for index in range(1, 41)])
