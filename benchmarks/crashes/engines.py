@@ -57,6 +57,7 @@ def _vllm(info: CheckpointInfo, settings: EngineSettings) -> Engine:
             "block_size": settings.block_size,
             "num_blocks": settings.num_blocks,
             "allow_runtime_lora": True,
+            "max_lora_rank": 8,
             "enforce_eager": True,
         }
     )
@@ -145,5 +146,6 @@ def instance_settings(
         "lora_adapters": {name: str(directory / "adapters" / name) for name in ADAPTERS},
         "public_prompts": [prompt.model_dump(include={"name", "version", "text"}) for prompt in public_prompts(kind)],
         "enforce_eager": kind == "vllm",
+        "max_lora_rank": 8,
         **speculation,
     }

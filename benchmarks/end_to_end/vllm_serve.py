@@ -55,7 +55,7 @@ def main() -> None:
     ours = {**sizes, "num_threads": arguments.threads, "kv_cache_bytes": _GIB, "enforce_eager": arguments.eager}
     theirs = {name.replace("_", "-"): value for name, value in sizes.items()} | {"kv-cache-memory-bytes": _GIB}
     # Plain vLLM keeps this part of a CPU's memory for itself, and does not start where it is not there.
-    theirs |= {"gpu-memory-utilization": 0.05} | ({"enforce-eager": "true"} if arguments.eager else {})
+    theirs |= {"gpu-memory-utilization": 0.05} | ({"enforce-eager": True} if arguments.eager else {})
     threads = {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     flags = ["--model", arguments.model, "--engine", "vllm", "--replicas", "1"]
     flags += [f"--set={name}={value}" for name, value in ours.items()]

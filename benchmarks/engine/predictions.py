@@ -83,6 +83,7 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         num_threads=os.cpu_count() or 1,
         enforce_eager=True,
         allow_runtime_lora=True,
+        max_lora_rank=8,
     )
     routed = Routed()
     with tempfile.TemporaryDirectory(prefix="warmpath-predictions-") as directory, ExitStack() as stack:
