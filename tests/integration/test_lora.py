@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,6 +215,43 @@ def test_usage_is_that_of_both_ingresses_whichever_is_asked(served: Instance) ->
     for _ in range(8):
         ask(served.client("globex"), "pirate")
     assert [requests() for _ in range(4)] == [before + 8] * 4
+
+
+def test_one_event_stream_tells_what_both_ingresses_decide(served: Instance) -> None:
+    """To an operator, and to the tenant whose requests they were; another tenant hears of none."""
+
+    @contextmanager
+    def listening(name: str) -> Iterator[Iterator[dict[str, Any]]]:
+        path, headers = f"{served.url}/v1/cache/events", {"authorization": f"Bearer {KEYS[name][0]}"}
+        with httpx.stream("GET", path, headers=headers, timeout=PATIENCE_S) as answer:
+            lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+            events = map(json.loads, lines)
+            assert next(events)["type"] == "snapshot"
+            yield (event for event in events if event["type"] == "decision")
+
+    over = threading.Event()
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            ask(served.client())  # on a connection of its own
+
+    with listening("operator") as operator, listening("acme") as own, listening("globex") as other:
+        # Several at once: HAProxy gives each to the ingress that has fewest connections, and streams are such.
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking) for _ in range(4)]
+            try:
+                for decisions in (operator, own):
+                    seen: set[str] = set()
+                    while len(seen) < 2:
+                        decision = next(decisions)
+                        assert decision["tenant"] == "acme"
+                        seen.add(decision["ingress"])
+            finally:
+                over.set()
+            for each in asking:
+                each.result()
+        ask(served.client("globex"))
+        assert next(other)["tenant"] == "globex"
 
 
 def test_a_replica_that_starts_later_serves_what_was_loaded_before(served: Instance) -> None:
