@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.peers.sglang_router import server_process
+from benchmarks.peers.processes import server_process
 from serve_app.cli.local_ray import held_port
 
 

@@ -7,8 +7,6 @@ behind a plain server, to which nothing ever happens. Knows no cluster.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -20,10 +18,9 @@ from benchmarks.common.client import Answer, stream_answer
 from benchmarks.common.open_loop import Shot
 from benchmarks.end_to_end.autoscale.scenarios import Span, arrivals
 from benchmarks.end_to_end.replay.text import TraceText
-from benchmarks.peers.sglang_router import server_process
+from benchmarks.peers.workers import workers
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.cli.local_ray import held_port
 
 PATH = "/v1/completions"
 _CLIENTS = 8
@@ -85,11 +82,8 @@ def undisturbed(shots: Sequence[Shot], settings: dict[str, Any], progress: Calla
     settings = {**settings, "num_blocks": settings["num_blocks"] * _POOLS}
     if settings["engine"] == "simulated":
         settings = {**settings, "simulated_prefill_tokens_per_s": 1e6, "simulated_decode_step_s": 0.001}
-    with held_port() as port:
-        url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "benchmarks.peers.plain_server", "--port", str(port)]
-        with server_process([*command, "--config", json.dumps(settings)], f"{url}/health"):
-            return asyncio.run(_ask_all(url, shots, progress))
+    with workers(1, settings) as [url]:
+        return asyncio.run(_ask_all(url, shots, progress))
 
 
 async def _ask_all(url: str, shots: Sequence[Shot], progress: Callable[[], None]) -> list[Answer]:

@@ -31,6 +31,7 @@ from benchmarks.common.server import instance
 from benchmarks.end_to_end.recorder import KEY_VARIABLE, beside, recorded
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from benchmarks.peers.sglang_router import sglang_router
+from benchmarks.peers.workers import workers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.vllm import CPU_BLOCK_SIZE
@@ -131,7 +132,7 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
         )
         return outcomes, {SGLANG_ROUTER: {"not_measured": why}}
     config = {"model": options.model, "engine": options.engine, **engine}
-    with sglang_router(options.sglang_python, options.replicas, config) as url:
+    with workers(options.replicas, config) as servers, sglang_router(options.sglang_python, servers) as url:
         outcomes[SGLANG_ROUTER] = replay(url, shots, SGLANG_ROUTER, options)
     return outcomes, {}
 

@@ -1,0 +1,136 @@
+"""Ray's PrefixCacheAffinityRouter in front of plain servers: a Serve application of its own, Ray's class untouched.
+
+Each of its replicas passes requests on to one server, so that the class chooses between them as it would between
+replicas of Ray's own LLM deployment. `python -m benchmarks.peers.ray_prefix_router --port P --worker-urls URL ...`
+"""
+
+# No `from __future__ import annotations`: FastAPI resolves the route's annotations inside `application`.
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from benchmarks.peers.processes import server_process
+from serve_app.cli.local_ray import held_port
+
+ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
+"""Behind ``ray.serve.llm.request_router``, which asks for all that Ray's LLM deployments need."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One request. ``messages``: what Ray's class looks for among a call's arguments; ``body``: what is passed on."""
+
+    messages: list[dict[str, Any]]
+    body: bytes
+
+
+class Proxy:
+    """A replica that stands for one server, whichever nobody else has claimed."""
+
+    def __init__(self, urls: Sequence[str], folder: str) -> None:
+        self._url = next(url for number, url in enumerate(urls) if _claimed(Path(folder) / str(number)))
+        self._client = httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
+
+    async def chat(self, call: ChatCall) -> AsyncIterator[bytes]:
+        """Yield the bytes of the server's stream."""
+        async with self._client.stream("POST", f"{self._url}/v1/chat/completions", content=call.body) as response:
+            async for part in response.aiter_raw():
+                yield part
+
+
+def _claimed(mark: Path) -> bool:
+    """Say whether this process is the first to ask for it."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def application(urls: Sequence[str], folder: str) -> serve.Application:
+    """Return an ingress in front of as many proxies as there are servers."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000)
+    @serve.ingress(app)
+    class Front:
+        """Reads a request and streams what its proxy yields."""
+
+        def __init__(self, proxies: DeploymentHandle) -> None:
+            self._chat = proxies.options(method_name="chat", stream=True)
+
+        @app.post("/v1/chat/completions")
+        async def chat(self, request: Request) -> StreamingResponse:
+            """Route by the messages."""
+            body = await request.body()
+            call = ChatCall(json.loads(body)["messages"], body)
+            return StreamingResponse(self._chat.remote(call), media_type="text/event-stream")
+
+        @app.get("/health")
+        async def health(self) -> dict[str, str]:
+            """Say that this process serves."""
+            return {}
+
+    proxies = serve.deployment(
+        num_replicas=len(urls),
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+    )(Proxy)
+    return Front.bind(proxies.bind(urls, folder))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def ray_prefix_router(workers: Sequence[str]) -> Iterator[str]:
+    """Run it over servers at these URLs; yields its own. Raises RuntimeError when it does not come up."""
+    with held_port() as port:
+        command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_router", "--port", str(port)]
+        url = f"http://127.0.0.1:{port}"
+        with server_process([*command, "--worker-urls", *workers], f"{url}/health", dict(os.environ)):
+            yield url
+
+
+async def _until_told_to_end() -> None:
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await told.wait()
+
+
+def main() -> None:
+    """Serve until told to end, on loopback only."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--worker-urls", nargs="+", required=True)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": arguments.port}, proxy_location="HeadOnly")
+            serve.run(application(arguments.worker_urls, folder), name="ray_prefix")
+            asyncio.run(_until_told_to_end())
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
