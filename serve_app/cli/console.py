@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 console = Console(stderr=True, highlight=False)
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def harmless(value: Any) -> Any:
+    """Return JSON of others with every control character of its strings replaced: a terminal would obey them."""
+    if isinstance(value, str):
+        return _CONTROLS.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {harmless(name): harmless(inner) for name, inner in value.items()}
+    return [harmless(inner) for inner in value] if isinstance(value, list) else value
+
+
 def fail(message: str) -> NoReturn:
     """Print an error and leave with status 2."""
-    console.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    console.print(f"error: {harmless(message)}", style="red", markup=False, soft_wrap=True)
     sys.exit(2)

@@ -12,7 +12,7 @@ SHOWN_NODES = 256
 """To one watcher."""
 
 LEAST_NODES = 16
-"""Of each tenant, however many there are."""
+"""Of each tenant, however many are configured; how many ask something is no tenant's to see."""
 
 STALE_TICKS = 4
 """The holders of nodes that nobody uses are looked up this often, in refreshes."""
@@ -56,7 +56,7 @@ class NodeRows:
     def refresh(self) -> None:
         """Bring the rows up to date."""
         self.version += 1
-        most = max(LEAST_NODES, SHOWN_NODES // max(1, len(self._table.rooms)))
+        most = max(LEAST_NODES, SHOWN_NODES // max(1, self._table.tenants()))
         kept: dict[Key, NodeRow] = {}
         for tenant, room in self._table.rooms.items():
             for index, (key, node) in enumerate(room.latest(most)):

@@ -112,7 +112,7 @@ class PrefixTable:
 
     def __init__(self, block_size: int, tenants: Callable[[], int]) -> None:
         self.block_size = block_size
-        self._tenants = tenants
+        self.tenants = tenants
         self.rooms: OrderedDict[str, TenantPrefixes] = OrderedDict()
 
     def add(
@@ -176,13 +176,13 @@ class PrefixTable:
     def _new_room(self, tenant: str) -> TenantPrefixes:
         """Return a new tenant's room; those of tenants that are configured no more go."""
         room = self.rooms[tenant] = TenantPrefixes()
-        while len(self.rooms) > max(1, self._tenants()):
+        while len(self.rooms) > max(1, self.tenants()):
             self.rooms.popitem(last=False)
         return room
 
     @property
     def _max_bytes(self) -> int:
-        return min(MAX_TENANT_BYTES, MAX_BYTES // max(1, self._tenants()))
+        return min(MAX_TENANT_BYTES, MAX_BYTES // max(1, self.tenants()))
 
 
 def _conversation_key(nodes: OrderedDict[bytes, Node], chain: bytes, start: int, blocks: int) -> bytes:

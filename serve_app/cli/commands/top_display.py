@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from serve_app.cli.console import harmless
+
 Row = dict[str, Any]
 
 SHOWN_PREFIXES = 8
@@ -48,6 +50,7 @@ class State:
 
     def take(self, event: Row) -> None:
         """Take one event; unknown types change nothing."""
+        event = harmless(event)
         match event["type"]:
             case "snapshot":
                 self.about = {key: value for key, value in event.items() if not isinstance(value, list)}
@@ -121,7 +124,7 @@ def _replicas(state: State) -> Table:
             table.add_column(name, justify="right")
     for name in sorted(state.replicas):
         row = state.replicas[name]
-        cells = [escape(name), row["state"]]
+        cells = [escape(name), escape(row["state"])]
         if full:
             total = row.get("blocks_total")
             cells += [_bar(row) if total else "", str(total or "")]

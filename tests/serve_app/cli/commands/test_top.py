@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from serve_app.cli import console as cli_console
 from serve_app.cli.commands.top_display import REASONS, State, frame
 from serve_app.cli.main import app
 from serve_app.ingress.routes import events as route
@@ -87,3 +89,26 @@ def test_every_event_changes_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in out.getvalue(), text
     state.take({"type": "replica_left", "replica": "r1"})
     assert state.replicas == {}
+
+
+def test_names_of_a_server_are_never_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that a terminal would obey, or that is markup, is text: in a frame, and where an error quotes a server."""
+    wrong = "[/]\x1b]52;c;cm0gLXJm\x1b\\\x9b2J\u202e"
+    state = State()
+    replica = {"replica": wrong, "state": wrong, "engine": "simulated", "simulated": True}
+    node = {"id": "1", "parent": None, "kind": "public", "tenant": wrong, "label": wrong, "tokens": 1}
+    node |= {"prefix_tokens": 1, "pinned": False, "requests": 1, "hits": 1, "last_used_at_s": 0.0}
+    node["holders"] = {wrong: 1}
+    told = {"at_s": 0.0, "tenant": wrong, "replica": wrong, "reason": wrong, "prompt_tokens": 1, "cached_tokens": 1}
+    state.take(
+        {"type": "snapshot", "viewer": "tenant", "tenant": wrong, "model": wrong, "engine": wrong, "policy": wrong,
+         "replicas": [replica], "prefixes": [node], "totals": [], "decisions": [told]}
+    )  # fmt: skip
+    state.take({"type": "scale", "from": 1, "target": 2, "reason": wrong, "why": wrong})
+    out = io.StringIO()
+    Console(file=out, width=400).print(frame(state))
+    monkeypatch.setattr(cli_console, "console", Console(file=out))
+    with pytest.raises(SystemExit):
+        cli_console.fail(wrong)
+    assert out.getvalue().count("[/]") == 15
+    assert re.findall(r"[^\n\x20-\x7e\xa0-\u2027\u2030-\uffff]", out.getvalue()) == []
