@@ -19,6 +19,7 @@ export class Log {
   clear() {
     this.waiting = [];
     byId("log").replaceChildren();
+    byId("log-spoken").replaceChildren();
   }
 
   /** Add events in their order; `aloud`: also for screen readers. Lines appear with `render`. */

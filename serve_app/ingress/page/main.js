@@ -154,12 +154,21 @@ async function openRecording(file) {
   }
 }
 
+/** What one key was shown is not for the next one's holder to read. */
+function forget() {
+  live.clear();
+  why.clear();
+  if (!player.recording) log.clear();
+  changed = true;
+}
+
 function wireSettings() {
   byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
   for (const [id, which] of [["key", "chat"], ["map-key", "map"]]) {
     byId(id).value = ownKey(which);
     byId(id).addEventListener("change", () => {
       setKey(which, byId(id).value);
+      forget();
       loadModels();
       connection.start();
     });
@@ -187,12 +196,15 @@ function wireRecording() {
     byId("open-recording").focus();
   });
   const dropping = (on) => document.body.classList.toggle("dropping", on);
+  const ours = (event) => event.dataTransfer.types.includes("Files") || !event.target.closest?.("input, textarea");
   addEventListener("dragover", (event) => {
+    if (!ours(event)) return; // text that is dragged into a field
     event.preventDefault();
-    dropping(true);
+    dropping(event.dataTransfer.types.includes("Files"));
   });
   addEventListener("dragleave", () => dropping(false));
   addEventListener("drop", (event) => {
+    if (!ours(event)) return;
     event.preventDefault();
     dropping(false);
     openRecording(event.dataTransfer.files[0]);

@@ -34,6 +34,11 @@ export class Why {
     byId("why").focus({ preventScroll: false });
   }
 
+  clear() {
+    this.asked += 1;
+    byId("why-body").replaceChildren();
+  }
+
   event(event) {
     this.show(this.words.heading(event), this.words.sentences(event), this.words.facts(event));
   }

@@ -135,18 +135,27 @@ export class Cache {
   }
 }
 
-/** By an event's type. What a later server says more is passed over. */
+/** A list of objects, none for nothing. Throws TypeError for anything else: a recording may hold anything. */
+function rows(value) {
+  for (const row of value ?? []) {
+    if (typeof row !== "object" || row === null) throw new TypeError("a list with something else than objects");
+  }
+  return [...(value ?? [])];
+}
+
+/** By an event's type, whatever words it is; what a later server says more is passed over. */
 const HANDLERS = {
+  __proto__: null,
   snapshot(cache, event) {
     cache.clear();
     cache.model = event.model ?? "";
     cache.simulated = Boolean(event.simulated);
     cache.seesAll = event.viewer === "operator";
     cache.blockSize = event.block_size ?? cache.blockSize;
-    for (const replica of event.replicas ?? []) cache.keepReplica(replica);
-    cache.keepNodes(event.prefixes ?? []);
-    cache.totals = event.totals ?? [];
-    for (const decision of event.decisions ?? []) cache.keepDecision(decision);
+    for (const replica of rows(event.replicas)) cache.keepReplica(replica);
+    cache.keepNodes(rows(event.prefixes));
+    cache.totals = rows(event.totals);
+    for (const decision of rows(event.decisions)) cache.keepDecision(decision);
   },
   replica(cache, event) {
     const before = cache.replicas.get(event.replica)?.state;
@@ -165,7 +174,7 @@ const HANDLERS = {
     for (const id of event.ids) cache.nodes.delete(id);
   },
   totals(cache, event) {
-    cache.totals = event.totals;
+    cache.totals = rows(event.totals);
   },
   decision(cache, event) {
     cache.keepDecision(event);

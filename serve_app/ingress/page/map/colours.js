@@ -11,11 +11,13 @@ const AGES = [
   [Infinity, "longer ago"],
 ];
 const MAX_KEYS = 10;
+const MAX_GROUPS = 2048; // more than are ever on the map: a page may stay open for weeks
 
 export class Colours {
   constructor() {
     this.by = "tenant";
     this.order = new Map();
+    this.next = 0;
   }
 
   /** Colour an element for a prefix. `group`: who it is coloured as, null for public. */
@@ -28,7 +30,10 @@ export class Colours {
 
   hue(group) {
     if (group === null) return PUBLIC_HUE;
-    if (!this.order.has(group)) this.order.set(group, this.order.size);
+    if (!this.order.has(group)) {
+      this.order.set(group, this.next++);
+      if (this.order.size > MAX_GROUPS) this.order.delete(this.order.keys().next().value);
+    }
     return HUES[this.order.get(group) % HUES.length];
   }
 

@@ -183,6 +183,36 @@ def test_names_are_never_markup(page: Any, stage: Stage) -> None:
     assert page.title() == "warmpath"
 
 
+def test_another_key_is_shown_nothing_of_the_one_before(page: Any, stage: Stage) -> None:
+    """Neither on the map nor beside it, from when the key is another: the server may not answer it at once."""
+    now_s = begin(page, stage)
+    stage.send(decision("one.0", now_s, tenant="globex"))
+    page.locator("#log button").first.click()
+    page.locator("#why", has_text="globex").wait_for()
+    stage.snapshots["wp-acme"] = []
+    stage.busy = "There are 4 event streams already; close one first."
+    page.get_by_text("Model and keys").click()
+    page.get_by_label("API key", exact=True).fill("wp-acme")
+    page.get_by_label("API key", exact=True).press("Tab")
+    page.get_by_text("not connected; trying again").wait_for()
+    page.wait_for_function("() => !document.querySelector('.replica')")
+    assert "globex" not in page.content()
+
+
+def test_text_can_be_dragged_into_a_field(page: Any, stage: Stage) -> None:
+    """Only what else is dropped is the page's: a file is opened, a link does not lead away from the chat."""
+    begin(page, stage)
+    taken = page.evaluate(
+        """() => ["dragover", "drop"].map((type) => ["#say", "#stage"].map((place) => {
+          const event = new DragEvent(type, { bubbles: true, cancelable: true, dataTransfer: new DataTransfer() });
+          event.dataTransfer.setData("text/plain", "some words");
+          document.querySelector(place).dispatchEvent(event);
+          return event.defaultPrevented;
+        }))"""
+    )
+    assert taken == [[False, True], [False, True]]
+
+
 def test_a_lost_connection_is_told_and_taken_up_again(page: Any, stage: Stage) -> None:
     """What comes then begins with a snapshot of its own."""
     now_s = begin(page, stage)

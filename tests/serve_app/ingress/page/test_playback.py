@@ -79,6 +79,8 @@ def test_live_goes_on_behind_a_recording(page: Any, stage: Stage, tmp_path: Path
         ('{"type": "decision", "at_s": 1}\n', "has no snapshot"),
         ('{"type": "snapshot", "at_s": 1}\n{"at_s": 3}\n{"type": "totals", "at_s": 4}\n', "Line 2 of run.jsonl"),
         ('{"type": "snapshot", "at_s": 1}\n{"type": "prefixes", "at_s": 2}\n', "Line 2 of run.jsonl"),
+        ('{"type": "snapshot", "at_s": 1, "totals": 5}\n', "Line 1 of run.jsonl"),
+        ('{"type": "snapshot", "at_s": 1, "decisions": [null]}\n{}\n', "Line 1 of run.jsonl"),
         ("", "has no snapshot"),
     ],
 )
@@ -98,6 +100,14 @@ def test_a_recorder_that_was_killed_leaves_half_a_line(page: Any, stage: Stage, 
     path.write_text(path.read_text() + '{"type": "deci')
     open_file(page, path)
     wait_for_replicas(page, ["r1", "r2"])
+
+
+def test_unknown_events_are_passed_over(page: Any, stage: Stage, tmp_path: Path) -> None:
+    """Whatever word their type is, also one that every object has."""
+    strange = [{"type": word, "at_s": 5.0} for word in ("from_the_future", "constructor", "toString", "__proto__")]
+    open_file(page, write(tmp_path / "run.jsonl", [*recording(), *strange]))
+    page.get_by_label("Time in the recording").fill("30")
+    wait_for_replicas(page, ["r1", "r2", "r3"])
 
 
 def test_a_file_that_is_too_large_is_not_read(page: Any, stage: Stage, tmp_path: Path) -> None:
