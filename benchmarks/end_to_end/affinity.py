@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,6 +54,7 @@ def main() -> None:
     for name in [*arguments.policies, *arguments.peers]:
         with server(name, arguments) as url:
             results[name] = asyncio.run(measure(url, name, arguments))
+        print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # a later one may fail
     each = ", ".join(f"{row['served_from_cache']:.1%} with {name}" for name, row in results.items())
     write(arguments.json, vars(arguments), results, f"Repeated prompts served from cache: {each}.")
 

@@ -50,8 +50,10 @@ class Proxy:
         self._client = httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None))
 
     async def chat(self, call: ChatCall) -> AsyncIterator[bytes]:
-        """Yield the bytes of the server's stream."""
-        async with self._client.stream("POST", f"{self._url}/v1/chat/completions", content=call.body) as response:
+        """Yield the bytes of the server's stream. Raises httpx.HTTPStatusError for what it refuses."""
+        url, headers = f"{self._url}/v1/chat/completions", {"content-type": "application/json"}
+        async with self._client.stream("POST", url, content=call.body, headers=headers) as response:
+            response.raise_for_status()
             async for part in response.aiter_raw():
                 yield part
 
