@@ -34,11 +34,11 @@ def main() -> None:
     parser = parser_of(__doc__, "small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="vLLM's core spins on a core of its own"
+        "--threads", type=int, default=max(1, (os.cpu_count() or 1) - 1), help="plain vLLM's core spins on one more"
     )
     parser.add_argument("--eager", action="store_true", help="neither of the two compiles the model")
     parser.add_argument("--prefix-tokens", type=int, default=8000)
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each sequence that is decoded")
+    parser.add_argument("--new-tokens", type=int, default=256, help="of each sequence that is decoded")
     parser.add_argument("--decode-pairs", type=int, default=6, help="at least 5")
     parser.add_argument("--warm-pairs", type=int, default=20, help="at least 5")
     arguments = parser.parse_args()

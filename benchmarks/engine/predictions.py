@@ -8,7 +8,6 @@ come one at a time and in bursts, of which some are aborted; now and then the ca
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import tempfile
 import threading
@@ -80,7 +79,6 @@ def measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         max_model_len=2048,
         max_num_seqs=8,
         max_num_batched_tokens=512,
-        num_threads=max(1, (os.cpu_count() or 1) - 1),  # vLLM's core spins on one
         enforce_eager=True,
         allow_runtime_lora=True,
         max_lora_rank=8,

@@ -564,7 +564,7 @@ def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
 def test_a_dead_core_fails_requests_at_once_and_is_seen(both: Both) -> None:
     """The replica is replaced then; the end is clean all the same, and leaves no process and no file."""
     ours = [child for child in psutil.Process().children(recursive=True) if child.name().startswith("VLLM")]
-    assert len(ours) >= 2, "the core and its worker"
+    assert len(ours) == 1, "the core computes itself"
     directory = both.vllm._endpoints.directory
     collector = Collector()
     both.vllm.submit(request("dying", both.prompt(40, seed=77), 1500, temperature=1.0, seed=1), collector)

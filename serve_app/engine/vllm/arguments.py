@@ -21,6 +21,9 @@ MAX_LOGPROBS = 20
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those vLLM has room for. Source: vLLM's ``MaxLoRARanks``."""
 
+EXECUTOR = "serve_app.engine.vllm.executor.InCore"
+"""Where vLLM finds what computes on a CPU; for a GPU its own choice is as good."""
+
 _CPU_MEMORY_PART = 0.05
 """``kv_cache_memory_bytes`` says what the pool takes; vLLM refuses to start where this part of a node is not free."""
 
@@ -57,6 +60,8 @@ def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cp
             "endpoint": endpoints.publish,
             "replay_endpoint": endpoints.replay,
         }
+    if on_cpu:
+        arguments["distributed_executor_backend"] = EXECUTOR
     if settings.transfer:
         arguments["kv_transfer_config"] = {
             "kv_connector": "WarmpathConnector",

@@ -1,4 +1,4 @@
-"""vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core and workers are child processes.
+"""vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core is a child process.
 
 Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts and one
 ``StepStats`` a step. Knows no requests of ours.

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.engine.protocol import AdapterError, EngineOutput, QueueFull
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.arguments import engine_arguments, lora_rank, set_environment
+from serve_app.engine.vllm.arguments import EXECUTOR, engine_arguments, lora_rank, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
 from serve_app.engine.vllm.sampling.token_choice import choice_of
@@ -29,6 +29,13 @@ def test_the_pool_has_as_many_blocks_as_were_asked_for() -> None:
     gpu = engine_arguments(VllmSettings("m", kv_cache_bytes=5000), ENDPOINTS, on_cpu=False)
     assert (gpu["kv_cache_memory_bytes"], gpu["gpu_memory_utilization"]) == (5000, 0.9)
     assert "num_gpu_blocks_override" not in gpu
+
+
+def test_a_cpus_core_computes_itself() -> None:
+    """As a GPU's does by default: a worker process would be waited for in a loop that takes a core."""
+    cpu, gpu = (engine_arguments(VllmSettings("m"), ENDPOINTS, on_cpu=on_cpu) for on_cpu in (True, False))
+    assert cpu["distributed_executor_backend"] == EXECUTOR
+    assert "distributed_executor_backend" not in gpu
 
 
 def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
