@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in OpenAI's two shapes: chat completions', and (legacy) completions'."""
+"""Log-probabilities of tokens in OpenAI's two shapes: that of chats and responses, and (legacy) completions'."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ LEAST = -9999.0
 
 def chat_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:
     """Return the ``logprobs`` of a choice of a chat completion, or of its chunk."""
-    content = [{**_shown(told.token), "top_logprobs": [_shown(other) for other in told.top]} for told in tokens]
-    return {"content": content, "refusal": None}
+    return {"content": told_tokens(tokens), "refusal": None}
+
+
+def told_tokens(tokens: Sequence[ToldToken]) -> list[dict[str, Any]]:
+    """Return tokens as chats and responses list them."""
+    return [{**_shown(told.token), "top_logprobs": [_shown(other) for other in told.top]} for told in tokens]
 
 
 def completion_logprobs(tokens: Sequence[ToldToken]) -> dict[str, Any]:

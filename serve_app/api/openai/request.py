@@ -66,6 +66,10 @@ def _prompt(value: Any) -> Prompt:
 
 Tokens = Annotated[int | None, Field(ge=1, le=MAX_TOKENS), Whole, Must(f"a whole number from 1 to {MAX_TOKENS}")]
 
+TopLogprobs = Annotated[
+    int, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
+]  # fmt: skip
+
 
 class StreamOptions(JsonBody):
     """How to stream."""
@@ -166,9 +170,7 @@ class ChatBody(GenerationBody):
     max_tokens: Tokens = Field(None, description="default: the deployment's")
     max_completion_tokens: Tokens = Field(None, description="the newer name of max_tokens; goes before it")
     logprobs: Flag = Field(False, description="tell the log-probability of each token")
-    top_logprobs: Annotated[
-        int, Field(ge=0, le=MAX_LOGPROBS), Whole, Must(f"a whole number from 0 to {MAX_LOGPROBS}")
-    ] = Field(0, description="and of as many of the likeliest at its place")  # fmt: skip
+    top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
     apply_chat_template: Flag = True
     add_generation_prompt: Annotated[bool | None, Must("true or false")] = Field(
         None, description="default: true, unless continue_final_message is"

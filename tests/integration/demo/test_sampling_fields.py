@@ -88,6 +88,12 @@ def test_logprobs_come_with_their_tokens(client: OpenAI) -> None:
     streamed = [one for chunk in chunks if chunk.choices and chunk.choices[0].logprobs
                 for one in chunk.choices[0].logprobs.content]  # fmt: skip
     assert [one.bytes for one in streamed] == [one.bytes for one in told]
+    response = client.responses.create(
+        model="demo", input="What is it?", max_output_tokens=12, temperature=0, extra_body={"seed": 5},
+        include=["message.output_text.logprobs"], top_logprobs=3,
+    )  # fmt: skip
+    (part,) = response.output[0].content
+    assert [one.model_dump() for one in part.logprobs] == [one.model_dump() for one in told]
     old = client.completions.create(model="demo", prompt="Alpha", max_tokens=8, temperature=0, logprobs=2)
     logprobs = old.choices[0].logprobs
     assert logprobs is not None

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text1024, Whole, refused
-from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens
+from serve_app.api.json_body import Flag, JsonBody, Must, Refused, Text1024, Whole
+from serve_app.api.openai.request import BOUNDED, GenerationBody, StreamOptions, Tokens, TopLogprobs
 from serve_app.api.openai.responses.items import ITEM_FIELDS, messages_of
 from serve_app.api.openai.sampling import INSTEAD, REFUSED
 from serve_app.api.openai.tools import (
@@ -26,6 +26,9 @@ from serve_app.errors import InvalidRequest
 from serve_app.structured.grammar import Grammar
 
 _NO_FORMAT = {"type": "text"}
+
+LOGPROBS = "message.output_text.logprobs"
+"""What ``include`` calls them."""
 
 
 class ResponseTool(JsonBody):
@@ -79,7 +82,6 @@ class ResponsesBody(GenerationBody):
         "prompt": (),
         "truncation": ("disabled",),
         "reasoning": ({}, {"effort": "none"}),
-        "top_logprobs": (0,),
         "moderation": (),
         "context_management": ([],),
     }
@@ -100,7 +102,10 @@ class ResponsesBody(GenerationBody):
     metadata: Annotated[dict[str, Any], Must("an object")] = Field({}, description="given back as it came")
     prompt_cache_retention: Text1024 = Field(None, description="changes nothing; given back as it came")
     prompt_cache_options: Annotated[dict[str, Any] | None, Must("an object")] = None
-    include: Annotated[list[str], Must("a list of strings")] = Field([], description="nothing more than there is")
+    include: Annotated[list[str], Must("a list of strings")] = Field(
+        [], description=f"{LOGPROBS}: of each token of the text; nothing more than there is"
+    )
+    top_logprobs: TopLogprobs = Field(0, description="and of as many of the likeliest at its place")
     user: Text1024 = None
     safety_identifier: Text1024 = None
     tools: Annotated[
@@ -124,8 +129,11 @@ class ResponsesBody(GenerationBody):
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""
-        if "message.output_text.logprobs" in self.include:
-            raise refused("include")
+        told = LOGPROBS in self.include
+        if self.top_logprobs and not told:
+            raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
+        if told and self.tools and self.tool_choice != "none":
+            raise InvalidRequest(f"{LOGPROBS} does not go with tools: a call's tokens have none here.", param="include")
         ignored = {f"tools[].{name}" for tool in self.tools for name in tool.model_extra or ()}
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = messages_of(items, ignored)
@@ -142,6 +150,7 @@ class ResponsesBody(GenerationBody):
             tool_use=tool_use(
                 functions, choice if isinstance(choice, str) else "auto", named, parallel=self.parallel_tool_calls
             ),
+            logprobs=self.top_logprobs if told else None,
             repeated=self._repeated(),
             **self.common(ignored, _FIELDS),
         )
@@ -173,7 +182,7 @@ class ResponsesBody(GenerationBody):
                 }
                 for tool in self.tools
             ],
-            "top_logprobs": 0,
+            "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
             "background": False,

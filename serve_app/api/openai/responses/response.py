@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, FinishReason, ToldToken, Usage
+from serve_app.api.openai.logprobs import told_tokens
 from serve_app.api.openai.response import cache_miss, openai_error
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
@@ -23,7 +24,7 @@ class ResponsesFormat:
         """Return the body of a response that is not streamed."""
         choice = choices[0]
         items = _Items(head.answer_id)
-        output = [items.message(choice.text)] if choice.text or not choice.calls else []
+        output = [items.message(choice.text, choice.logprobs or ())] if choice.text or not choice.calls else []
         output += [items.call(call.call_id, call.name, call.arguments) for call in choice.calls]
         if choice.finish_reason == "length":
             output[-1]["status"] = "incomplete"
@@ -43,8 +44,8 @@ class _Items:
         self._answer_id = answer_id
         self._made = 0
 
-    def message(self, text: str) -> dict[str, Any]:
-        text_part = {"role": "assistant", "content": [_part(text)]}
+    def message(self, text: str, logprobs: Sequence[ToldToken] = ()) -> dict[str, Any]:
+        text_part = {"role": "assistant", "content": [_part(text, told_tokens(logprobs))]}
         return {"id": self._id("msg"), "type": "message", "status": "completed", **text_part}
 
     def call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class _Stream:
         self._items = _Items(head.answer_id)
         self._output: list[dict[str, Any]] = []
         self._parts: list[str] = []
+        self._told: list[dict[str, Any]] = []
         self._open = False
         self._number = 0
         self._reason: FinishReason = "length"
@@ -75,7 +77,8 @@ class _Stream:
     def text(self, index: int, text: str, logprobs: Sequence[ToldToken] = ()) -> bytes:
         events = b"" if self._open and self._item["type"] == "message" else self._close() + self._open_message()
         self._parts.append(text)
-        return events + self._part_event("response.output_text.delta", delta=text, logprobs=[])
+        self._told += (told := told_tokens(logprobs))
+        return events + self._part_event("response.output_text.delta", delta=text, logprobs=told)
 
     def call(self, index: int, event: CallEvent) -> bytes:
         if isinstance(event, CallBegun):
@@ -107,7 +110,7 @@ class _Stream:
 
     def _open_item(self, item: dict[str, Any]) -> bytes:
         self._output.append(item)
-        self._parts, self._open = [], True
+        self._parts, self._told, self._open = [], [], True
         return self._event(
             "response.output_item.added", output_index=len(self._output) - 1, item={**item, "status": "in_progress"}
         )
@@ -125,8 +128,8 @@ class _Stream:
         item, text = self._item, "".join(self._parts)
         item["status"] = status
         if item["type"] == "message":
-            item["content"] = [_part(text)]
-            events = self._part_event("response.output_text.done", text=text, logprobs=[])
+            item["content"] = [_part(text, self._told)]
+            events = self._part_event("response.output_text.done", text=text, logprobs=self._told)
             events += self._part_event("response.content_part.done", part=item["content"][0])
         else:
             item["arguments"] = text
@@ -145,8 +148,8 @@ class _Stream:
         return named_event(kind, _encode(event))
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, told: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
 
 
 def _response(

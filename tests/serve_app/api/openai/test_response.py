@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 from serve_app import errors
 from serve_app.api import sse
@@ -24,9 +26,12 @@ from serve_app.api.openai.response import (
     models_body,
     openai_error,
 )
+from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.openai.responses.response import ResponsesFormat
 
 USAGE = Usage(prompt_tokens=30, completion_tokens=5, cached_tokens=16)
 HEAD = AnswerHead("1", 1700000000, "demo")
+RESPONSE_HEAD = replace(HEAD, repeated=parse_response_request(b'{"model": "demo", "input": "x"}').repeated)
 CHOICES = [Choice("Hello", "stop"), Choice("World", "length")]
 
 
@@ -151,6 +156,26 @@ def test_logprobs_of_a_chat_are_the_sdks() -> None:
     assert whole.choices[1].logprobs is not None
     assert whole.choices[1].logprobs.content == []
     assert [chunks[i].choices[0].logprobs for i in (0, 2)] == [None, None]
+
+
+def test_logprobs_of_a_response_are_the_sdks() -> None:
+    """In the part whole, in the deltas as they come, and again where the text is done."""
+    body = ResponsesFormat().whole(RESPONSE_HEAD, [Choice("Hi", "stop", logprobs=TOLD)], USAGE)
+    whole = Response.model_validate_json(json.dumps(body, allow_nan=False), strict=True)
+    stream = ResponsesFormat().stream(RESPONSE_HEAD)
+    content = stream.opening(0, USAGE) + stream.text(0, "H", TOLD[:1]) + stream.text(0, "i", TOLD[1:])
+    content += stream.finish(0, "stop") + stream.usage(USAGE)
+    events = list(_client(200, content, sse.CONTENT_TYPE).responses.create(model="m", input="x", stream=True))
+    deltas = [event.logprobs for event in events if event.type == "response.output_text.delta"]
+    assert [[told.token for told in one] for one in deltas] == [["Hi"], ["\ufffd"]]
+    assert [(other.token, other.logprob) for other in deltas[0][0].top_logprobs or ()] == [("Hi", -0.5), ("Ho", -1.5)]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [(told.token, told.logprob) for told in done.logprobs] == [("Hi", -0.5), ("\ufffd", -9999.0)]
+    last = events[-1]
+    assert last.type == "response.completed"
+    for response in (whole, last.response):
+        (part,) = response.output[0].content  # type: ignore[union-attr]
+        assert [told.bytes for told in part.logprobs] == [[72, 105], [0xE6, 0x9C]]  # type: ignore[union-attr]
 
 
 def test_logprobs_of_a_completion_are_the_sdks() -> None:

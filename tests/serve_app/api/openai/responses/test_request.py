@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.openai.request import parse_chat
-from serve_app.api.openai.responses.request import parse_response_request
+from serve_app.api.openai.responses.request import LOGPROBS, parse_response_request
 from serve_app.api.request import ChatRequest
 from serve_app.api.tool_calls import ToolUse
 from serve_app.errors import InvalidRequest
@@ -29,6 +29,15 @@ def test_text_is_a_users_message() -> None:
     assert request.messages[0] == {"role": "system", "content": "Be brief."}
     assert (request.max_tokens, request.temperature, request.top_p, request.prompt_cache_key) == (7, 0, 0.5, "k")
     assert parse().tool_use == ToolUse()
+
+
+def test_logprobs_are_told_where_they_are_included() -> None:
+    """With none of the likeliest by default, and beside tools where no call is read."""
+    assert parse().logprobs is None
+    assert parse(include=["reasoning.encrypted_content"]).logprobs is None
+    assert parse(include=[LOGPROBS]).logprobs == 0
+    request = parse(include=[LOGPROBS], top_logprobs=3, tools=[SEARCH], tool_choice="none")
+    assert (request.logprobs, request.repeated["top_logprobs"]) == (3, 3)
 
 
 def test_items_are_a_conversation() -> None:
@@ -121,7 +130,9 @@ def test_unknown_fields_are_named() -> None:
         ({"background": True}, "background", "leave it out"),
         ({"prompt": {"id": "p"}}, "prompt", "use prompt_ref"), ({"truncation": "auto"}, "truncation", "not supported"),
         ({"reasoning": {"effort": "high"}}, "reasoning", "not supported"), ({"n": 2}, "n", "one answer"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
+        ({"include": [LOGPROBS], "tools": [SEARCH]}, "include", "does not go with tools"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs include"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "from 0 to 20"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "other tools"),
         ({"tools": [SEARCH], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among tools"),
         ({"max_output_tokens": 0}, "max_output_tokens", "whole number"),
