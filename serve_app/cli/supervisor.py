@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants
+from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
 STOP_MARGIN_S = 60.0
 """For the end of replicas and of Ray, beside the time that answers have."""
@@ -89,6 +89,7 @@ class Supervisor:
                 env={**os.environ, OWNER: str(os.getpid())},
                 start_new_session=True,  # a terminal's Ctrl-C is for this process alone
             )
+            orphans = signal.signal(signal.SIGCHLD, lambda *_: forget_orphans((process.pid,)))
             try:
                 assert process.stdin is not None and process.stdout is not None
                 threading.Thread(target=self._read, args=(process.stdout,), daemon=True).start()
@@ -98,6 +99,7 @@ class Supervisor:
                 process.kill()
                 process.wait()
                 end_descendants(os.getpid())
+                signal.signal(signal.SIGCHLD, orphans)
                 self._console.show_cursor()  # a bar of the instance's may have hidden it
             if status == 1 and not launch.verbose:
                 self._say(f"log: {log.name} (--verbose shows it here)")

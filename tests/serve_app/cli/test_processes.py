@@ -34,6 +34,34 @@ def test_everything_that_descends_ends() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
+_ORPHANS = """
+import os, subprocess
+from serve_app.cli.processes import adopt_orphans, forget_orphans
+adopt_orphans()
+subprocess.run(["sh", "-c", "sleep 0 & sleep 0 &"])
+try:
+    while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT):
+        forget_orphans(())
+except ChildProcessError:
+    print("both gone")
+own = subprocess.Popen(["sh", "-c", "exit 7"])
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+forget_orphans((own.pid,))
+print(own.wait())
+forget_orphans(())
+try:
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
+except ChildProcessError:
+    print("none left")
+"""
+
+
+def test_what_was_adopted_leaves_nothing_when_it_ends() -> None:
+    """The status of a child of one's own stays for whoever asks for it."""
+    done = subprocess.run([sys.executable, "-c", _ORPHANS], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["both gone", "7", "none left"], done.stderr
+
+
 def test_a_stranger_is_no_descendant() -> None:
     """The parent of this process is none, nor is this process itself."""
     assert not {os.getpid(), os.getppid()} & descendants(os.getpid())

@@ -101,6 +101,22 @@ def test_an_instance_that_serves_is_told_to_stop(started: Callable[..., Started]
     assert made.left_over == []
 
 
+def test_what_its_parents_left_behind_leaves_no_id_when_it_ends(started: Callable[..., Started]) -> None:
+    """A killed replica leaves its own processes; each would keep its id until the instance ends."""
+    made = started("""
+line = "setsid sleep 0 </dev/null >/dev/null 2>&1 & echo $!"
+pid = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.strip()
+while os.path.exists("/proc/" + pid):
+    time.sleep(0.01)
+say("serving", "it is gone")
+sys.stdin.readline()
+""")
+    made.wait_for("it is gone")
+    made.process.send_signal(signal.SIGTERM)
+    assert made.rest().endswith("stopped\n")
+    assert made.process.returncode == 0
+
+
 def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
     """Whatever the instance still does."""
     made = started('say("serving", "hello"); sys.stdin.readline(); say("done", "told"); time.sleep(600)')
