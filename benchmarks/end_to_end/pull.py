@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
+from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
 from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.server import instance
@@ -28,6 +29,7 @@ FEED_S = 0.5
 def main() -> None:
     """Parse flags, run, write the JSON."""
     parser = parser_of(__doc__, "small")
+    add_engine_flag(parser, ["torch", "vllm"], "torch")
     parser.add_argument("--prefix-tokens", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--prompts", type=int, default=5, help="of each length")
     parser.add_argument("--dtype", default="auto")
@@ -36,7 +38,10 @@ def main() -> None:
     results: dict[str, Any] = {}
     texts: dict[str, dict[tuple[int, int], list[str]]] = {}
     for name, pull in (("pull", "true"), ("compute", "false")):
-        settings = (f"kv_pull={pull}", "policy=round_robin", f"dtype={arguments.dtype}", "min_pull_tokens=256")
+        settings = [f"kv_pull={pull}", "policy=round_robin", f"dtype={arguments.dtype}", "min_pull_tokens=256"]
+        settings.append(f"engine={arguments.engine}")
+        if arguments.engine == "vllm":
+            settings += [f"kv_cache_bytes={1 << 30}", "enforce_eager=true"]
         flags = [part for setting in settings for part in ("--set", setting)]
         with instance("--model", arguments.model, "--replicas", "2", *flags) as url:
             results[name], texts[name] = asyncio.run(measure(url, model_path, arguments))
