@@ -28,11 +28,11 @@ from tests.integration.scaling.stage import (
 
 pytestmark = pytest.mark.integration
 
-POOL_BLOCKS = 400
-LONG_TOKENS, LONG_BLOCKS = 1500, 1500 // 16
+POOL_BLOCKS = 700
+LONG_TOKENS, LONG_BLOCKS = 2600, 2600 // 16
 """Of a prompt of which four fill a pool."""
 STREAM_TOKENS = 300
-"""6 seconds, within which all streams must have begun."""
+"""6 seconds, within which all streams must have begun. One pool holds them all beside nine prompts."""
 
 
 def scale_mortal(cluster: LocalCluster, replicas: int, *, wait: bool = True) -> None:
