@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from serve_app.checkpoints.demo_model import ensure_demo_model
 
 SHARED = ("tests/integration/demo/", "tests/integration/faults/")
 """The files of each share instances."""
+
+# A shell has its background jobs ignore it, and what a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test measures time: on a busy machine an example may take long.
 hypothesis.settings.register_profile("warmpath", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

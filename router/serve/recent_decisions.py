@@ -11,18 +11,37 @@ _MAX_REQUESTS = 8192
 
 
 class RecentDecisions:
-    """The last decision of each of the newest ``_MAX_REQUESTS`` requests. Any thread may call it."""
+    """The last decision of each of the newest ``_MAX_REQUESTS`` requests. Any thread may call it.
+
+    A caller may leave in the moment in which the router, in a loop of its own, decides: either the router hears of it
+    and sends nothing, or the caller learns where the call went.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._left: OrderedDict[str, None] = OrderedDict()
 
-    def add(self, request_id: str, decision: Decision) -> None:
-        """Remember a request's decision, in the place of an earlier one."""
+    def add(self, request_id: str, decision: Decision) -> bool:
+        """Remember a request's decision, in the place of an earlier one. False where its caller has left before."""
         with self._lock:
+            if request_id in self._left:
+                del self._left[request_id]
+                return False
             self._decisions[request_id] = decision
             if len(self._decisions) > _MAX_REQUESTS:
                 self._decisions.popitem(last=False)
+            return True
+
+    def leave(self, request_id: str) -> Decision | None:
+        """Take a request's decision for a caller that leaves; where there is none yet, there will be none."""
+        with self._lock:
+            decision = self._decisions.pop(request_id, None)
+            if decision is None:
+                self._left[request_id] = None
+                if len(self._left) > _MAX_REQUESTS:
+                    self._left.popitem(last=False)
+            return decision
 
     def take(self, request_id: str) -> Decision | None:
         """Return a request's decision and forget it."""

@@ -122,7 +122,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
 
     def _choose(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica | None:
-        """Return the replica for a request, None while all are full or away. Raises nothing but NoReplicaLeft.
+        """Return the replica for a request, None while all are full or away.
+
+        Raises NoReplicaLeft, and CancelledError where whoever asked has left.
 
         A call with a ``target`` reaches one that is away too, the first time. Where the target is gone it goes to any
         replica, which sees that it is not meant.
@@ -145,7 +147,9 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             decision = self._core.decide(route, full)
             if decision is None:
                 return None
-            self._decisions.add(route.request_id, decision)
+            if not self._decisions.add(route.request_id, decision):
+                self._core.release(decision)
+                raise asyncio.CancelledError
             if "decision" in pending_request.kwargs:
                 pending_request.kwargs["decision"] = decision
             return self._by_name[decision.replica_id]
@@ -160,7 +164,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             return
         self._replicas_updated_event.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._replicas_updated_event.wait(), _ABSENT_PAUSE_S)
+            async with asyncio.timeout(_ABSENT_PAUSE_S):  # wait_for would swallow a cancellation that meets the event
+                await self._replicas_updated_event.wait()
 
     def _know(self, by_name: dict[str, RunningReplica]) -> None:
         if self._by_name and not by_name:

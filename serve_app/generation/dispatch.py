@@ -48,13 +48,16 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 Delivered = Callable[[Generation, Decision, int, float, SaveResult | None], None]
 """With the cached tokens, the seconds from the call to the first token, and what became of a save."""
 
+Left = Callable[[str, str], None]
+"""With the id of a replica and that of a call there which nobody waits for any more."""
+
 
 class Dispatcher:
     """Streams generations from the replicas behind one Serve handle.
 
     ``count_retry(after_first_token)`` is called whenever a generation is sent again because its replica went away.
     ``caller``: the name of the Serve actor that this runs in. ``delivered`` hears of each first token, and its call
-    must cost next to nothing.
+    must cost next to nothing. ``left`` hears of each call that ends before its answer does.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Dispatcher:
         caller: str,
         tracer: Tracer | None = None,
         delivered: Delivered | None = None,
+        left: Left | None = None,
     ) -> None:
         self._stream = handle.options(method_name="generate", stream=True)
         self._core = core
@@ -76,6 +80,7 @@ class Dispatcher:
         self._caller = caller
         self._tracer = tracer
         self._delivered = delivered
+        self._left = left
 
     async def generate(self, generation: Generation, avoid: tuple[str, ...] = ()) -> AsyncGenerator[Tokens, None]:
         """Yield the sequence's tokens as they come; the last item has a finish reason.
@@ -180,7 +185,7 @@ class Dispatcher:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
         except BackPressureError as error:
             raise _queue_full(1.0) from error
-        finished = False
+        finished = answered = False
         try:
             async for data in stream:
                 chunk = wire.decode_chunk(data)
@@ -191,6 +196,7 @@ class Dispatcher:
                         self._delivered(generation, reservation.decision, chunk.cached_tokens, ttft_s, chunk.save)
                 if trace is not None:
                     trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
+                answered = bool(chunk.error or chunk.finish_reason)
                 yield chunk
             finished = True
         except BackPressureError as error:
@@ -210,7 +216,12 @@ class Dispatcher:
         finally:
             if not finished:
                 cancel_call(stream)
-            reservation.end()
+            if answered:
+                reservation.end()
+            else:
+                reservation.leave()
+                if self._left is not None and reservation.replica_id:
+                    self._left(reservation.replica_id, route.request_id)
             if trace is not None:
                 trace.end(reservation.decision)
 

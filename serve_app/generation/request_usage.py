@@ -56,7 +56,8 @@ class RequestUsage:
         """Wait for the reason of the miss, where it was asked for."""
         if self.miss is not None:
             with suppress(TimeoutError):
-                self._cache_miss = (await asyncio.wait_for(asyncio.shield(self.miss), MISS_WAIT_S)).shown()
+                async with asyncio.timeout(MISS_WAIT_S):
+                    self._cache_miss = (await asyncio.shield(self.miss)).shown()
 
     def total(self) -> Usage:
         """Return the usage as of now."""

@@ -38,15 +38,21 @@ class Reservation:
         if self._take() and self.decision is not None:
             self._core.sent_back(self.decision, load)
 
+    def leave(self) -> None:
+        """Whoever asked is gone: free what was reserved, and have nothing sent that was not."""
+        if self._take(leaves=True) and self.decision is not None:
+            self._core.release(self.decision)
+
     def end(self) -> None:
         """Free what was reserved."""
         if self._take() and self.decision is not None:
             self._core.release(self.decision)
 
-    def _take(self) -> bool:
+    def _take(self, *, leaves: bool = False) -> bool:
         """Take the decision; False when it was taken before."""
         if self._ended:
             return False
         self._ended = True
-        self.decision = self._decisions.take(self._route.request_id)
+        take = self._decisions.leave if leaves else self._decisions.take
+        self.decision = take(self._route.request_id)
         return True

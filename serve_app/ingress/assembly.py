@@ -28,6 +28,7 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.dispatch import Dispatcher
+from serve_app.generation.leavers import Leavers
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.adapter_admin import AdapterAdmin
@@ -106,8 +107,9 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         count_dropped=metrics.dropped_events.inc,
     )
     dispatcher = Dispatcher(
-        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer, live.delivered
-    )
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer, live.delivered,
+        Leavers(replica).note,
+    )  # fmt: skip
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
     prompt_traffic = PromptTraffic(partial(prompts.least_tokens, block_size=config.block_size))

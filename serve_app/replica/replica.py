@@ -156,6 +156,11 @@ class Replica:
         """
         return await self._exports.part(wanted) if target == self._replica_id else "lost"
 
+    async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
+        """End generations that nobody waits for. ``target``: see ``export_kv``."""
+        if target == self._replica_id:
+            self._callers.left(request_ids)
+
     async def offer_hot(self, most_blocks: int, *, target: str) -> HotOffer | Lost:
         """Say what is hottest here, to a replica that joins. ``target``: see ``export_kv``, here and below."""
         return await self._lifecycle.takeover.offer(most_blocks) if target == self._replica_id else "lost"

@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -29,6 +29,9 @@ from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
 from serve_app.generation.dispatch import cancel_call
+from serve_app.generation.leavers import Leavers
+from serve_app.generation.reservation import Reservation
+from serve_app.replica.callers import Callers
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
 BURSTS, LOOKS = 20, 300
@@ -62,7 +65,9 @@ class Holder:
         while Path(gate).exists():
             time.sleep(0.05)
         self.replica_id = serve.get_replica_context().replica_id.unique_id
-        self.endless = 0
+        self.endless: set[str] = set()
+        self.callers = Callers(self.endless.discard, lambda _: True)
+        self.watching = asyncio.create_task(self.callers.watch())
         self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
         self.feed.start()
         idle = LoadReport(0, 0, 0, 400, 400, 100_000.0, 0.01)
@@ -88,19 +93,26 @@ class Holder:
         await asyncio.sleep(0.01)
         return self.replica_id, -1 if decision is None else decision.reservation
 
-    async def generate_for_ever(self) -> AsyncIterator[int]:
+    async def generate_for_ever(self, *, route: RoutedRequest, decision: Decision | None) -> AsyncIterator[int]:
         """Yield until the caller leaves."""
-        self.endless += 1
+        self.endless.add(route.request_id)
+        self.callers.began("", route.request_id)
         try:
-            while True:
-                yield self.endless
+            while route.request_id in self.endless:
+                yield 1
                 await asyncio.sleep(0.02)
         finally:
-            self.endless -= 1
+            self.endless.discard(route.request_id)
+            self.callers.ended("", route.request_id)
+
+    async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
+        """End what nobody waits for, as a replica does."""
+        assert target == self.replica_id
+        self.callers.left(request_ids)
 
     async def running(self) -> int:
         """Say how many calls without an end run here."""
-        return self.endless
+        return len(self.endless)
 
 
 @serve.deployment
@@ -136,24 +148,31 @@ class Ingress:
             "open_reservations": core.state()["open_reservations"],
             "decision_s": core.counters.decision_s.counts,
             "shadow": core.state()["shadow"],
-            **await self.departures(),
+            **await self.departures(core),
             **await self.without_replicas(core),
         }
 
-    async def departures(self) -> dict[str, Any]:
+    async def departures(self, core: Any) -> dict[str, Any]:
         """Call in bursts and leave at random moments, most of them while a replica is chosen; count what runs on."""
         rng = Random(1)
         handle = self.holders.options(method_name="generate_for_ever", stream=True)
 
-        async def listen(stream: Any) -> None:
+        leavers = Leavers(self.holders)
+
+        async def listen(route: RoutedRequest) -> None:
+            stream, reservation = handle.remote(route=route, decision=None), Reservation(core, self.decisions, route)
             try:
                 async for _ in stream:
                     pass
             finally:
                 cancel_call(stream)
+                reservation.leave()
+                if reservation.replica_id:
+                    leavers.note(reservation.replica_id, route.request_id)
 
         async def visit(patience_s: float) -> None:
-            task = asyncio.create_task(listen(handle.remote()))
+            chain = rng.randbytes(16)
+            task = asyncio.create_task(listen(RoutedRequest(chain.hex(), chain, 20, chain)))
             await asyncio.sleep(patience_s)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -21,6 +21,23 @@ def test_taken_once_and_bounded() -> None:
     assert decisions.take("q8999") is not None
 
 
+def test_who_leaves_first_has_nothing_sent_and_who_leaves_later_learns_where_it_went() -> None:
+    """Whichever of both comes second knows; of one caller, not of others."""
+    decisions = RecentDecisions()
+    decision = Decision("a", "router", 1, 0, 0, "cold")
+    assert decisions.leave("early") is None
+    assert decisions.add("other", decision)
+    assert not decisions.add("early", decision)
+    assert decisions.take("early") is None
+    assert decisions.add("late", decision)
+    assert decisions.leave("late") == decision
+    assert decisions.take("late") is None
+    for number in range(9000):
+        decisions.leave(f"q{number}")
+    assert decisions.add("q807", decision)
+    assert not decisions.add("q808", decision)
+
+
 def test_one_core_and_one_memory_of_decisions_a_deployment() -> None:
     """Whoever names the same deployment in a process shares both."""
     assert core_for("registry-a") is core_for("registry-a")

@@ -64,3 +64,35 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
 
     monkeypatch.setattr(callers.ray, "get_actor", get_actor)
     assert callers.actor_lives("x") is lives
+
+
+def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that its engine had not taken yet; a request of another name does not, and of the ended none is kept."""
+    monkeypatch.setattr(callers, "LOOK_EVERY_S", 0.0)
+    cancelled: list[str] = []
+    watched = Callers(cancelled.append, lambda _: True)
+
+    async def run() -> None:
+        watching = asyncio.create_task(watched.watch())
+        watched.began("a", "here")
+        watched.began("a", "other")
+        watched.left(["here", "coming"])
+        assert cancelled == ["here"]
+        while cancelled.count("here") < 3:  # noqa: ASYNC110 (each look is a turn of the loop)
+            await asyncio.sleep(0)
+        watched.ended("a", "here")
+        cancelled.clear()
+        watched.began("b", "coming")
+        while cancelled.count("coming") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        watched.ended("b", "coming")
+        cancelled.clear()
+        watched.began("b", "coming")
+        watched.left([str(number) for number in range(20_000)])
+        watched.began("a", "0")
+        watched.began("a", "19999")
+        watched.left([])
+        assert set(cancelled) == {"19999"}
+        watching.cancel()
+
+    asyncio.run(run())

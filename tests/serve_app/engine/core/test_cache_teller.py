@@ -40,9 +40,8 @@ class Feed:
         return self.sequencer.mirror_drifts
 
     def blocks(self) -> dict[str, int]:
-        """What the last digest said, by tier."""
-        last = self.events[-1]
-        assert isinstance(last, CacheDigest)
+        """What the last digest said, by tier; the disk's thread may have told of blocks since."""
+        last = next(event for event in reversed(self.events) if isinstance(event, CacheDigest))
         return {of.tier: of.blocks for of in last.tiers}
 
 
