@@ -50,8 +50,10 @@ def top(
         print(json.dumps(snapshot))
         return
     state = State()
-    state.take(snapshot)
-    console.print(frame(state))
+    with _understood(url):
+        state.take(snapshot)
+        shown = frame(state)
+    console.print(shown)
 
 
 def _follow(console: Console, url: str, address: str, headers: dict[str, str]) -> None:
@@ -61,12 +63,13 @@ def _follow(console: Console, url: str, address: str, headers: dict[str, str]) -
             try:
                 with _stream(url, address, headers) as lines:
                     for line in lines:
-                        if line.startswith("data: "):
-                            state.take(json.loads(line.removeprefix("data: ")))
-                        now_s = time.monotonic()
-                        if state.about and now_s - drawn_s >= FRAME_S:
-                            drawn_s = now_s
-                            live.update(frame(state), refresh=True)
+                        with _understood(url):
+                            if line.startswith("data: "):
+                                state.take(json.loads(line.removeprefix("data: ")))
+                            now_s = time.monotonic()
+                            if state.about and now_s - drawn_s >= FRAME_S:
+                                drawn_s = now_s
+                                live.update(frame(state), refresh=True)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 if not state.about:
                     _nobody(url, error)
@@ -90,11 +93,24 @@ def _document(url: str, answer: httpx.Response) -> dict[str, Any]:
         found: dict[str, Any] = answer.json()
         refused = found["error"]["message"] if answer.is_error else ""
     except (ValueError, LookupError, TypeError) as error:
-        fail(f"{url} does not answer as warmpath does: {error}")
+        _stranger(url, error)
     if refused:
         which = f" (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})" if answer.status_code == 401 else ""
         fail(refused + which)
     return found
+
+
+@contextmanager
+def _understood(url: str) -> Iterator[None]:
+    """Leave with a sentence where what a server tells is not what warmpath does."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        _stranger(url, error)
+
+
+def _stranger(url: str, error: Exception) -> NoReturn:
+    fail(f"{url} does not answer as warmpath does: {error!r}")
 
 
 def _nobody(url: str, error: Exception) -> NoReturn:

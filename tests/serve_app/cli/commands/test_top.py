@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_what_is_wrong_is_one_sentence(stage: Stage, monkeypatch: pytest.MonkeyP
     assert refused.exit_code == 2
     assert "No tenant has this API key" in refused.stderr
     assert "WARMPATH_API_KEY" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "told", ["hello", "[]", "{}", '{"type": "snapshot"}', '{"type": "snapshot", "replicas": [3], "about": {}}', "null"]
+)
+def test_a_server_that_is_none_of_ours_is_one_sentence(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it answers with."""
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(told.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown = run(monkeypatch, "--once", "--url", f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert shown.exit_code == 2, shown.output
+    assert "does not answer as warmpath does" in shown.stderr
 
 
 def test_every_event_changes_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
