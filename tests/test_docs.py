@@ -22,6 +22,7 @@ _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
 _MODULE = re.compile(r"^(?:router|serve_app|cluster)(?:\.\w+)+$")
+_PAGE = re.compile(r"docs/\w+\.md")
 _BENCHMARK = re.compile(r"python -m benchmarks (\w+)")
 
 
@@ -78,6 +79,18 @@ def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
     assert set(_BENCHMARK.findall(page.read_text())) - {"NAME"} <= set(MODULES)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.name)
+def test_pages_do_not_cite_tests(page: Path) -> None:
+    """A reader of a page wants the fact; the test names the page in its docstring."""
+    assert re.findall(r"tests/[\w/]*test_\w+\.py|::test_\w+", page.read_text()) == []
+
+
+def test_pages_that_tests_cite_exist() -> None:
+    """A docstring that ends in a page's name leads to it."""
+    cited = {name for path in (ROOT / "tests").rglob("*.py") for name in _PAGE.findall(path.read_text())}
+    assert {name for name in cited if not (ROOT / name).exists()} == set()
+
+
 def test_readme_names_every_field_that_is_refused() -> None:
     """Whoever brings an app knows before the first 400 what will not work."""
     _, limits = (ROOT / "README.md").read_text().split("## Limits")
@@ -86,7 +99,7 @@ def test_readme_names_every_field_that_is_refused() -> None:
 
 
 def test_the_page_of_the_api_names_every_field() -> None:
-    """For each API whether a field is taken, refused or not there; and no field that there is not."""
+    """For each API whether a field is taken, refused or not there; and no field that there is not. (docs/api.md)"""
     told: dict[str, list[str]] = {}
     for line in (ROOT / "docs/api.md").read_text().splitlines():
         if line.startswith("| `"):

@@ -111,7 +111,7 @@ class Broken:
 
 
 def test_a_policy_that_faults_changes_nothing_and_raises_nothing() -> None:
-    """Serve's application manager stands still for all applications while a policy raises."""
+    """Serve's application manager stands still for all applications while a policy raises. (docs/autoscaling.md)"""
     for policy in policies():
         Clock.now_s += CONTROL_PERIOD_S
         assert policy(Context(5, Broken(), ids(5)))[0] == 5

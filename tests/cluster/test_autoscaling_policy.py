@@ -109,7 +109,10 @@ def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals
 @given(st.floats(0.2, 40), st.integers(1, 64), st.lists(st.sampled_from([0.95, 1.0, 1.05]), min_size=1, max_size=12))
 @settings(max_examples=25)
 def test_no_flap_while_the_load_is_flat(work: float, first: int, noise: list[float]) -> None:
-    """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone."""
+    """Within 5 % of one load: it grows at the beginning, or shrinks after the delay, and nothing is undone.
+
+    docs/autoscaling.md
+    """
     deployment = Deployment(first)
     targets = [first]
     for number in range(6 * PERIODS):
@@ -182,7 +185,7 @@ def test_replicas_that_never_start_are_not_asked_for_twice() -> None:
 
 
 def test_the_smallest_size_is_reached_within_two_periods_of_the_delay() -> None:
-    """Also from a large deployment in one step, and for every delay that can be set."""
+    """Also from a large deployment in one step, and for every delay that can be set. (docs/autoscaling.md)"""
     for delay_s in (10.0, 60.0, 600.0, 3600.0):
         deployment = Deployment(1, replace(BOUNDS, downscale_delay_s=delay_s))
         deployment.tick(20.0, 800)

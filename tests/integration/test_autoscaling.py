@@ -72,7 +72,10 @@ def controllers(url: str) -> list[int]:
 
 
 def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
-    """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one."""
+    """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one.
+
+    docs/autoscaling.md
+    """
     wait_for_replicas(url, 1)
     with load(url) as statuses:
         wait_for_replicas(url, 3)

@@ -176,7 +176,10 @@ def messages(cluster: dict[str, str]) -> list[str]:
 
 @pytest.mark.usefixtures("shut_down")
 def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int) -> None:
-    """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has."""
+    """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has.
+
+    docs/starting.md
+    """
     missing = {"model": "/nope/model", "engine": "simulated"}
     with pytest.raises(BadSettings) as typo:
         app_config({"polcy": "sglang"})
@@ -282,6 +285,8 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, s
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 
     A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
+
+    docs/cluster.md
     """
     instance = Instance(f"http://127.0.0.1:{port}")
 

@@ -189,7 +189,7 @@ def test_a_private_adapter_exists_for_its_tenant_alone(served: Instance) -> None
 
 
 def test_only_operators_change_adapters_and_only_inside_the_root(served: Instance) -> None:
-    """A tenant's key is 403 and no key is 401; what cannot be served is 400 with the reason."""
+    """A tenant's key is 403 and no key is 401; what cannot be served is 400 with the reason. (docs/security.md)"""
     body = {"lora_name": "x", "lora_path": "poet"}
     assert served.post("/v1/load_lora_adapter", body, "acme").status_code == 403
     assert served.post("/v1/unload_lora_adapter", {"lora_name": "pirate"}, "acme").status_code == 403

@@ -104,6 +104,8 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
     """Before Ray starts, while it does, while replicas do, before the greeting: with a word, and all that it started.
 
     A greeting that is sooner than the signal makes that last one the stop of an instance that serves.
+
+    docs/starting.md
     """
     with START, serving() as instance:
         if word:
@@ -121,7 +123,7 @@ def test_a_start_ends_at_any_moment(word: str, number: signal.Signals) -> None:
 
 
 def test_what_fails_in_a_replica_is_said() -> None:
-    """The innermost sentence, where the logs are, and no traceback."""
+    """The innermost sentence, where the logs are, and no traceback. (docs/starting.md)"""
     with START, serving("--set", "max_model_len=3") as instance:
         output = instance.end()
         assert instance.process.returncode == 1
@@ -131,7 +133,10 @@ def test_what_fails_in_a_replica_is_said() -> None:
 
 
 def test_a_stop_lets_streams_finish_and_ends_those_that_do_not() -> None:
-    """What comes meanwhile is refused; a stream that is short is whole, and a long one ends with an error event."""
+    """What comes meanwhile is refused; a stream that is short is whole, and a long one ends with an error event.
+
+    docs/starting.md
+    """
     with ExitStack() as ending:
         with START:
             instance = ending.enter_context(serving("--set", "shutdown_timeout_s=15"))

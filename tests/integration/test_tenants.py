@@ -260,7 +260,7 @@ def metrics(url: str) -> str:
 
 
 def test_usage_adds_up_and_is_a_tenants_own(url: str) -> None:
-    """What the answers told is what the ledger has; the operator sees everybody's."""
+    """What the answers told is what the ledger has; the operator sees everybody's. (docs/security.md)"""
 
     def row(key: str) -> dict[str, int]:
         found = httpx.get(url + "/v1/usage", headers=auth(key), timeout=PATIENCE_S).raise_for_status().json()
@@ -375,7 +375,10 @@ def referring(url: str, tenant: str, path: str = CHAT, **extra: object) -> tuple
 
 
 def test_a_promoted_version_is_warm_for_everybody(url: str, prompts: Path) -> None:
-    """From the first request on, in every API; a canary's users keep it, and a roll-back is warm, too."""
+    """From the first request on, in every API; a canary's users keep it, and a roll-back is warm, too.
+
+    docs/prompts.md
+    """
     shelf = PromptDirectory(prompts)
     assert "1 is promoted" in cut_over(url, "promote", "clerk@1")
     apis = (CHAT, "/v1/responses", "/v1/messages")
@@ -432,7 +435,10 @@ SYSTEM_BARS = ".bar[aria-label^='acme’s system prompt'], .bar[aria-label^='sys
 
 
 def test_the_page_shows_each_key_its_own_part(url: str) -> None:
-    """In a browser: a chat's second answer says what was reused, and of whom only its tenant and operators see."""
+    """In a browser: a chat's second answer says what was reused, and of whom only its tenant and operators see.
+
+    docs/page.md
+    """
     with chromium() as browser:
 
         def opened(key: str, map_key: str = "") -> Any:

@@ -32,7 +32,10 @@ def metric(url: str, name: str) -> float:
 
 
 def test_a_restart_with_the_same_secret_reuses_the_disk_tier(tmp_path: Path) -> None:
-    """A pool too small for two prompts: the evicted one comes back from disk, and both do after a restart."""
+    """A pool too small for two prompts: the evicted one comes back from disk, and both do after a restart.
+
+    docs/caching.md
+    """
     settings = ["--model", "demo", "--replicas", "1", "--set", "dtype=float32", "--set", "num_blocks=96"]
     settings += ["--set", "tier_load_ratio=1000", "--set", f"disk_cache_dir={tmp_path}"]
     settings += ["--set", "disk_cache_bytes=100000000"]

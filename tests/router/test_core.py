@@ -81,7 +81,7 @@ def test_reservation_spreads_simultaneous_unrelated_prompts() -> None:
 
 
 def test_simultaneous_users_of_one_cold_prompt_follow_the_first() -> None:
-    """A herd on one cold prompt stays together until its own suffixes outweigh the prefix."""
+    """A herd on one cold prompt stays together until its own suffixes outweigh the prefix. (docs/routing.md)"""
     core = core_of(*"abcdefgh")
     decisions = [decided(core, ask(n, CHAIN * 1 + Random(n).randbytes(16), 181)) for n in range(5)]
     assert len({decision.replica_id for decision in decisions}) == 1
@@ -224,7 +224,10 @@ def test_threads_may_share_a_core() -> None:
 
 
 def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
-    """Tokens not selected, gone by then, not used although held, and beyond the prediction are told apart."""
+    """Tokens not selected, gone by then, not used although held, and beyond the prediction are told apart.
+
+    docs/routing.md
+    """
     core = core_of("a", "b")
     core.apply("b", "e", [BlocksStored(CHAIN)])
     busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, 0.01, committed_prefill_tokens=90_000)
@@ -248,7 +251,10 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "round_robin"])
 def test_estimates_are_compared_with_what_came(policy: str) -> None:
-    """Under every policy estimated and actual time to first token stand side by side, lateness and earliness apart."""
+    """Under every policy estimated and actual time to first token stand side by side, lateness and earliness apart.
+
+    docs/routing.md
+    """
     core = core_of("a", policy=policy)
     for number, ttft_s in enumerate((0.33, 0.065)):
         decision = decided(core, ask(number))

@@ -37,7 +37,10 @@ def asked(chain: bytes, tenant: str = "") -> RoutedRequest:
 def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
     taken: list[tuple[str, str, int]], policy: str
 ) -> None:
-    """Replicas store, forget, leave, return, are given up and die in any order: the router knows what they hold."""
+    """Replicas store, forget, leave, return, are given up and die in any order: the router knows what they hold.
+
+    docs/routing.md
+    """
     core = RoutingCore("me", RouterSettings(policy=policy), clock=lambda: 0.0, rng=Random(0))
     here, away = set(NAMES), set[str]()
     caches: dict[str, set[int]] = {name: set() for name in NAMES}

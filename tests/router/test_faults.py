@@ -74,7 +74,10 @@ async def until(true: Any, within_s: float = 20.0) -> None:
 @settings(max_examples=150)
 @given(steps=st.lists(st.tuples(st.sampled_from(["a", "b"]), st.sampled_from("123"), events), max_size=8))
 def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str, list[Event]]]) -> None:
-    """Whatever replicas claim, decisions are made, predictions stay within the prompt, and documents are JSON."""
+    """Whatever replicas claim, decisions are made, predictions stay within the prompt, and documents are JSON.
+
+    docs/routing.md
+    """
     core = RoutingCore("me", RouterSettings(shadow_policy="lmetric"), clock=lambda: 0.0, rng=Random(0))
     core.update_replicas(["a", "b", "honest"])
     core.apply("honest", "e", [IDLE])
@@ -119,7 +122,10 @@ def test_invented_tiers_are_bounded() -> None:
     flood=st.integers(1, 40), replicas=st.integers(2, 6), seed=st.integers(1, 9), tier=st.sampled_from(["pool", "host"])
 )
 def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, seed: int, tier: str) -> None:
-    """One replica fills at most seven eighths; another's blocks up to what is left of its share are taken."""
+    """One replica fills at most seven eighths; another's blocks up to what is left of its share are taken.
+
+    docs/routing.md
+    """
     bound = 800
     directory = Directory(16, max_blocks=bound)
     rng = Random(seed)

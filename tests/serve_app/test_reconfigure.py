@@ -103,7 +103,10 @@ def test_a_replica_that_starts_takes_down_what_is_over(start: Any, board: Board)
 
 
 def test_a_good_one_is_applied_once_and_a_bad_one_never(start: Any, board: Board) -> None:
-    """After a bad one the old settings are in force and the notice says why, until a good one comes."""
+    """After a bad one the old settings are in force and the notice says why, until a good one comes.
+
+    docs/cluster.md
+    """
     live, applied = start(), Applied()
 
     async def run() -> None:

@@ -40,7 +40,7 @@ def questions(rng: random.Random, *, has_logits: bool = False) -> Questions:
 def test_an_answer_whose_calls_break_is_the_undisturbed_one(
     simulated: CallCrashes, seed: int, stops: bool, breaks: list[list[int]]
 ) -> None:
-    """Text, finish reasons, their order and usage, for every option at once; simulated tokens."""
+    """Text, finish reasons, their order and usage, for every option at once; simulated tokens. (docs/resume.md)"""
 
     async def ask() -> tuple[Reply | Broken, Reply | Broken]:
         drawn = questions(random.Random(seed))

@@ -19,7 +19,10 @@ TRIALS = 220
 
 @pytest.mark.parametrize("mode", ["private", "public_prompt", "trust_group_public_prompt"])
 def test_guessing_does_no_better_than_chance(mode: str, tiny_model_path: Path) -> None:
-    """With the public prompt in front or not; in a trust group the same attack succeeds, so that it is one."""
+    """With the public prompt in front or not; in a trust group the same attack succeeds, so that it is one.
+
+    docs/security.md
+    """
     stage = Stage(tiny_model_path, mode, public_tokens=40, guess_tokens=24)
     try:
         outcome = attack(stage, TRIALS, seed=5)

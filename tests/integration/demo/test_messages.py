@@ -39,7 +39,10 @@ def total(usage: Any) -> int:
 
 
 def test_a_marked_prompt_is_written_once_and_read_after(client: Anthropic) -> None:
-    """First all of it is created, by a pre-warming request without an answer; then all of it is read."""
+    """First all of it is created, by a pre-warming request without an answer; then all of it is read.
+
+    docs/clients.md
+    """
     warm = ask(client, "Hi", max_tokens=0)
     assert (warm.content, warm.stop_reason) == ([], "max_tokens")
     assert warm.usage.cache_read_input_tokens == 0

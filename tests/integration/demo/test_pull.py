@@ -56,7 +56,10 @@ def ended(url: str, outcome: str) -> float:
 
 
 def test_a_hot_prefix_is_pulled_and_answers_are_equal(second: Second) -> None:
-    """Requests go to the replicas in turn: who lacks the prefix copies it, once, and then has what the holder has."""
+    """Requests go to the replicas in turn: who lacks the prefix copies it, once, and then has what the holder has.
+
+    docs/determinism.md
+    """
     system, url = text(PREFIX_TOKENS, 1), second.url
 
     async def run() -> None:
@@ -120,7 +123,10 @@ def traces_are_whole(second: Second, requests: int) -> None:
 
 
 def test_a_killed_holder_costs_time_only(url: str) -> None:
-    """SIGKILL while the other replica waits for its blocks: every request is answered, as if nothing had been."""
+    """SIGKILL while the other replica waits for its blocks: every request is answered, as if nothing had been.
+
+    docs/pull.md
+    """
     system = text(PREFIX_TOKENS, 2)
 
     killed: list[str] = []

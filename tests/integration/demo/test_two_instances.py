@@ -12,7 +12,10 @@ pytestmark = pytest.mark.integration
 
 
 def test_instances_do_not_share_requests(url: str, second: Second) -> None:
-    """Ingress ports allow sharing (SO_REUSEPORT), so instances with equal ones would get each other's requests."""
+    """Ingress ports allow sharing (SO_REUSEPORT), so instances with equal ones would get each other's requests.
+
+    docs/security.md
+    """
     for _ in range(25):
         for base, name in ((url, "demo"), (second.url, "second")):
             # A connection of its own for each request: the kernel shares out connections.

@@ -78,7 +78,7 @@ def test_killed_before_the_first_token(url: str) -> None:
 
 
 def test_killed_in_the_middle_of_a_stream(url: str) -> None:
-    """The stream goes on from another replica with the very tokens it would have had."""
+    """The stream goes on from another replica with the very tokens it would have had. (docs/routing.md)"""
     victims: list[str] = []
 
     async def collect(client: httpx.AsyncClient, kill: bool, salt: str) -> tuple[str, int, int]:
@@ -154,6 +154,8 @@ def test_every_option_survives_kills_at_random_points(url: str) -> None:
     """Short answers with every option at once, while replicas are killed: each is the undisturbed one to the byte.
 
     `python -m benchmarks crashes` does that a thousand times, also with the real engine.
+
+    docs/resume.md
     """
     rng = random.Random(7)
     wait_for_replicas(url, 2)

@@ -86,6 +86,8 @@ def test_after_a_storm_nothing_runs_on(url: str) -> None:
     """Hundreds of clients in bursts, leaving at random moments: in the line, before the first token, in mid-stream.
 
     Some ask for more than there is room for, and are refused in part.
+
+    docs/routing.md
     """
     rng = Random(7)
     ended: Counter[str] = Counter()

@@ -88,7 +88,10 @@ def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCl
 
 @pytest.mark.parametrize("graceful_s", [DRAIN_S, NO_DRAIN_S])
 def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(cluster: LocalCluster, graceful_s: int) -> None:
-    """Their replica is stopped in the middle; without time for a hand-over cache is lost, and nothing else."""
+    """Their replica is stopped in the middle; without time for a hand-over cache is lost, and nothing else.
+
+    docs/lifecycle.md
+    """
     url, options = cluster.url, {"graceful_shutdown_timeout_s": graceful_s}
     scale(cluster, 2, **options)
     wait_for_replicas(url, 2)

@@ -62,7 +62,7 @@ def holders(url: str, systems: list[str], tokens: int = SYSTEM_TOKENS) -> dict[s
 
 
 def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalCluster) -> None:
-    """The new one copies it before the old one leaves, so its first requests are hits."""
+    """The new one copies it before the old one leaves, so its first requests are hits. (docs/lifecycle.md)"""
     scale(cluster, 1)
     url = cluster.url
     wait_for_replicas(url, 1)
@@ -88,7 +88,10 @@ def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalClu
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, faults: Path) -> None:
-    """It gave the beginning that all prompts share: the new replica starts with that, and within its time."""
+    """It gave the beginning that all prompts share: the new replica starts with that, and within its time.
+
+    docs/lifecycle.md
+    """
     url = cluster.url
     scale_mortal(cluster, 1)
     wait_for_replicas(url, 1)
@@ -114,7 +117,10 @@ def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, faul
 
 
 def test_a_full_peer_is_passed_over(cluster: LocalCluster) -> None:
-    """Full of what is hotter than what the leaving one has: that goes to the other one, in place of what is colder."""
+    """Full of what is hotter than what the leaving one has: that goes to the other one, in place of what is colder.
+
+    docs/lifecycle.md
+    """
     url = cluster.url
     scale_mortal(cluster, 2)
     wait_for_replicas(url, 2)
@@ -146,7 +152,10 @@ def test_a_full_peer_is_passed_over(cluster: LocalCluster) -> None:
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, faults: Path) -> None:
-    """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were."""
+    """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were.
+
+    docs/lifecycle.md
+    """
     url = cluster.url
     scale_mortal(cluster, 2)
     wait_for_replicas(url, 2)

@@ -144,7 +144,10 @@ steps = st.lists(
 @settings(max_examples=150)
 @given(steps=steps, seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.2, 0.5]))
 def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], seed: int, loss: float) -> None:
-    """Messages lost, doubled and reordered, snapshots in flight, new epochs: no digest of an honest replica differs."""
+    """Messages lost, doubled and reordered, snapshots in flight, new epochs: no digest of an honest replica differs.
+
+    docs/routing.md
+    """
     line = Replica(seed)
     rng = Random(seed + 1)
     wire: list[tuple[bool, bytes]] = []
@@ -213,7 +216,10 @@ def lie(events: tuple[Event, ...], before: list[Event], kind: str, rng: Random) 
     seed=st.integers(0, 2**32),
 )
 def test_every_lie_is_found_by_the_next_digest_and_mended(batches: list[list[Any]], lies: list[str], seed: int) -> None:
-    """What arrives altered in numbered, complete messages is drift exactly where the directory is wrong by it."""
+    """What arrives altered in numbered, complete messages is drift exactly where the directory is wrong by it.
+
+    docs/routing.md
+    """
     line = Replica(seed)
     line.settle()
     before: list[Event] = []

@@ -69,7 +69,7 @@ def request_of(chain: bytes) -> RoutedRequest:
 def test_a_feed_that_is_cut_off_is_noticed_its_rows_are_not_believed_and_a_snapshot_heals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Meanwhile the replica gets its share by load, and what it answers is believed."""
+    """Meanwhile the replica gets its share by load, and what it answers is believed. (docs/failures.md)"""
     monkeypatch.setattr(silent_feeds, "SILENT_S", 1.0)
 
     async def main() -> None:

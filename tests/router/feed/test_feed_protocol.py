@@ -82,7 +82,10 @@ steps = st.lists(
 @settings(max_examples=150)
 @given(steps=steps, seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.2, 0.5]))
 def test_directory_equals_mirror_after_any_loss(steps: list[tuple[list[Event], str]], seed: int, loss: float) -> None:
-    """Whatever is lost, doubled, reordered or garbled, once the line is whole the directory equals the cache."""
+    """Whatever is lost, doubled, reordered or garbled, once the line is whole the directory equals the cache.
+
+    docs/routing.md
+    """
     line = Line(seed)
     rng = Random(seed + 1)
     wire: list[tuple[bool, bytes]] = []

@@ -138,7 +138,10 @@ def test_dead_endpoint_delays_no_other_and_recovers_by_itself() -> None:
 
 
 def test_wrong_key_gets_nothing() -> None:
-    """Without the publisher's own key a listener hears nothing: the feed is encrypted and authenticated."""
+    """Without the publisher's own key a listener hears nothing: the feed is encrypted and authenticated.
+
+    docs/security.md
+    """
 
     async def main() -> None:
         core = RoutingCore("me")

@@ -53,7 +53,10 @@ class ReplicaQueue:
     )
 )
 def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> None:
-    """Right after a report, queue ahead = what the replica has queued + what is on its way, however they interleave."""
+    """Right after a report, queue ahead = what the replica has queued + what is on its way, however they interleave.
+
+    docs/routing.md
+    """
     loads, truth = table(), ReplicaQueue()
     for action, tokens in steps:
         if action == "send":
@@ -199,7 +202,7 @@ def test_removal_ends_reservations() -> None:
 
 
 def test_a_rate_over_few_tokens_is_believed_in_part() -> None:
-    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are."""
+    """What is missing to 8,192 tokens is taken at the rate of all; others stay as they are. (docs/routing.md)"""
     loads = table("thin", "sure", "known")
     reports = {"thin": (200.0, 1024), "sure": (2000.0, 9000), "known": (1000.0, 0)}
 
@@ -251,7 +254,10 @@ def test_full_replicas_are_counted_through_departures() -> None:
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))
 def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]) -> None:
-    """A report that comes after a later one changes nothing, neither the queue nor what of it is this router's."""
+    """A report that comes after a later one changes nothing, neither the queue nor what of it is this router's.
+
+    docs/routing.md
+    """
     loads = table()
     for _ in queued:
         loads.reserve("a", 7, 0.0)

@@ -157,7 +157,10 @@ def loads_needed(*, routers_know: bool, requests: int = 600) -> int:
 
 
 def test_adapters_that_fit_all_replicas_together_stay_in_memory() -> None:
-    """Otherwise two of three requests wait for a load, though there is room for every adapter somewhere."""
+    """Otherwise two of three requests wait for a load, though there is room for every adapter somewhere.
+
+    docs/lora.md
+    """
     blind, knowing = loads_needed(routers_know=False), loads_needed(routers_know=True)
     assert blind > 300
     assert knowing < 60, knowing

@@ -101,18 +101,21 @@ def choices(made: list[RoutingCore], tokens: int) -> set[str]:
 
 
 def test_a_burst_over_blind_routers_is_spread() -> None:
-    """Where one replica is a little less busy than the others, not all of the burst goes there."""
+    """Where one replica is a little less busy than the others, not all of the burst goes there. (docs/routing.md)"""
     queued = {name: 1000 + 50 * at for at, name in enumerate(NAMES)}
     assert len(choices(cores(queued), 2000)) == 8
 
 
 def test_blind_routers_agree_on_a_cold_prompt_while_replicas_are_idle() -> None:
-    """Rendezvous order decides then, so that one prompt is computed once."""
+    """Rendezvous order decides then, so that one prompt is computed once. (docs/routing.md)"""
     assert len(choices(cores({}), 2000)) == 1
 
 
 def test_affinity_is_stronger_than_keeping_apart() -> None:
-    """A little new text behind a long cached prefix goes to its holder, whichever router it comes to."""
+    """A little new text behind a long cached prefix goes to its holder, whichever router it comes to.
+
+    docs/routing.md
+    """
     made = cores({name: 1000 + 50 * at for at, name in enumerate(NAMES)})
     chain = Random(3).randbytes(16 * 200)
     chosen = set()

@@ -56,7 +56,10 @@ def test_the_winner_is_the_next_decision(
     blocked: set[str],
     before: int,
 ) -> None:
-    """Whatever the state, the acting policy's winner, reason and estimate are those of the decision that follows."""
+    """Whatever the state, the acting policy's winner, reason and estimate are those of the decision that follows.
+
+    docs/routing.md
+    """
     core = core_with(held, {name: report(*row) for name, row in work.items()}, policy)
     for number in range(before):
         core.decide(RoutedRequest(f"b{number}", CHAIN[:160], 165, b"k" * 16))

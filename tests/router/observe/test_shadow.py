@@ -35,7 +35,7 @@ def decisions(core: RoutingCore, numbers: list[int]) -> list[Decision | None]:
 @settings(max_examples=20)
 @given(policy=st.sampled_from(sorted(POLICIES)), numbers=st.lists(st.integers(0, 50), max_size=12))
 def test_a_shadow_never_changes_a_decision(shadow: str, policy: str, numbers: list[int]) -> None:
-    """Decisions and the acting policy's counters are the same with any shadow and without one."""
+    """Decisions and the acting policy's counters are the same with any shadow and without one. (docs/routing.md)"""
     plain, shadowed = core_with(policy), core_with(policy, shadow)
     assert decisions(plain, numbers) == decisions(shadowed, numbers)
     assert plain.counters == shadowed.counters

@@ -62,7 +62,10 @@ def test_it_is_never_negative_and_lies_among_the_differences_seen(seen: list[tup
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
-    """Of two routers one sees slow first tokens: it decides the same, and expects that much more, its shadow too."""
+    """Of two routers one sees slow first tokens: it decides the same, and expects that much more, its shadow too.
+
+    docs/routing.md
+    """
     plain, learned = core_with(policy, "lmetric"), core_with(policy, "lmetric")
     for number in range(2 * LEAST):
         for core, beyond_s in ((plain, 0.0), (learned, 0.25)):

@@ -74,7 +74,10 @@ def test_contract(
     prompt: int,
     turn: int,
 ) -> None:
-    """A ranking permutes who may be chosen, is deterministic given the seed, and starts with its limit-1 form."""
+    """A ranking permutes who may be chosen, is deterministic given the seed, and starts with its limit-1 form.
+
+    docs/routing.md
+    """
     loads = loads_of(*rows)
     asked = request(prompt, avoid=tuple(avoid))
     context = {"turn": turn, "blocked": blocked}

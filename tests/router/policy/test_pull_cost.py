@@ -99,7 +99,10 @@ def test_the_holder_with_the_least_work_is_asked() -> None:
 
 
 def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
-    """A request that leaves a busy holder carries the holder's name; only the rest is reserved as prefill."""
+    """A request that leaves a busy holder carries the holder's name; only the rest is reserved as prefill.
+
+    docs/pull.md
+    """
     chain = Random(0).randbytes(16 * 50)
     for policy in ("estimated_ttft", "round_robin"):
         core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
@@ -113,7 +116,7 @@ def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
 
 
 def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
-    """It computes where others would pull, and the next one of its prefix is not sent after it."""
+    """It computes where others would pull, and the next one of its prefix is not sent after it. (docs/caching.md)"""
     chain = Random(0).randbytes(16 * 50)
     for policy in ("round_robin", "estimated_ttft"):
         core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)

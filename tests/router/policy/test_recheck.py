@@ -54,7 +54,10 @@ def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: 
 
 
 def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
-    """Two blind routers choose one idle replica; it sends the second request back, which then goes to the other one."""
+    """Two blind routers choose one idle replica; it sends the second request back, which then goes to the other one.
+
+    docs/routing.md
+    """
     first, second = cores("first", "second")
     one = first.decide(request(7))
     other = second.decide(request(7))
@@ -103,7 +106,10 @@ def test_a_request_is_sent_back_so_often_and_counted_once() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_only_the_default_policy_beside_others_asks_for_a_second_look(policy: str) -> None:
-    """A router alone sees all there is, one replica leaves no choice, and other rules do not choose by work."""
+    """A router alone sees all there is, one replica leaves no choice, and other rules do not choose by work.
+
+    docs/routing.md
+    """
     alone, beside = cores("me", policy=policy)[0], cores("me", "you", policy=policy)[0]
     only = cores("me", "you", policy=policy, replicas=("r0",))[0]
     for core, expected in ((alone, False), (only, False), (beside, policy == DEFAULT_POLICY)):

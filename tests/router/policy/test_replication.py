@@ -96,7 +96,10 @@ def test_demand_outlives_its_numbers() -> None:
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
-    """At three replicas' worth of work it has at least four holders, though no queue was ever reported."""
+    """At three replicas' worth of work it has at least four holders, though no queue was ever reported.
+
+    docs/routing.md
+    """
     cluster = Cluster()
     decisions = []
     for _ in range(1500):
@@ -135,7 +138,7 @@ def test_holders_are_bounded_by_demand_and_by_load() -> None:
 
 
 def test_when_demand_falls_one_holder_is_left_with_the_work() -> None:
-    """So the copies of the others are the oldest of their caches."""
+    """So the copies of the others are the oldest of their caches. (docs/routing.md)"""
     cluster = Cluster()
     for _ in range(1500):
         cluster.now_s += 1 / 30

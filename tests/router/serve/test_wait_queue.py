@@ -87,7 +87,10 @@ def test_nobody_spins() -> None:
 
 
 def test_a_newcomer_does_not_overtake_and_a_rejected_one_goes_first() -> None:
-    """Room that frees while others wait is theirs; a request that a replica sent back keeps its turn."""
+    """Room that frees while others wait is theirs; a request that a replica sent back keeps its turn.
+
+    docs/routing.md
+    """
 
     async def main() -> None:
         gate = asyncio.Event()
@@ -136,7 +139,7 @@ def test_a_fault_ends_one_wait_only() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    """One request of a tenant waits for one of each other, however many of theirs came before it."""
+    """One request of a tenant waits for one of each other, however many of theirs came before it. (docs/routing.md)"""
 
     async def main() -> None:
         room = Room()

@@ -37,7 +37,10 @@ LARGE = 70_000
 def test_a_body_of_very_many_values_is_refused_unread(
     body: bytes, parse: Any, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is decoded of the field that has too many; the error names it and says what to do."""
+    """Nothing is decoded of the field that has too many; the error names it and says what to do.
+
+    docs/scheduling.md
+    """
     decoded: list[int] = []
     decode = msgspec.json.decode
     monkeypatch.setattr("msgspec.json.decode", lambda raw, **more: decoded.append(len(raw)) or decode(raw, **more))

@@ -104,7 +104,7 @@ def test_the_documented_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_a_saved_prompt_is_reused_and_changes_no_answer(runner: Runner) -> None:
-    """The saving request hits too; the answers are those of a run without any cache."""
+    """The saving request hits too; the answers are those of a run without any cache. (docs/batch.md)"""
     text = joined(SAVES, REUSES, SAVES, max_generate_length=12)
     result, responses, profile = runner.run(text, "--debug")
     assert result.exit_code == 0, result.output
@@ -128,7 +128,7 @@ def test_a_saved_prompt_is_reused_and_changes_no_answer(runner: Runner) -> None:
 
 
 def test_one_that_fails_is_named_and_the_others_are_answered(runner: Runner) -> None:
-    """Each error names its request and its field; the run leaves with 1."""
+    """Each error names its request and its field; the run leaves with 1. (docs/batch.md)"""
     image = {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}
     bad = [{"messages": [image]}, {"messages": [{"role": "user", "content": "a"}], "lora_name": "none"}, {}, 7]
     good = json.loads(REUSES)["requests"]

@@ -73,7 +73,7 @@ def test_an_unknown_adapter_is_refused_and_only_what_the_caller_may_use_is_named
 
 
 def test_models_that_a_tenant_may_not_use_do_not_exist_for_it() -> None:
-    """The base model too: each answer is word for word that for a name which nobody has."""
+    """The base model too: each answer is word for word that for a name which nobody has. (docs/tenants.md)"""
     held = registry(AdapterEntry("a", spec("a")), AdapterEntry("b", spec("b")))
     assert held.choose("a", None, "t", {"a"}) == spec("a")
     assert held.choose("base", None, "t", {"base"}) is None
@@ -107,6 +107,8 @@ def test_copies_agree_whatever_the_order_of_the_news(news: list[AdapterEntry], o
     """Merging is commutative and idempotent: late, repeated and reordered news change nothing.
 
     Nor do two entries of one name that were made at the same time by two ingresses.
+
+    docs/lora.md
     """
     shuffled = news * 2
     order.shuffle(shuffled)

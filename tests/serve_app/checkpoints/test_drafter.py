@@ -38,7 +38,10 @@ def copy(demo_model_path: Path, tmp_path: Path) -> Path:
 
 
 def test_the_pair_has_a_fingerprint_of_its_own(demo_model_path: Path, copy: Path) -> None:
-    """None, one and another drafter give three keys; the same pair gives the same key from any path."""
+    """None, one and another drafter give three keys; the same pair gives the same key from any path.
+
+    docs/speculation.md
+    """
     info = load_checkpoint_info(demo_model_path)
     assert with_drafter(info, settings(demo_model_path, None)) == info
     pair = with_drafter(info, settings(demo_model_path, copy))

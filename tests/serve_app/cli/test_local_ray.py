@@ -33,7 +33,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_haproxys_own_pages_stay_on_loopback() -> None:
-    """The wrapper rewrites what Ray opens to everybody, and nothing else."""
+    """The wrapper rewrites what Ray opens to everybody, and nothing else. (docs/security.md)"""
     with local_environment() as run_dir:
         config = run_dir / "haproxy.cfg"
         config.write_text(
@@ -150,7 +150,7 @@ def test_the_wrapper_is_private(environment: None, tmp_path: Path) -> None:
 
 
 def test_rays_token_is_closed_to_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one: it opens Ray's ports."""
+    """Where there is one: it opens Ray's ports. (docs/security.md)"""
     monkeypatch.setenv("HOME", str(tmp_path))
     keep_token_private()
     token = tmp_path / ".ray" / "auth_token"

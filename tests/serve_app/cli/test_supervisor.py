@@ -118,7 +118,7 @@ sys.stdin.readline()
 
 
 def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
-    """Whatever the instance still does."""
+    """Whatever the instance still does. (docs/starting.md)"""
     made = started('say("serving", "hello"); sys.stdin.readline(); say("done", "told"); time.sleep(600)')
     made.wait_for("hello")
     made.process.send_signal(signal.SIGTERM)
@@ -143,7 +143,10 @@ def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None
     ids=["refused", "failed", "silent", "killed"],
 )
 def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str, status: int, sentence: str) -> None:
-    """Of a mistake in the settings nothing is left; of everything else a log, which has the noise."""
+    """Of a mistake in the settings nothing is left; of everything else a log, which has the noise.
+
+    docs/starting.md
+    """
     made = started(instance)
     output = made.rest()
     assert sentence in output
@@ -177,7 +180,10 @@ time.sleep(600)
 
 
 def test_an_instance_ends_with_its_supervisor(started: Callable[..., Started]) -> None:
-    """However that dies: its own process sees the end of its orders, and takes everything with it."""
+    """However that dies: its own process sees the end of its orders, and takes everything with it.
+
+    docs/starting.md
+    """
     made = started(_LOYAL)
     assert made.process.stdout is not None
     pids = [int(pid) for pid in made.process.stdout.readline().split()]

@@ -18,7 +18,7 @@ def door_of(places: int = 4, max_waiting: int = 16, max_bytes: int = 64 * MIB) -
 
 
 def test_the_flooder_is_refused_and_nobody_else() -> None:
-    """Of one line for all the last eighth is for others; the refusal says when to come back."""
+    """Of one line for all the last eighth is for others; the refusal says when to come back. (docs/scheduling.md)"""
 
     async def main() -> None:
         door = door_of()

@@ -52,6 +52,8 @@ def test_no_stretch_of_time_gives_out_more_than_the_limit(
     """A full bucket and what flows in meanwhile, net of what is given back, beside one request that is larger than it.
 
     And when it says how long to wait, that is exactly long enough.
+
+    docs/tenants.md
     """
     now_s, used, debt = 0.0, 0.0, 0.0
     bucket = Bucket(most, per_s, now_s)

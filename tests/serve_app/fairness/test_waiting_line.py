@@ -26,7 +26,10 @@ async def settle() -> None:
 
 
 def test_a_flood_keeps_nobody_out() -> None:
-    """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent."""
+    """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent.
+
+    docs/scheduling.md
+    """
 
     async def main() -> None:
         line, budget = line_of(64)
@@ -48,7 +51,10 @@ def test_a_flood_keeps_nobody_out() -> None:
 
 
 def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
-    """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests."""
+    """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests.
+
+    docs/scheduling.md
+    """
 
     async def main() -> None:
         line, _ = line_of(1)
@@ -74,7 +80,7 @@ def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
 
 
 def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
-    """While it waits for room nobody takes more than its share, so that the room comes."""
+    """While it waits for room nobody takes more than its share, so that the room comes. (docs/scheduling.md)"""
 
     async def main() -> None:
         line, budget = line_of(32, {"a": 1.0, "b": 1.0})

@@ -12,7 +12,7 @@ from serve_app.fairness.workers import FairWorkers
 
 
 def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
-    """All of one's jobs hang; another's is done at once."""
+    """All of one's jobs hang; another's is done at once. (docs/scheduling.md)"""
     release = threading.Event()
 
     async def main() -> None:

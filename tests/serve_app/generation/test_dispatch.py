@@ -100,7 +100,10 @@ def test_a_lost_replica_is_replaced_with_the_same_tokens(received: int, error: E
 
 
 def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
-    """Its load is learned, nothing is counted as lost, and the answer is whole; the next call says how often it was."""
+    """Its load is learned, nothing is counted as lost, and the answer is whole; the next call says how often it was.
+
+    docs/routing.md
+    """
     busy: list[str] = []
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
@@ -163,7 +166,10 @@ def test_when_all_replicas_die_the_client_is_told_to_come_back() -> None:
 
 
 def test_a_stream_outlives_any_number_of_replicas_that_leave_in_order() -> None:
-    """A rolling update moves a long stream once a replica: what each of them said before it left is progress."""
+    """A rolling update moves a long stream once a replica: what each of them said before it left is progress.
+
+    docs/resume.md
+    """
 
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         async for chunk in answer(call, route, replica, 2 if call.sampling.max_tokens > 2 else None):

@@ -216,7 +216,10 @@ def test_a_reference_puts_the_prompt_first(shop: Preparer) -> None:
 
 
 def test_a_prompt_cache_key_places_and_neither_joins_nor_parts(shop: Preparer) -> None:
-    """Equal keys of two tenants share nothing, two keys with one prompt have one chain; the place follows the key."""
+    """Equal keys of two tenants share nothing, two keys with one prompt have one chain; the place follows the key.
+
+    docs/caching.md
+    """
     keyed = [ask(shop, tenant, ("user", LONG), prompt_cache_key="k") for tenant in (ACME, ZETA)]
     assert shared_blocks(*keyed) == 0
     assert keyed[0].placement_key != keyed[1].placement_key

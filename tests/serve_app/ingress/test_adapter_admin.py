@@ -88,7 +88,7 @@ def test_a_reload_in_place_changes_the_key_everywhere(tmp_path: Path) -> None:
 
 
 def test_a_reload_in_place_is_for_whom_its_predecessor_was(tmp_path: Path) -> None:
-    """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all."""
+    """Leaving ``tenants`` out keeps them; only an explicit null opens a tenant's adapter to all. (docs/lora.md)"""
     tenants = [{"name": name, "key_sha256": [sha256(name.encode()).hexdigest()]} for name in ("acme", "globex")]
     app = Deployment(tenants=tenants, operator_key_sha256=[sha256(b"operator").hexdigest()])
 
@@ -205,7 +205,10 @@ def test_adapters_change_only_where_the_settings_allow_it_and_only_inside_the_ro
     ],
 )
 def test_links_in_an_adapters_directory_lead_nowhere_else(path: str, linked: str, tmp_path: Path) -> None:
-    """A file outside ``lora_root`` is not read, whatever it is; links inside, as Hugging Face's cache has, are."""
+    """A file outside ``lora_root`` is not read, whatever it is; links inside, as Hugging Face's cache has, are.
+
+    docs/security.md
+    """
     app = Deployment(lora_root=str(tmp_path / "root"))
     file = save_plain(tmp_path / "root" / "a") / linked
     secret = tmp_path / "secret.json"

@@ -64,7 +64,7 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
 
 
 def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
-    """Errors too; who has no limits, or no key, is told nothing, whatever others have."""
+    """Errors too; who has no limits, or no key, is told nothing, whatever others have. (docs/security.md)"""
     (zeta, zeta_digest), metrics = make_api_key(), IngressMetrics()
     configs = [
         TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5}),

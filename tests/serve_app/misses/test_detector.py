@@ -143,7 +143,7 @@ requests = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(requests)
 def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list[tuple[str, str, str]]) -> None:
-    """Whatever another tenant sends between them, the answers and the counts are the same."""
+    """Whatever another tenant sends between them, the answers and the counts are the same. (docs/caching.md)"""
 
     async def told(only: str) -> tuple[list[Miss | None], list[tuple[str, str, int]]]:
         bench = Bench()

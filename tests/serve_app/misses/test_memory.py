@@ -43,7 +43,7 @@ def test_a_long_prompt_is_kept_in_part_and_keeps_no_more_alive() -> None:
 
 
 def test_the_room_of_a_tenant_does_not_depend_on_what_others_send() -> None:
-    """One tenant fills its own room over and over; another's prompt stays."""
+    """One tenant fills its own room over and over; another's prompt stays. (docs/caching.md)"""
     memory = PromptMemory(lambda: 2)
     memory.add("b", b"f", prompt(1000))
     for number in range(500):

@@ -38,7 +38,7 @@ def changed(state: Cutovers, change: tuple[str, str, str]) -> Cutovers:
 
 @given(key=st.text(), tenant=st.text(max_size=4), small=st.floats(0.1, 99), large=st.floats(0.1, 99))
 def test_who_gets_the_canary_keeps_it(key: str, tenant: str, small: float, large: float) -> None:
-    """The same key always gets the same version, and while the share grows nobody goes back."""
+    """The same key always gets the same version, and while the share grows nobody goes back. (docs/prompts.md)"""
     small, large = sorted((small, large))
     share = share_of(tenant, key, "clerk@2")
     assert 0 <= share < 1

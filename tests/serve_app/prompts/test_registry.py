@@ -169,7 +169,10 @@ def locked(ref: str, text: str = TEXT, tenant: str | None = None) -> LockedPromp
 
 
 def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there() -> None:
-    """By version and by name, promoted or not: the words differ in what was asked for alone, and it is never public."""
+    """By version and by name, promoted or not: the words differ in what was asked for alone, and it is never public.
+
+    docs/prompts.md
+    """
     tokenizer = PromptTokenizer(resolve_model("demo"))
     cutovers = Cutovers().promoted("pilot", "1")
     prompts = Prompts([config(text="one")], [locked("pilot@1", tenant="acme")], cutovers)

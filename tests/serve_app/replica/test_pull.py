@@ -113,7 +113,10 @@ def test_all_who_wait_for_a_pull_have_it_in_their_traces(make_engine: MakeEngine
 
 
 def test_a_hundred_requests_wait_for_one_copy_and_others_do_not(make_engine: MakeEngine, reference: Reference) -> None:
-    """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming."""
+    """While the copy is on its way a request of another prompt runs to its end; nobody computes what is coming.
+
+    docs/pull.md
+    """
     ids, other = prompt(160), prompt(40, 9)
 
     async def run() -> None:
@@ -151,6 +154,8 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
     """What the pulled prefix shares with another conversation stays, and so does that one, though it is older.
 
     An export that goes to no pull demotes nothing.
+
+    docs/pull.md
     """
     system, moved, new = prompt(64), prompt(64, 1), prompt(97, 2)
     shared, moves = np.concatenate([system, prompt(33, 3)]), np.concatenate([system, moved, prompt(1, 4)])
@@ -180,7 +185,7 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
 def test_whatever_goes_wrong_costs_time_only(
     trouble: str, make_engine: MakeEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request is computed, its tokens are right, and the reason is counted."""
+    """The request is computed, its tokens are right, and the reason is counted. (docs/pull.md)"""
     ids = prompt(150)
     monkeypatch.setattr(pull_module, "UNKNOWN_DEADLINE_S", 0.2)
 
@@ -220,7 +225,10 @@ def test_whatever_goes_wrong_costs_time_only(
 
 
 def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> None:
-    """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end."""
+    """The same tokens under another salt, or another root, are not there; nor is what comes after a block's end.
+
+    docs/pull.md
+    """
     ids = prompt(100)
     engine = make_engine()
     mine, theirs = PrefixScope("tiny", salt=b"mine"), PrefixScope("tiny", salt=b"theirs")
@@ -242,7 +250,10 @@ def test_a_holder_hands_out_exactly_the_asked_scope(make_engine: MakeEngine) -> 
 
 
 def test_a_replica_decides_again(make_engine: MakeEngine) -> None:
-    """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for."""
+    """Switched off, held meanwhile, too short, slower than computing, or too many under way: nothing is asked for.
+
+    docs/pull.md
+    """
     ids = prompt(160)
 
     async def run() -> None:
@@ -301,7 +312,7 @@ def test_a_waiting_request_can_be_cancelled_and_stopping_ends_pulls(make_engine:
 
 
 def test_the_rate_is_learned_and_forgotten() -> None:
-    """It moves to what was measured, and back to the expectation once that is long ago."""
+    """It moves to what was measured, and back to the expectation once that is long ago. (docs/pull.md)"""
     rate = PullRate(16, 1_000_000)
     expected = rate.tokens_per_s(0.0)
     assert expected == pytest.approx(2400.0)

@@ -70,7 +70,10 @@ def test_a_grammar_that_takes_too_much_time_ends_its_answer(compiler: GrammarCom
 
 
 def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(compiler: GrammarCompiler) -> None:
-    """By the real clock: as text grows this one takes ever more for each token, twenty times what is allowed in all."""
+    """By the real clock: as text grows this one takes ever more for each token, twenty times what is allowed in all.
+
+    docs/security.md
+    """
     grammar = 'start: s\ns: s s | "a" | "aa" | "b"\n'
     matcher = Matchers(compiler).matcher(llguidance_form(Grammar.context_free(grammar, "f")))
     [first, *_] = allowed_ids(matcher, tokens_of()) or ()
@@ -190,7 +193,10 @@ BOMBS = [
 def test_a_hostile_grammar_ends_within_its_limits(
     grammar: Grammar, compiler: GrammarCompiler, tokenizer: PromptTokenizer
 ) -> None:
-    """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm."""
+    """It is refused, or followed for a while: every step of it ends, with a mask or an error, and leaves no harm.
+
+    docs/api.md, docs/security.md
+    """
     try:
         compiled = compiler.compile(llguidance_form(grammar))
     except GrammarError:

@@ -68,7 +68,7 @@ def test_anything_else_is_refused(tenants: Tenants, header: str | None) -> None:
 
 
 def test_every_key_is_compared_even_after_a_match(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of constant-time comparisons does not depend on which key was sent."""
+    """The number of constant-time comparisons does not depend on which key was sent. (docs/security.md)"""
     compared: list[bytes] = []
 
     def counting(known: bytes, digest: bytes) -> bool:
@@ -156,7 +156,10 @@ SCOPES = st.tuples(st.text("ab\0\1\2", min_size=1, max_size=4), st.none() | st.t
 
 @given(scopes=st.lists(SCOPES, min_size=2, max_size=6, unique=True))
 def test_different_tenants_and_salts_share_no_salt(scopes: list[tuple[str, str | None]]) -> None:
-    """Whatever a tenant sends as ``cache_salt``: ("a", "bc") and ("ab", "c") differ, and so do none and ""."""
+    """Whatever a tenant sends as ``cache_salt``: ("a", "bc") and ("ab", "c") differ, and so do none and "".
+
+    docs/security.md
+    """
     tenants = Tenants([], SECRET)
     salts = [tenants.salt(Tenant(name), salt) for name, salt in scopes]
     assert all(a != b for a, b in combinations(salts, 2))
@@ -184,7 +187,10 @@ def test_a_key_names_the_tenants_group() -> None:
 
 
 def test_only_its_holder_learns_that_a_key_expired_or_was_revoked() -> None:
-    """Both are a 401 like an unknown key's; a tenant's other keys open, and one without a good one is closed."""
+    """Both are a 401 like an unknown key's; a tenant's other keys open, and one without a good one is closed.
+
+    docs/tenants.md
+    """
     now_s = datetime(2027, 1, 31, tzinfo=UTC).timestamp()
     keys = [
         {"sha256": KEYS["acme"][1], "expires": "2027-01-31T01:00:00+01:00"},
@@ -220,7 +226,7 @@ def test_a_key_is_written_as_its_digest_or_with_what_limits_it() -> None:
 
 
 def test_salts_depend_on_the_secret_and_on_nothing_else() -> None:
-    """Two processes with one secret agree; another deployment's salts are other ones."""
+    """Two processes with one secret agree; another deployment's salts are other ones. (docs/security.md)"""
     one, same, other = Tenants([], SECRET), Tenants([], SECRET), Tenants([], b"t" * 32)
     assert one.salt(Tenant("a"), "x") == same.salt(Tenant("a"), "x") != other.salt(Tenant("a"), "x")
 
@@ -264,7 +270,7 @@ def test_the_state_directory_follows_xdg(state: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
 def test_a_secret_that_others_may_touch_is_refused(state: Path, mode: int) -> None:
-    """The sentence holds the command that mends it."""
+    """The sentence holds the command that mends it. (docs/security.md)"""
     load_secret(state_dir=state)
     (state / "secret").chmod(mode)
     with pytest.raises(SecretError, match="chmod 600"):

@@ -66,7 +66,7 @@ def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | N
 @every_family
 @pytest.mark.parametrize("leading", [[], [SYSTEM]], ids=["no system prompt", "system prompt"])
 def test_the_system_text_holds_the_tools(name: str, leading: list[Any], load: Load) -> None:
-    """It is a prefix of every conversation with those system messages and tools."""
+    """It is a prefix of every conversation with those system messages and tools. (docs/caching.md)"""
     rendered = load(name).render_chat([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)

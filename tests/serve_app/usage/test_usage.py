@@ -58,7 +58,10 @@ def everything(ledger: Ledger, tenant: str | None = None) -> Rows:
     )
 )
 def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int, bool, int]]) -> None:
-    """Over two files: read, written and uncached tokens are the prompt's, for each tenant and prompt, none negative."""
+    """Over two files: read, written and uncached tokens are the prompt's, for each tenant and prompt, none negative.
+
+    docs/tenants.md
+    """
     both = [ledger_of(None), ledger_of(None)]
     expected: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
     for which, tenant, prompt, tokens, cached_blocks, stored, output in asked:
@@ -82,7 +85,7 @@ def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int,
 
 
 def test_a_file_survives_and_is_shared(tmp_path: Path) -> None:
-    """Two ingresses add to one private file, and the next process finds it all."""
+    """Two ingresses add to one private file, and the next process finds it all. (docs/security.md)"""
     file = tmp_path / "usage.sqlite"
     one, other = ledger_of(file), ledger_of(file)
     for ledger in (one, other):
@@ -140,7 +143,7 @@ def test_rows_are_bounded_by_day_and_days_by_age(monkeypatch: pytest.MonkeyPatch
 
 
 def test_costs_are_the_vendors() -> None:
-    """A million tokens each, read, written and neither, and a million of answer."""
+    """A million tokens each, read, written and neither, and a million of answer. (docs/tenants.md)"""
     million = 10**6
     counts = Counts(1, 1, 3 * million, million, million, million)
     found = costs(counts, PRICES)

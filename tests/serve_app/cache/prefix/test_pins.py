@@ -27,7 +27,7 @@ def pinning(num_blocks: int, budget: int) -> tuple[PrefixCache, Clock]:
 
 
 def test_a_pinned_prefix_survives_any_pressure() -> None:
-    """Everything else is evicted around it; a block more is refused instead."""
+    """Everything else is evicted around it; a block more is refused instead. (docs/caching.md)"""
     cache, _ = pinning(6, 3)
     blocks = fill(cache, tokens(1, 2, 3))
     assert cache.pin(b"k", blocks) == "pinned"
@@ -229,7 +229,10 @@ def test_a_block_pinned_by_two_tenants_counts_for_both_and_once_in_all() -> None
 def test_what_is_within_a_share_is_never_refused_nor_recalled(
     weights: dict[str, float], budget: int, asked: list[tuple[str, int, int]]
 ) -> None:
-    """Whoever asks for whatever in any order; prefixes of four families overlap within and between tenants."""
+    """Whoever asks for whatever in any order; prefixes of four families overlap within and between tenants.
+
+    docs/caching.md
+    """
     cache = PrefixCache(256, 1, pin_budget_blocks=budget, shares=weights)
     shares = {name: int(budget * weight / sum(weights.values())) for name, weight in weights.items()}
     for number, (tenant, length, family) in enumerate(asked):

@@ -37,7 +37,7 @@ def hits(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: 
 
 
 def test_the_last_prompt_token_is_never_matched() -> None:
-    """A prompt that is cached whole still leaves its last block to compute, for the logits."""
+    """A prompt that is cached whole still leaves its last block to compute, for the logits. (docs/caching.md)"""
     cache = PrefixCache(8, 2)
     blocks = fill(cache, tokens(1, 2, 3, 4))
     assert hits(cache, tokens(1, 2, 3, 4)) == blocks[:1]
@@ -71,7 +71,10 @@ def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> byt
     ids=["tenant", "lora", "model", "tokens", "public"],
 )
 def test_a_collision_never_gives_a_foreign_block(scope: PrefixScope, ids: TokenArray) -> None:
-    """Equal hashes of different content: no hit, no overwrite, and the first owner keeps its blocks."""
+    """Equal hashes of different content: no hit, no overwrite, and the first owner keeps its blocks.
+
+    docs/caching.md
+    """
     cache = PrefixCache(16, 2, hash_chain=constant_chain)
     mine = fill(cache, tokens(1, 2, 3, 4, 5))
     assert hits(cache, ids, scope) == []

@@ -52,7 +52,10 @@ class Running:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Admit, publish part by part, pin, let time pass, release, reset: then look whether every law still holds."""
+    """Admit, publish part by part, pin, let time pass, release, reset: then look whether every law still holds.
+
+    docs/caching.md
+    """
 
     running = Bundle("running")
 

@@ -65,7 +65,7 @@ def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
 
 
 def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
-    """The newest blocks of whoever is over stay, the oldest go, tail first."""
+    """The newest blocks of whoever is over stay, the oldest go, tail first. (docs/caching.md)"""
     bench = Bench(8)
     old, new = bench.fill("a", 3, 0), bench.fill("a", 3, 1)
     bench.fill("b", 2)
@@ -75,7 +75,10 @@ def test_a_tenant_over_its_share_loses_its_own_oldest_leaf() -> None:
 
 
 def test_a_flood_does_not_evict_what_all_use() -> None:
-    """The public prompt is on no tenant's account, whoever computed it, and has a share like one more tenant."""
+    """The public prompt is on no tenant's account, whoever computed it, and has a share like one more tenant.
+
+    docs/caching.md
+    """
     bench = Bench(24, flood=1.0, small=1.0)
     shared = bench.fill("flood", 5, 1, public=4)[:4]
     assert (bench.held("flood"), bench.held(PUBLIC)) == (1, 4)

@@ -48,7 +48,7 @@ class Disk:
 
 
 def test_saves_of_one_tenant_leave_another_its_share(tmp_path: Path) -> None:
-    """Saved blocks fill an empty disk; who has a share of it gets that, and not more, from them."""
+    """Saved blocks fill an empty disk; who has a share of it gets that, and not more, from them. (docs/caching.md)"""
     disk = Disk(tmp_path)
     disk.seen("a", "b")
     assert all(disk.store("a", *range(10), saved_until_s=math.inf))
@@ -98,7 +98,10 @@ def test_a_save_that_begins_again_ends_when_its_engine_says_so(tmp_path: Path) -
 
 @pytest.mark.parametrize("until_s", [math.inf, 10_000.0])
 def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path: Path) -> None:
-    """It ends that long after the restart that first found it, whatever its file said; later ones do not renew it."""
+    """It ends that long after the restart that first found it, whatever its file said; later ones do not renew it.
+
+    docs/caching.md
+    """
     Disk(tmp_path).store("a", 1, saved_until_s=until_s)
     assert Disk(tmp_path, now_s=1000.0, save_ttl_s=300.0).held(saved=True) == [1]
     assert Disk(tmp_path, now_s=1200.0, save_ttl_s=300.0).held(saved=True) == [1]
@@ -106,7 +109,7 @@ def test_the_setting_bounds_what_an_earlier_life_saved(until_s: float, tmp_path:
 
 
 def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path) -> None:
-    """Their header has no owner; they are on an account that nobody's requests keep a share for."""
+    """Their header has no owner; they are on an account that nobody's requests keep a share for. (docs/caching.md)"""
     files = BlockFiles(tmp_path, FORMAT)
     former = [TierBlock(*(getattr(block, name) for name in TierBlock.__slots__[:-1]), UNKNOWN) for block in path(0, 1)]
     for block in reversed(former):

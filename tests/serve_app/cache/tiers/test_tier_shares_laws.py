@@ -92,7 +92,10 @@ class NaiveTier:
 
 
 class ShareMachine(RuleBasedStateMachine):
-    """Blocks of three tenants come one by one; saves begin and end; tenants ask, and stay away; lives end."""
+    """Blocks of three tenants come one by one; saves begin and end; tenants ask, and stay away; lives end.
+
+    docs/caching.md
+    """
 
     @initialize(disk=st.booleans(), blocks=st.integers(1, 9))
     def begin(self, disk: bool, blocks: int) -> None:

@@ -188,7 +188,10 @@ class _Spoiled(SdpaBackend):
 
 
 def test_the_probe_takes_the_first_that_runs_and_agrees(device: torch.device) -> None:
-    """Missing, raising and wrong ones are passed over with a reason, and what they changed is undone."""
+    """Missing, raising and wrong ones are passed over with a reason, and what they changed is undone.
+
+    docs/kernels.md
+    """
     undone: list[str] = []
 
     def missing(_: Heads) -> AttentionBackend:

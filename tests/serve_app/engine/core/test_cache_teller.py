@@ -81,7 +81,10 @@ def test_the_digest_is_that_of_the_events(tmp_path: Path, reset: bool) -> None:
 
 
 def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(tmp_path: Path) -> None:
-    """The next digest finds it; ``anew`` mends it for the mirror, and for the routers that follow it."""
+    """The next digest finds it; ``anew`` mends it for the mirror, and for the routers that follow it.
+
+    docs/routing.md
+    """
     feed = Feed()
     engine = engine_of(feed, tmp_path)
     engine.start()

@@ -53,7 +53,7 @@ def simulated(runner: SimulatedRunner, events: list[Event] | None = None, **over
 
 
 def test_a_hundred_cold_requests_of_one_prompt_cost_one_prefill(make_engine: MakeEngine) -> None:
-    """Single flight: 100 simultaneous users of a cold prompt, 800 tokens each, compute it once."""
+    """Single flight: 100 simultaneous users of a cold prompt, 800 tokens each, compute it once. (docs/scheduling.md)"""
     engine = make_engine(max_num_seqs=128, num_blocks=1024, max_num_batched_tokens=300, start=False)
     collector = Collector()
     base = prompt(800)
@@ -194,7 +194,10 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 def test_a_flooding_tenant_leaves_an_eighth_of_the_queue() -> None:
-    """Of sixteen places one tenant gets fourteen; others still find two, and a tenant that is alone gets all."""
+    """Of sixteen places one tenant gets fourteen; others still find two, and a tenant that is alone gets all.
+
+    docs/scheduling.md
+    """
     engine = simulated(GatedRunner(), max_waiting_requests=16, tenant_shares={"flood": 1.0, "other": 1.0})
     for i in range(14):
         engine.submit(request(f"f{i}", prompt(10), 1, tenant="flood"), Collector())

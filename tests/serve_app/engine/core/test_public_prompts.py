@@ -59,7 +59,7 @@ def test_a_chain_that_the_engine_makes_is_the_routers(make_engine: MakeEngine) -
 
 
 def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
-    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked."""
+    """Nothing but public tokens in the prompt: what is generated after them belongs to who asked. (docs/caching.md)"""
     engine = make_engine()
     ids = PUBLIC_IDS[:64]
     answer = run_all(engine, [request("a", ids, 40, scope=scope_of("a"), tenant="a")]).tokens["a"]

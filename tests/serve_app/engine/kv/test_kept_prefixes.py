@@ -19,7 +19,7 @@ def keeping(name: str, question: int, *tokens: int, ttl_s: float = 300.0) -> Eng
 
 
 def test_what_is_kept_survives_churn_and_was_not_read() -> None:
-    """The request computes it and reads nothing; the next one reads all of its full blocks."""
+    """The request computes it and reads nothing; the next one reads all of its full blocks. (docs/caching.md)"""
     engine = simulated(GatedRunner(), num_blocks=64, max_num_batched_tokens=600, pin_budget_blocks=16)
     engine.start()
     first = run(engine, keeping("first", 5, 40, 100))

@@ -197,7 +197,10 @@ def test_another_scope_is_another_save(tmp_path: Path) -> None:
 
 
 def test_one_tenant_cannot_keep_the_whole_budget() -> None:
-    """It pins twice its share while nobody else saves; another's save within theirs takes the second one back."""
+    """It pins twice its share while nobody else saves; another's save within theirs takes the second one back.
+
+    docs/caching.md
+    """
     shares = {"greedy": 1.0, "other": 1.0}
     engine = simulated(GatedRunner(), num_blocks=128, pin_budget_blocks=12, tenant_shares=shares)
     engine.start()
@@ -222,7 +225,10 @@ def test_one_tenant_cannot_keep_the_whole_budget() -> None:
 
 
 def test_other_tenants_take_effect_in_a_running_engine() -> None:
-    """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line."""
+    """Who is gone keeps no save, and who is new has a share of the budget, of the pool and of the line.
+
+    docs/cluster.md
+    """
     engine = simulated(
         GatedRunner(), num_blocks=128, pin_budget_blocks=12, max_waiting_requests=16,
         tenant_shares={"gone": 1.0, "stays": 1.0},
@@ -321,7 +327,10 @@ def test_a_cancelled_request_takes_its_save_along_unless_another_waits_for_it() 
 
 
 def test_a_request_has_to_fit_beside_the_pin_budget() -> None:
-    """So that pins never keep a request waiting for ever: what fits is answered although the budget is used up."""
+    """So that pins never keep a request waiting for ever: what fits is answered although the budget is used up.
+
+    docs/caching.md
+    """
     engine = simulated(GatedRunner(), num_blocks=20, pin_budget_blocks=6, max_num_batched_tokens=600)
     with pytest.raises(RequestTooLong, match="pool of 224"):
         engine.submit(request("long", prompt(220), 5), Collector())

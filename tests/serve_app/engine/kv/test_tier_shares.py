@@ -76,7 +76,7 @@ def test_a_flood_leaves_a_tenant_within_its_share_what_it_has_below_the_pool(
 
 
 def test_after_a_restart_a_flood_leaves_a_tenant_its_files(tmp_path: Path) -> None:
-    """Nobody has asked for anything since: whose file it is, and when it was used, is on the disk."""
+    """Nobody has asked for anything since: whose file it is, and when it was used, is on the disk. (docs/caching.md)"""
     engine = engine_over(0, 80, tmp_path)
     for seed in range(3):
         ask(engine, "small", seed)
@@ -107,7 +107,10 @@ def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: i
 
 @pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
 def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, tmp_path: Path) -> None:
-    """It is over with a reset of the pool, for another tenant's share of the pins, or with its time; then they go."""
+    """It is over with a reset of the pool, for another tenant's share of the pins, or with its time; then they go.
+
+    docs/caching.md
+    """
     now_s = [0.0]
     engine = engine_over(0, 80, tmp_path, lambda: now_s[0])
     assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"

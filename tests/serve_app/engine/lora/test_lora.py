@@ -60,7 +60,10 @@ def load(engine: TorchEngine, path: Path, name: str = "a") -> PrefixScope:
 def test_the_output_is_pefts(
     variant: str, adapters: dict[str, Path], checkpoints: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Greedy tokens equal PEFT's own model, cold, and again from cached blocks; the base's are untouched."""
+    """Greedy tokens equal PEFT's own model, cold, and again from cached blocks; the base's are untouched.
+
+    docs/lora.md
+    """
     engine = make_engine()
     scope = load(engine, adapters[variant])
     ids = prompt(150, 3)
@@ -91,7 +94,10 @@ def test_llama_and_a_bare_safetensors_path(
 def test_adapters_mixed_in_one_batch_equal_solo_runs(
     adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
-    """Twelve requests of four adapters and the base, long and short, in the same steps: each as if it were alone."""
+    """Twelve requests of four adapters and the base, long and short, in the same steps: each as if it were alone.
+
+    docs/lora.md
+    """
     engine = make_engine(start=False)
     scopes = [PrefixScope("tiny"), *(load(engine, path, name) for name, path in adapters.items())]
     wanted = [(f"r{i}", prompt(7 + 53 * (i % 5) + i, i), 10 + i, scopes[i % len(scopes)]) for i in range(15)]
@@ -163,7 +169,10 @@ def test_two_adapters_and_the_base_share_no_kv(adapters: dict[str, Path], make_e
 def test_a_reload_under_the_same_name_with_other_weights_is_another_adapter(
     checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
 ) -> None:
-    """Name equal, digest different: no KV of the old weights is used, and the output is the new ones'."""
+    """Name equal, digest different: no KV of the old weights is used, and the output is the new ones'.
+
+    docs/lora.md
+    """
     engine = make_engine()
     old = load(engine, adapters["all"], "style")
     first = run_all(engine, [request("old", prompt(100), 8, scope=old)])
@@ -293,7 +302,10 @@ def test_the_simulated_runner_keeps_scopes_apart(adapters: dict[str, Path]) -> N
 
 
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
-    """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing."""
+    """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing.
+
+    docs/lora.md
+    """
     engine = make_engine()
     model = engine._runner.model  # type: ignore[attr-defined]
 

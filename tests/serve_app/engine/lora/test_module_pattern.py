@@ -65,7 +65,7 @@ def test_keys_that_peft_and_people_write_are_understood(key: str) -> None:
      "é", "a\n", "a" * 257],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(key: str) -> None:
-    """Much of it is harmless, but any of it could be written so that a match never ends."""
+    """Much of it is harmless, but any of it could be written so that a match never ends. (docs/lora.md)"""
     assert not understood(key)
 
 

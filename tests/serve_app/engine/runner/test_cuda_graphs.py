@@ -114,7 +114,7 @@ def test_recorded_steps_give_the_tokens_of_eager_ones(checkpoints: dict[str, Pat
 
 
 def test_padding_touches_nobodys_blocks(checkpoints: dict[str, Path], device: torch.device) -> None:
-    """Three rows in a recording of four: only their own slots and the scratch block change."""
+    """Three rows in a recording of four: only their own slots and the scratch block change. (docs/kernels.md)"""
     runner = make_runner(checkpoints["llama"], device, recorder(device))
     runner.pool.tensor.fill_(3.0)
     segments = [
@@ -130,7 +130,10 @@ def test_padding_touches_nobodys_blocks(checkpoints: dict[str, Path], device: to
 def test_a_recording_that_repeats_old_results_is_found_out(
     checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The check replays with other data: a replay that does nothing, or fails, leaves the engine eager."""
+    """The check replays with other data: a replay that does nothing, or fails, leaves the engine eager.
+
+    docs/kernels.md
+    """
 
     def does_nothing(work: Callable[[], None], device: torch.device) -> Replay:
         work()

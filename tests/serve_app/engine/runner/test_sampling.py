@@ -154,7 +154,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_batch_and_after_a_resend(make_engine: MakeEngine) -> None:
-    """Also when a part of the output comes back as prompt: position p draws the same number."""
+    """Also when a part of the output comes back as prompt: position p draws the same number. (docs/determinism.md)"""
     engine = make_engine()
     ids = prompt(37)
     how = {"temperature": 0.9, "top_p": 0.95, "seed": 12345}

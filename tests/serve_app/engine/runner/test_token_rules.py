@@ -238,7 +238,7 @@ def test_rules_are_exact_through_preemptions(make_engine: MakeEngine, expected: 
 def test_rules_are_exact_under_speculation(
     noise: float, make_engine: MakeEngine, expected: list[tuple[list[int], str]], checkpoints: Any, tmp_path: Any
 ) -> None:
-    """Drafts are verified, and drafted, under the same rules."""
+    """Drafts are verified, and drafted, under the same rules. (docs/speculation.md)"""
     from tests.serve_app.engine.tiny import save_draft
 
     draft = str(save_draft(checkpoints["qwen3"], tmp_path, noise))

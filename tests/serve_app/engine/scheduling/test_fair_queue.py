@@ -59,7 +59,10 @@ def test_a_newcomer_waits_for_at_most_a_quantum_of_each_other() -> None:
 
 
 def test_who_used_little_comes_first_and_is_equal_soon() -> None:
-    """Beside one that computed alone until now a tenant gets two thirds of its first steps, and half of the later."""
+    """Beside one that computed alone until now a tenant gets two thirds of its first steps, and half of the later.
+
+    docs/scheduling.md
+    """
     queue = FairQueue(2048)
     work = {"busy": 10**9, "idle": 5}
     for _ in range(3 * RECENT_STEPS):
@@ -87,7 +90,10 @@ def test_what_was_long_ago_does_not_count() -> None:
     st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=60),
 )
 def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tuple[int, int]]) -> None:
-    """Every round of turns serves all, each by a sixteenth of a quantum at least and a quantum at most."""
+    """Every round of turns serves all, each by a sixteenth of a quantum at least and a quantum at most.
+
+    docs/scheduling.md
+    """
     queue = FairQueue(2048)
     tenants = [f"t{i}" for i in range(len(decodes))]
     for budget, only in steps:
@@ -104,7 +110,7 @@ def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tupl
 
 
 def test_who_is_waited_for_has_whole_turns() -> None:
-    """Else a prefix that all need would be as slow as the one that happens to compute it."""
+    """Else a prefix that all need would be as slow as the one that happens to compute it. (docs/scheduling.md)"""
     queue = FairQueue(2048)
     work = {"busy": 10**9, "other": 10**9}
     for awaited, least, most in ((["busy"], 0.98, 1.02), ([], 0.3, 0.7)):

@@ -111,7 +111,7 @@ def test_tenants_with_work_get_equal_prompt_tokens() -> None:
 
 
 def test_only_uncached_tokens_are_charged() -> None:
-    """A tenant whose prompts are cached gets ten times the requests through for the same turns."""
+    """A tenant whose prompts are cached gets ten times the requests through for the same turns. (docs/scheduling.md)"""
     bench = Bench("warm", "cold", max_num_batched_tokens=512)
     base = prompt(1440, 7)
     bench.add("prime", "warm", base)
@@ -151,7 +151,7 @@ def flooding() -> dict[str, object]:
 
 
 def test_nine_tenants_keep_their_hit_rate_under_a_flood(flooding: dict[str, float]) -> None:
-    """The bar: at least 0.9 of the hit rate without the flood; without protection it is lost."""
+    """The bar: at least 0.9 of the hit rate without the flood; without protection it is lost. (docs/scheduling.md)"""
     assert flooding["hit_rate_ratio"] >= 0.9
     assert flooding["unprotected_hit_rate_ratio"] < 0.8
 

@@ -156,7 +156,10 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
     caching: bool,
     shares: dict[str, float],
 ) -> None:
-    """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step."""
+    """Any workload on a tiny pool ends with the tokens of undisturbed runs; blocks are conserved at every step.
+
+    docs/caching.md, docs/scheduling.md
+    """
     bench = Stepped(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -208,7 +211,10 @@ def test_nobody_gives_way_more_often_than_its_answer_doubles() -> None:
 
 
 def test_recomputing_takes_what_the_cache_kept() -> None:
-    """A victim finds its complete blocks again unless they were needed; its report of cached tokens stays."""
+    """A victim finds its complete blocks again unless they were needed; its report of cached tokens stays.
+
+    docs/scheduling.md
+    """
     bench = Stepped(num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
     ids = [prompt(40, 1), prompt(40, 2)]
     for number, row in enumerate(ids):
@@ -257,7 +263,10 @@ def test_the_choice_of_a_victim() -> None:
 def test_a_real_model_says_the_same_with_and_without_preemption(
     make_engine: MakeEngine, checkpoints: dict[str, object], tmp_path_factory: pytest.TempPathFactory, drafted: bool
 ) -> None:
-    """Greedy and sampled, with and without a drafter: a pool for two of six answers, against one for all."""
+    """Greedy and sampled, with and without a drafter: a pool for two of six answers, against one for all.
+
+    docs/determinism.md
+    """
     extra: dict[str, object] = {}
     if drafted:
         draft = save_draft(checkpoints["qwen3"], tmp_path_factory.mktemp("draft"), 0.02)  # type: ignore[arg-type]

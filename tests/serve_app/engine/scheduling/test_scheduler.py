@@ -59,7 +59,10 @@ def test_decodes_come_first_then_the_least_uncached_work() -> None:
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.0, 2048), (50.0, 512), (8000.0, 800), (1e6, 2048)])
 def test_a_step_prefills_what_a_tenth_of_a_second_allows(rate: float, tokens: int) -> None:
-    """A newcomer waits for the step in progress: on a slow engine that is a short one, and decodes go beside it."""
+    """A newcomer waits for the step in progress: on a slow engine that is a short one, and decodes go beside it.
+
+    docs/scheduling.md
+    """
     bench = Bench(num_blocks=512, max_num_batched_tokens=2048)
     bench.add("old", prompt(20, 1))
     bench.step()
@@ -80,7 +83,10 @@ def test_cached_tokens_are_no_work() -> None:
 
 
 def test_nobody_starves_beyond_the_stated_bound() -> None:
-    """Short requests arrive without end; the long one is overtaken only for u / AGING seconds after its arrival."""
+    """Short requests arrive without end; the long one is overtaken only for u / AGING seconds after its arrival.
+
+    docs/scheduling.md
+    """
     bench = Bench(max_num_seqs=1, max_num_batched_tokens=600, num_blocks=256)
     bench.add("long", prompt(500, 1), 1, arrival_s=0.0)
     bound_s = 500 / AGING_TOKENS_PER_S
@@ -125,7 +131,7 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
 
 @pytest.mark.parametrize("admission", ["worst_case", "optimistic"])
 def test_a_running_sequence_never_lacks_a_block(admission: str) -> None:
-    """Random requests in a small pool run to their ends; the checks are in ``step``."""
+    """Random requests in a small pool run to their ends; the checks are in ``step``. (docs/scheduling.md)"""
     bench = Bench(num_blocks=16, max_num_seqs=6, admission=admission)
     rng = np.random.default_rng(2)
     for i in range(60):

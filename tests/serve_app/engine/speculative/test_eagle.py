@@ -117,7 +117,10 @@ def test_guesses_are_those_of_the_published_formulas_and_answers_those_of_the_ba
 def test_a_hit_at_every_block_boundary_changes_no_token_and_no_guess(
     base: Path, heads: dict[str, Path], make: MakeEagle
 ) -> None:
-    """Whoever filled the blocks, and went on otherwise, left the states and KV that this prompt needs."""
+    """Whoever filled the blocks, and went on otherwise, left the states and KV that this prompt needs.
+
+    docs/speculation.md
+    """
     ids = prompt(165)
     dense = DenseHead(base, heads["plain"])
     accepted = set()

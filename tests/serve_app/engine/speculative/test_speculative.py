@@ -124,7 +124,10 @@ def test_sampled_output_equals_plain_sampling_token_for_token(
     draft: str, make_engine: MakeEngine, drafts: dict[str, str]
 ) -> None:
     """At any temperature a draft counts only if it is the token that (seed, position) gives: nothing to preserve
-    in distribution, the very tokens are the same. And the drafter, given the same number, often finds it."""
+    in distribution, the very tokens are the same. And the drafter, given the same number, often finds it.
+
+    docs/speculation.md
+    """
     hows: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -140,7 +143,10 @@ def test_sampled_output_equals_plain_sampling_token_for_token(
 
 
 def test_a_resend_goes_on_identically(make_engine: MakeEngine, drafts: dict[str, str]) -> None:
-    """What a lost replica had generated comes back as prompt, cut anywhere in a draft: the rest is the same."""
+    """What a lost replica had generated comes back as prompt, cut anywhere in a draft: the rest is the same.
+
+    docs/speculation.md
+    """
     ids = prompt(37)
     how: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
     engine = make_engine(speculative_model=drafts["close"], num_speculative_tokens=4)
@@ -271,7 +277,7 @@ def test_a_guess_that_is_no_number_harms_nobody(
 def test_a_drafter_that_fails_leaves_plain_decoding(
     make_engine: MakeEngine, reference: Reference, drafts: dict[str, str]
 ) -> None:
-    """A draft model whose logits are no numbers proposes nothing."""
+    """A draft model whose logits are no numbers proposes nothing. (docs/speculation.md)"""
     engine = make_engine(speculative_model=drafts["same"], num_speculative_tokens=4)
     runner = engine._runner
     assert isinstance(runner, SpeculativeRunner)

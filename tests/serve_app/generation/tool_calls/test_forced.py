@@ -60,7 +60,10 @@ def compiler(demo_model_path: Path) -> GrammarCompiler:
 def test_only_calls_match(
     tokenizer: PromptTokenizer, compiler: GrammarCompiler, fields: dict[str, Any], text: str, accepted: bool
 ) -> None:
-    """Of tools that are offered, with what their schemas ask for; references inside a schema stay its own."""
+    """Of tools that are offered, with what their schemas ask for; references inside a schema stay its own.
+
+    docs/api.md
+    """
     use = ToolUse(**{"tools": EVERY, "must_call": True, **fields})
     matcher = compiler.compile(llguidance_form(forced_calls(use)))
     ids = tokenizer.encode(text, b"r" * 16).token_ids.tolist()

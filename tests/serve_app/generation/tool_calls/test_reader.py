@@ -159,7 +159,7 @@ def test_calls_are_what_a_naive_reader_of_the_whole_text_finds(grammar: Grammar,
 @example(cut=('{"name": 12"abc"', ['{"name": 12', '"abc"']))
 @example(cut=('<tool_call>{"name": "f", "arguments": {"a\\"', ['<tool_call>{"name": "f", "arguments": {"a\\', '"']))
 def test_any_text_is_read_the_same_however_it_is_cut(grammar: Grammar, cut: tuple[str, list[str]]) -> None:
-    """Also what is no call, or breaks off in one."""
+    """Also what is no call, or breaks off in one. (docs/api.md)"""
     text, pieces = cut
     assert read(grammar, pieces) == read(grammar, [text]) == read(grammar, list(text))
 

@@ -236,7 +236,7 @@ def test_a_trailing_slash_redirects_nowhere() -> None:
     ],
 )
 def test_pages_of_other_sites_post_nowhere(path: str) -> None:
-    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights."""
+    """Where nobody needs a key, a page in the operator's browser has none of the operator's rights. (docs/port.md)"""
     page = {"origin": "http://evil.example", "host": "127.0.0.1:8000", "content-type": "text/plain"}
     refused = get(path, AppConfig(), "POST", page, "{}")
     assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
@@ -263,7 +263,7 @@ def test_docs_go_when_tenants_come() -> None:
 
 
 def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all."""
+    """Who has no operator key, a tenant too, sees sums; without ``metrics_public`` nothing at all. (docs/tenants.md)"""
     (operator, operator_hash), (key, key_hash) = make_api_key(), make_api_key()
     acme = TenantConfig(name="acme", key_sha256=[key_hash])
     closed = AppConfig(tenants=[acme], operator_key_sha256=[operator_hash])

@@ -57,7 +57,10 @@ def filled(prompts: list[list[int]], num_blocks: int = 256, **settings: object) 
 def test_with_room_the_union_stays_whole_and_nothing_goes_twice(
     mine: list[list[int]], theirs: list[list[list[int]]], times: int
 ) -> None:
-    """What a peer has stays where it is; the rest goes to one peer; each peer gets a block at most once."""
+    """What a peer has stays where it is; the rest goes to one peer; each peer gets a block at most once.
+
+    docs/lifecycle.md
+    """
     leaving = filled(mine)
     local = Local({f"peer {number}": filled(prompts) for number, prompts in enumerate(theirs)})
     before = {name: hashes(engine) for name, engine in local.engines.items()}
@@ -91,7 +94,10 @@ def test_small_peers_take_what_fits_and_the_rest_is_counted(mine: list[list[int]
 
 
 def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
-    """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes."""
+    """A full peer gives up what nobody came back to for the longest, and keeps what is as hot as what comes.
+
+    docs/lifecycle.md
+    """
     now_s = [0.0]
 
     def engine(num_blocks: int) -> TorchEngine:
@@ -127,7 +133,7 @@ def leaving_chain(engine: TorchEngine, ids: list[int]) -> bytes:
 
 
 def test_a_save_stays_a_save_with_its_owner_and_its_time() -> None:
-    """Also where a peer has its blocks already, and through two hand-overs in a row."""
+    """Also where a peer has its blocks already, and through two hand-overs in a row. (docs/lifecycle.md)"""
     leaving, first, second = (make_engine(pins=40) for _ in range(3))
     ids = [1] * 40
     blocks = fill(leaving, ids, tenant="a")
