@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import ceil
 from types import TracebackType
 
 from serve_app.errors import RateLimited
@@ -52,8 +53,7 @@ class FrontDoor:
     def arrive(self, tenant: str) -> Arrival:
         """Let a request in that has just come. Raises RateLimited where too many of its tenant's wait or came."""
         self._shares.touch(tenant)
-        if self._requests.verdict(tenant, 1) != "granted":
-            raise self._refusal(tenant, "requests")
+        self._check(self._requests, tenant, 1, "requests")
         return Arrival(self, tenant, self._limits.begin(tenant))
 
     def learn(self, tenant: str, body_bytes: int, uncached_tokens: int) -> None:
@@ -65,13 +65,17 @@ class FrontDoor:
         """Return the uncached tokens that a body of a tenant should have, by its earlier ones."""
         return int(self._uncached.get(tenant, _FIRST_GUESS) * body_bytes)
 
-    def _refusal(self, tenant: str, what: str) -> RateLimited:
+    def _check(self, budget: Budget, tenant: str, amount: int, what: str) -> None:
+        """Raise RateLimited unless a tenant may take ``amount``, saying whether it or others fill the room."""
+        verdict = budget.verdict(tenant, amount)
+        if verdict == "granted":
+            return
         retry_after_s = self._line.retry_after_s(tenant)
-        return RateLimited(
-            f"Too many of your {what} wait for an answer already; send this one again after {retry_after_s:.0f} s, or "
-            "send fewer at once.",
-            retry_after_s=retry_after_s,
-        )
+        again = f"send this one again after {ceil(retry_after_s)} s"
+        message = f"There is no room for your request: too many {what} wait for an answer already; {again}."
+        if verdict == "over_share":
+            message = f"Too many of your {what} wait for an answer already; {again}, or send fewer at once."
+        raise RateLimited(message, retry_after_s=retry_after_s)
 
 
 class Arrival:
@@ -98,8 +102,7 @@ class Arrival:
 
     def grow(self, size_bytes: int) -> None:
         """Count bytes of the body, before they are read. Raises RateLimited where too many of its tenant's wait."""
-        if self._door._bytes.verdict(self._tenant, size_bytes) != "granted":
-            raise self._door._refusal(self._tenant, "bytes")
+        self._door._check(self._door._bytes, self._tenant, size_bytes, "bytes")
         self._door._bytes.take(self._tenant, size_bytes)
         self.body_bytes += size_bytes
 

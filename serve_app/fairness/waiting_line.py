@@ -16,7 +16,8 @@ from serve_app.fairness.shares import Budget
 QUANTUM = 512
 """Cost a turn: the prompt tokens that a replica gives a tenant in its turn."""
 
-_REMEMBERED_STARTS = 32
+_WEIGHT = 0.2
+"""Of the newest start in a tenant's pace."""
 
 
 class Place:
@@ -55,19 +56,20 @@ class WaitingLine:
         self._clock = clock
         self._lines: dict[str, deque[_Waiter]] = {}
         self._credit: OrderedDict[str, int] = OrderedDict()
-        self._starts_s: dict[str, deque[float]] = {}
+        self._pace_s: dict[str, float] = {}
+        """By tenant, how long the first in line waited lately. Time without a line is nobody's wait."""
+        self._first_since_s: dict[str, float] = {}
 
     def waiting(self) -> Counter[str]:
         """Return the requests in line by tenant."""
         return Counter({tenant: len(line) for tenant, line in self._lines.items()})
 
     def retry_after_s(self, tenant: str) -> float:
-        """Return how long a tenant's line takes at the rate at which its requests started lately, 1 to 60 s."""
-        starts_s = self._starts_s.get(tenant)
-        if not starts_s:
-            return 1.0
-        a_request_s = (self._clock() - starts_s[0]) / len(starts_s)
-        return min(60.0, max(1.0, a_request_s * (1 + len(self._lines.get(tenant, ())))))
+        """Return how long a tenant's line takes at the pace at which it went forward lately, 1 to 60 s."""
+        pace_s, line = self._pace_s.get(tenant, 0.0), self._lines.get(tenant, ())
+        if line:
+            pace_s = max(pace_s, self._clock() - self._first_since_s[tenant])
+        return min(60.0, max(1.0, pace_s * (1 + len(line))))
 
     async def enter(self, tenant: str, units: int = 1, cost: int = 1) -> Place:
         """Wait for a place of ``units``, or of the tenant's whole share where that is less.
@@ -78,8 +80,11 @@ class WaitingLine:
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
         if self._lines or not self._fits(tenant, waiter):
-            self._lines.setdefault(tenant, deque()).append(waiter)
-            self._credit.setdefault(tenant, 0)
+            if tenant not in self._lines:
+                self._lines[tenant] = deque()
+                self._credit[tenant] = 0
+                self._first_since_s[tenant] = self._clock()
+            self._lines[tenant].append(waiter)
             self._grant()
         else:
             self._start(tenant, waiter)
@@ -104,7 +109,6 @@ class WaitingLine:
             return
         units = self._units(tenant, waiter)
         self._budget.take(tenant, units)
-        self._starts_s.setdefault(tenant, deque(maxlen=_REMEMBERED_STARTS)).append(self._clock())
         waiter.granted.set_result(Place(self, tenant, units))
 
     def _leave(self, tenant: str, waiter: _Waiter) -> None:
@@ -119,7 +123,7 @@ class WaitingLine:
     def _drop_if_empty(self, tenant: str) -> None:
         if not self._lines[tenant]:
             # Without work nobody has credit, nor debt.
-            del self._lines[tenant], self._credit[tenant]
+            del self._lines[tenant], self._credit[tenant], self._first_since_s[tenant]
 
     def _grant(self) -> None:
         """Start whoever can, in turns."""
@@ -132,11 +136,19 @@ class WaitingLine:
                     credit[tenant] += rounds * quantum
             tenant = next(tenant for tenant in able if credit[tenant] > 0)
             waiter = self._lines[tenant].popleft()
+            self._note_pace(tenant)
             self._start(tenant, waiter)
             credit[tenant] -= waiter.cost
             if credit[tenant] <= 0:
                 credit.move_to_end(tenant)
             self._drop_if_empty(tenant)
+
+    def _note_pace(self, tenant: str) -> None:
+        now_s = self._clock()
+        waited_s = now_s - self._first_since_s[tenant]
+        before = self._pace_s.get(tenant, waited_s)
+        self._pace_s[tenant] = before + _WEIGHT * (waited_s - before)
+        self._first_since_s[tenant] = now_s
 
     def _able(self) -> list[str]:
         """Return the tenants whose first request fits, in the order of their turns.

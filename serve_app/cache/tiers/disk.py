@@ -61,7 +61,8 @@ class DiskTier:
         self._events: list[BlocksStored | BlocksRemoved] = []
         self.told = TierDigest(TIER, 0, 0)
         """What was held as of the last event that ``take_events`` returned."""
-        self._life = 0
+        self.life = 0
+        """Rises with every reset."""
         self._used_ns = 0
         self._scan(clock, scan_limit_s, save_ttl_s)
 
@@ -111,8 +112,12 @@ class DiskTier:
             self.told = TierDigest(TIER, len(self.index), self.index.xor)
         return events
 
-    def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:
-        """Write a block, making room; return whether it is filed now. A failed write is logged and counted."""
+    def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
+        """Write a block, making room; return whether it is filed now. A failed write is logged and counted.
+
+        ``life``: the tier's when the block was offered (default: now). After a reset since then it is not filed.
+        """
+        life = self.life if life is None else life
         block_hash = block.block_hash
         known = self.get(block_hash)
         if known is not None:
@@ -121,8 +126,7 @@ class DiskTier:
             self.touch([block_hash])
             return saved_until_s is None or self.mark([block_hash], saved_until_s) == 1
         content = self._files.encode(block, row)
-        life = self._life
-        if not self._make_room(len(content), block.owner, saved=saved_until_s is not None):
+        if life != self.life or not self._make_room(len(content), block.owner, saved=saved_until_s is not None):
             return False
         try:
             self._files.write(block_hash, content, saved_until_s, self._now_ns())
@@ -131,7 +135,7 @@ class DiskTier:
             _log.warning("a KV block could not be written to disk: %s", error.strerror)
             return False
         with self._lock:
-            if life == self._life:
+            if life == self.life:
                 self.index.add(Entry(block, len(content), saved_until_s))
                 self._events.append(BlocksStored(block_hash, TIER))
                 return True
@@ -195,7 +199,7 @@ class DiskTier:
     def forget_all(self) -> Callable[[], None]:
         """Forget every block at once (any thread) and return what unlinks the files, for the queue's thread."""
         with self._lock:
-            self._life += 1
+            self.life += 1
             gone = [(filed.block.block_hash, filed) for filed in self.index]
             self.index.clear()
             self._inherited.clear()

@@ -85,7 +85,8 @@ class DiskQueue:
                 self.dropped_blocks += 1
                 return False
             self._pending[block.block_hash] = (block, row)
-            self._tasks.append(_Task(lambda: self._store(block, row, saved_until_s)))
+            life = self.tier.life
+            self._tasks.append(_Task(lambda: self._store(block, row, saved_until_s, life)))
             self._changed.notify_all()
         return True
 
@@ -170,9 +171,9 @@ class DiskQueue:
             except Exception:
                 _log.exception("the disk tier failed at one piece of work")
 
-    def _store(self, block: TierBlock, row: Row, saved_until_s: float | None) -> None:
+    def _store(self, block: TierBlock, row: Row, saved_until_s: float | None, life: int) -> None:
         try:
-            if self.tier.store(block, row, saved_until_s):
+            if self.tier.store(block, row, saved_until_s, life=life):
                 self.stored_blocks += 1
             else:
                 self.dropped_blocks += 1

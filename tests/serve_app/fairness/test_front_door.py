@@ -29,6 +29,7 @@ def test_the_flooder_is_refused_and_nobody_else() -> None:
         assert len(inside) == 14
         assert refused.value.retry_after_s is not None
         assert refused.value.retry_after_s >= 1
+        assert "Too many of your requests" in str(refused.value)
         with door.arrive("b") as other:
             await other.turn(1)
             other.hand_over().give_back()
@@ -37,6 +38,18 @@ def test_the_flooder_is_refused_and_nobody_else() -> None:
         assert not door._requests.used
 
     asyncio.run(main())
+
+
+def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
+    """Others fill the room; a tenant within its share is refused for that, and the sentence says so."""
+    tenants = dict.fromkeys("abcdefgh", 1.0)
+    door = FrontDoor(Shares(tenants), places=lambda: 4, max_waiting=8, max_bytes=MIB)
+    inside = [door.arrive(tenant) for tenant in tenants]
+    with pytest.raises(RateLimited, match="There is no room for your request: too many requests wait") as refused:
+        door.arrive("i")
+    assert "your requests" not in str(refused.value)
+    for arrival in inside:
+        arrival.release()
 
 
 def test_bodies_are_bounded_by_tenant() -> None:

@@ -119,25 +119,33 @@ def test_a_request_larger_than_a_share_gets_the_share() -> None:
 
 
 def test_the_time_to_come_back_is_that_of_the_tenants_own_line() -> None:
-    """Requests of a tenant that start one a second, ten of them in line: eleven seconds."""
+    """Requests of a tenant that start one a second, ten of them in line: eleven seconds. Rest does not count."""
     now_s = 0.0
-    budget = Budget(Shares(TENANTS), lambda: 1)
-    line = WaitingLine(budget, clock=lambda: now_s)
+    line = WaitingLine(Budget(Shares(TENANTS), lambda: 1), clock=lambda: now_s)
 
     async def main() -> None:
         nonlocal now_s
-        for _ in range(8):
-            (await line.enter("a", 1, 1)).give_back()
-            now_s += 1.0
         held = await line.enter("a", 1, 1)
-        now_s += 1.0
-        waiting = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(10)]
+        waiting = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(18)]
         await settle()
+        for task in waiting[:8]:
+            now_s += 1.0
+            held.give_back()
+            held = await task
         assert line.retry_after_s("a") == pytest.approx(11.0)
         assert line.retry_after_s("b") == 1.0
+        now_s += 3.0
+        assert line.retry_after_s("a") == pytest.approx(33.0), "the next start is overdue"
+        for task in waiting[8:]:
+            held.give_back()
+            held = await task
         held.give_back()
-        for task in waiting:
-            (await task).give_back()
+        before_s = line.retry_after_s("a")
+        now_s += 3600.0
+        assert line.retry_after_s("a") == before_s < 3.0
+        held = await line.enter("a", 1, 1)
+        assert line.retry_after_s("a") == before_s
+        held.give_back()
 
     asyncio.run(main())
 

@@ -109,6 +109,12 @@ def test_finished_work_is_kept_and_errors_are_raised() -> None:
     assert error_headers(caught.value) == {"retry-after": "1"}
 
 
+@pytest.mark.parametrize(("wait_s", "seconds"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (59.5, "60")])
+def test_retry_after_is_never_too_early(wait_s: float, seconds: str) -> None:
+    """Whole seconds, rounded up: who comes back before the time is refused again."""
+    assert error_headers(RateLimited("later", retry_after_s=wait_s)) == {"retry-after": seconds}
+
+
 def test_a_cancelled_request_is_no_disconnect() -> None:
     """Whoever cancels the request's task hears CancelledError, whether or not the client has left as well."""
 

@@ -109,7 +109,7 @@ class Translator:
         self._more_copies: dict[BlockHash, int] = {}
         self._copies = 0
         self._clears_seen = 0
-        self._clears_told = 0
+        self._clears_emitted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -155,16 +155,17 @@ class Translator:
 
     def before_reset(self) -> int:
         """Return what ``after_reset`` needs; to be called before vLLM is asked to reset its prefix cache."""
-        return max(self._clears_seen, self._clears_told)
+        return max(self._clears_seen, self._clears_emitted)
 
     def after_reset(self, mark: int) -> list[Event]:
         """Return what to tell of a reset that has happened: vLLM says so with the next step's events, hours later.
 
-        Until then what comes is of before the reset, and ignored. Empty where vLLM's own word came first.
+        Until then what comes is of before the reset, and ignored. Empty where vLLM's own word came first, or where
+        events were lost meanwhile: its word may be among those.
         """
-        self._clears_told = mark + 1
+        self._clears_emitted = max(self._clears_emitted, mark + 1)
         out = _Events()
-        if self._stale:
+        if self.waits_for_reset:
             self._clear(out)
         return out.all()
 
@@ -173,14 +174,16 @@ class Translator:
 
         What the engine goes on holding of before is not known any more, nor are blocks under it, until stored again.
         """
-        self._clears_seen = self._clears_told = 0
+        # One more than any mark so far: nothing that was begun before is waited for, as its event may be lost.
+        self._clears_seen = self._clears_emitted = max(self._clears_seen, self._clears_emitted) + 1
         out = _Events()
         self._clear(out)
         return out.all()
 
     @property
-    def _stale(self) -> bool:
-        return self._clears_seen < self._clears_told
+    def waits_for_reset(self) -> bool:
+        """Whether a reset was emitted that the engine has not said so of: what comes is of before it."""
+        return self._clears_seen < self._clears_emitted
 
     def _clear(self, out: _Events) -> None:
         self._ours.clear()
@@ -192,7 +195,7 @@ class Translator:
     def _stored(self, event: BlockStored, out: _Events) -> None:
         refuse_unsupported(event, self._block_size)
         blocks = len(event.block_hashes)
-        if self._stale:
+        if self.waits_for_reset:
             self.counts.stale_blocks += blocks
             return
         if self._copies + blocks > self._max_blocks:  # removals were lost on the way, or it is another pool
@@ -238,7 +241,7 @@ class Translator:
 
     def _removed(self, event: BlockRemoved, out: _Events) -> None:
         refuse_other_pools(event)
-        if self._stale:
+        if self.waits_for_reset:
             self.counts.stale_blocks += len(event.block_hashes)
             return
         gone = bytearray()

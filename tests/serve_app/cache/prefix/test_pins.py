@@ -189,6 +189,17 @@ def test_a_share_of_the_budget_is_there_for_whoever_comes_later() -> None:
     assert list(cache.pins) == [b"1", b"4", b"5"], "what is within a share stays"
 
 
+def test_one_block_over_a_share_is_recalled() -> None:
+    """And at the share exactly nothing is: neither of those who have so much, nor for those who would have more."""
+    cache = shared(4, a=1, b=1)
+    assert cache.pin(b"3", fill(cache, tokens(1, 2, 3)), tenant="a") == "pinned"
+    assert cache.pin(b"2", fill(cache, tokens(4, 5)), tenant="b") == "pinned"
+    assert (list(cache.pins), cache.recalled_pins) == ([b"2"], 1)
+    assert cache.pin(b"4", fill(cache, tokens(6, 7)), tenant="a") == "pinned"
+    assert cache.pin(b"1", fill(cache, tokens(8)), tenant="b") == "over_budget"
+    assert (cache.pins.holdings(), cache.recalled_pins) == ({"a": 2, "b": 2}, 1)
+
+
 def test_nobody_is_recalled_in_vain() -> None:
     """A prefix longer than its tenant's share takes nothing from anybody, nor does one that is pinned already."""
     cache = shared(8, a=1, b=1)

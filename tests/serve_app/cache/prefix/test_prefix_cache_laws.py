@@ -25,6 +25,9 @@ PUBLIC_PROMPT = [0, 1, 0, 1, 0]
 TENANTS = {b"a": "a", b"b": "b"}
 SHARES = {"a": 1.0, "b": 2.0}
 SAMPLING = SamplingParams(max_tokens=1)
+USUAL = ([0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 0, 1, 1, 1, 0, 0, 1, 0, 0], [1, 1, 1, 0, 1])
+IDS = st.one_of(st.sampled_from(USUAL), st.lists(st.integers(0, 1), min_size=1, max_size=11))
+"""Prompts: what was asked before comes again, else little would ever be hit."""
 
 
 def pin_shares(weights: dict[str, float]) -> dict[str, int]:
@@ -71,7 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held: list[Running] = []
         self.announced: set[bytes] = set()
 
-    @rule(target=running, scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=1, max_size=11))
+    @rule(target=running, scope=st.sampled_from(SCOPES), ids=IDS)
     def admit(self, scope: PrefixScope, ids: list[int]) -> object:
         scope = scope_of(scope, ids)
         array = np.array(ids, dtype=np.int32)
@@ -92,6 +95,14 @@ class CacheMachine(RuleBasedStateMachine):
         one = Running(scope, ids, matched + fresh, len(matched))
         self.held.append(one)
         return one
+
+    @rule(scope=st.sampled_from(SCOPES), ids=IDS)
+    def serve(self, scope: PrefixScope, ids: list[int]) -> None:
+        """A request from its start to its end."""
+        one = self.admit(scope, ids)
+        if isinstance(one, Running):
+            self.publish(one, len(ids))
+            self.release(one)
 
     def allocate(self, count: int, tenant: str) -> list[int]:
         """Allocate, and compare who lost blocks with who was over their share."""
@@ -114,6 +125,16 @@ class CacheMachine(RuleBasedStateMachine):
         self.seen_s[tenant] = self.now_s
         self.owner.update(dict.fromkeys(fresh, tenant))
         return fresh
+
+    @rule(tenant=st.sampled_from(list(SHARES)))
+    def press(self, tenant: str) -> None:
+        """Somebody takes all that can be had, and lets go of it: what is in use or pinned stays, and stays indexed."""
+        in_use = {block for one in self.held for block in one.blocks} | self.pins.blocks()
+        indexed = {block for block in in_use if block in self.cache.index}
+        fresh = self.allocate(self.cache.available_blocks, tenant)
+        assert not in_use & set(fresh), "a block in use or pinned was evicted"
+        assert {entry.block for entry in self.cache.index} == indexed
+        self.cache.release(fresh)
 
     def can_give(self) -> Counter[str]:
         """Return by tenant the idle blocks under which nobody else's lie: a public block goes after what follows it."""
@@ -182,7 +203,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.held.remove(one)
             self.cache.release(one.blocks)
 
-    @rule(scope=st.sampled_from(SCOPES), ids=st.lists(st.integers(0, 1), min_size=1, max_size=11))
+    @rule(scope=st.sampled_from(SCOPES), ids=IDS)
     def read_only(self, scope: PrefixScope, ids: list[int]) -> None:
         """A request that stores nothing computes all its blocks, and ends: the cache lacks what gave room, no more."""
         cache = self.cache

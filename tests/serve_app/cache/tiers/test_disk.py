@@ -261,3 +261,30 @@ def test_a_reset_forgets_what_waits_and_unlinks_what_is_filed(tmp_path: Path) ->
     while queue.run():
         pass
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("moment", ["encode", "write", "offered"])
+def test_a_reset_while_a_block_is_on_its_way_to_disk_leaves_no_trace_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Whether it was being encoded, being written, or taken out of the queue."""
+    disk = tier(tmp_path)
+    queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
+    owner, name = (disk, "store") if moment == "offered" else (disk._files, moment)
+    begin = getattr(owner, name)
+
+    def reset_meanwhile(*args: object, **named: object) -> object:
+        monkeypatch.setattr(owner, name, begin)
+        queue.clear()
+        return begin(*args, **named)
+
+    monkeypatch.setattr(owner, name, reset_meanwhile)
+    (block,) = path(1)
+    queue.offer(block, content(block))
+    while queue.run():
+        pass
+    assert (len(disk), queue.stored_blocks, disk.take_events()) == (0, 0, [])
+    assert not any(tmp_path.iterdir())
+    queue.offer(block, content(block))
+    assert queue.run()
+    assert disk.hashes() == {block.block_hash}

@@ -31,6 +31,17 @@ def test_what_is_kept_survives_churn_and_was_not_read() -> None:
     engine.stop()
 
 
+def test_tenants_that_share_a_prefix_each_keep_it() -> None:
+    """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
+    engine = simulated(GatedRunner(), pin_budget_blocks=16)
+    engine.start()
+    for tenant in ("a", "b"):
+        done = run(engine, replace(keeping(tenant, 5, 40), tenant=tenant))
+        assert done.saves[tenant] == "saved"
+    assert engine._cache.pins.holdings() == {"a": 2, "b": 2}
+    engine.stop()
+
+
 def test_what_does_not_fit_is_cached_and_told() -> None:
     """Shorter prefixes are kept as far as the budget goes; the answer comes anyway."""
     engine = simulated(GatedRunner(), pin_budget_blocks=4)

@@ -156,6 +156,19 @@ def test_what_a_client_is_told() -> None:
     run(work)
 
 
+def test_tenants_that_share_a_prefix_each_keep_it() -> None:
+    """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
+
+    async def work() -> None:
+        made = Made()
+        for tenant in ("a", "b"):
+            kept = await made.saves.keep(asked(9, 1, tenant, keep=(KeptPrefix(8, 9.0),)))
+            assert kept == SaveResult("saved")
+        assert made.saves.pins.holdings() == {"a": 2, "b": 2}
+
+    run(work)
+
+
 def test_time_runs_from_the_last_read() -> None:
     """What nobody reads is let go of with the next request; what is read in part is not read."""
 

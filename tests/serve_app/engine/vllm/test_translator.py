@@ -148,6 +148,19 @@ def test_after_a_loss_no_reset_is_waited_for() -> None:
     assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
 
 
+@pytest.mark.parametrize("resets_before", [0, 1, 2])
+def test_a_loss_while_a_reset_is_under_way_leaves_nothing_to_wait_for(resets_before: int) -> None:
+    """Else all that comes later would count as of before the reset, and the replica look empty until another one."""
+    translator = Translator(2, 8)
+    for _ in range(resets_before):
+        translator.after_reset(translator.before_reset())
+    mark = translator.before_reset()
+    translator.forget()
+    translator.after_reset(mark)
+    assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
+    assert translator.counts.stale_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("event", "sentence"),
     [

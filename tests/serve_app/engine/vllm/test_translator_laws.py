@@ -116,6 +116,20 @@ class PoolMachine(RuleBasedStateMachine):
             self.tell(self.translator.after_reset(mark))
 
     @rule()
+    def reset_amid_a_loss(self) -> None:
+        """Batches are known to be lost while the engine resets its cache, its word of that among them."""
+        mark = self.translator.before_reset()
+        done = self.pool.reset()
+        self.step(lost=True)
+        self.hear(len(self.on_the_way))
+        self.order = BatchOrder(self.now_s)
+        self.order.expected = len(self.published)
+        self.take([Lost(1)])
+        if done:
+            self.tell(self.translator.after_reset(mark))
+            assert not self.translator.waits_for_reset, "its word will not come"
+
+    @rule()
     def catch_up(self) -> None:
         """After a silence the engine is asked, and nothing is missing then."""
         self.step(lost=True)

@@ -196,6 +196,11 @@ def test_another_model_gives_nothing_and_a_full_pool_takes_what_fits() -> None:
     small = make_engine(7)
     assert run(local, small).blocks.total() == 7
     assert small._cache.evicted_blocks == 0
+    half_full = make_engine(7)
+    fill(half_full, [9] * 16)
+    receipt = run(local, half_full)
+    assert (receipt.blocks.total(), half_full._cache.evicted_blocks) == (3, 0), "what it has stays"
+    assert receipt.skipped["no_room"] == 0, "what there is no room for was not asked for"
 
 
 def test_what_arrives_is_on_its_tenants_accounts() -> None:
