@@ -1,7 +1,7 @@
 """Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
 
 Owns who is active, what each tenant holds, and who is most over their share. Does not know what is held: who counts it
-and keeps the line of what goes first (``leaves``) is a subclass. Not thread-safe, except ``holdings``.
+and puts what can go into an account's queue is a subclass. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-Leaves = TypeVar("Leaves", bound=Sized)
+from serve_app.cache.eviction import EvictionQueue
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True, eq=False)
-class Account(Generic[Leaves]):
+class Account(Generic[K]):
     """What one tenant holds: ``held`` in all, ``idle`` of it (in the pool) by the cache alone.
 
-    ``leaves``: what it can give, in its order.
+    ``queue``: what it can give.
     """
 
     tenant: str
     weight: float
-    leaves: Leaves
+    queue: EvictionQueue[K] = field(default_factory=EvictionQueue)
     held: int = 0
     idle: int = 0
     active: bool = False
@@ -38,27 +40,20 @@ class Account(Generic[Leaves]):
         return self.held / self.weight if self.active else math.inf
 
 
-class Accounts(Generic[Leaves]):
+class Accounts(Generic[K]):
     """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Every call is O(log n) or better.
 
     ``active_s``: seconds without a request after which a tenant has no share, and gives first, until the next.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, float],
-        clock: Callable[[], float],
-        active_s: float,
-        new_leaves: Callable[[], Leaves],
-    ) -> None:
+    def __init__(self, weights: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
         self._weights = _checked(weights)
         self._clock = clock
         self._active_s = active_s
-        self._new_leaves = new_leaves
-        self._accounts: dict[str, Account[Leaves]] = {}
-        self._recent: OrderedDict[str, Account[Leaves]] = OrderedDict()
+        self._accounts: dict[str, Account[K]] = {}
+        self._recent: OrderedDict[str, Account[K]] = OrderedDict()
         self._active_weight = 0.0
-        self._line: list[tuple[float, int, Account[Leaves]]] = []
+        self._line: list[tuple[float, int, Account[K]]] = []
         self._ticks = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -82,7 +77,7 @@ class Accounts(Generic[Leaves]):
             found.append(tenant)
         return found
 
-    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[Leaves]:
+    def touch(self, tenant: str, ago_s: float = 0.0) -> Account[K]:
         """Note a request of a tenant: it is active from now on. ``ago_s``: it came before now, and after all noted."""
         now_s = self._clock()
         account = self._account(tenant)
@@ -96,17 +91,17 @@ class Accounts(Generic[Leaves]):
         self._retire(now_s)
         return account
 
-    def _account(self, tenant: str) -> Account[Leaves]:
+    def _account(self, tenant: str) -> Account[K]:
         account = self._accounts.get(tenant)
         if account is None:
-            account = Account(tenant, self._weights.get(tenant, 1.0), self._new_leaves())
+            account = Account(tenant, self._weights.get(tenant, 1.0))
             self._accounts[tenant] = account
         return account
 
-    def _queue(self, account: Account[Leaves]) -> None:
+    def _queue(self, account: Account[K]) -> None:
         """See that the account stands in the line at least as far ahead as its excess asks for."""
         excess = account.excess
-        if not account.leaves or (account.queued is not None and account.queued >= excess):
+        if not account.queue or (account.queued is not None and account.queued >= excess):
             return
         account.queued = excess
         self._ticks += 1
@@ -115,7 +110,7 @@ class Accounts(Generic[Leaves]):
             self._line = [entry for entry in self._line if entry[2].queued == -entry[0]]
             heapq.heapify(self._line)
 
-    def _furthest(self) -> Account[Leaves]:
+    def _furthest(self) -> Account[K]:
         """Take whoever is most over their share out of the line. Raises IndexError when nobody stands there."""
         while True:
             key, _, account = heapq.heappop(self._line)

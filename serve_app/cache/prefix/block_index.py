@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, split_chain
+from serve_app.cache.eviction import Standing
 
 HEAT_MEMORY_S = 600.0
 """A hit counts 1/e as much after this time."""
@@ -21,9 +22,9 @@ HEAT_MEMORY_S = 600.0
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One indexed block: what it holds, under which parent block (None: the scope's root), and its place in line.
+    """One indexed block: what it holds, under which parent block (None: the scope's root), and when it was let go of.
 
-    ``tenant``: on whose account it is.
+    ``tenant``: on whose account it is. ``released_at``: the tick at which it was idle last, ``standing`` since then.
     """
 
     block_hash: bytes
@@ -34,6 +35,7 @@ class CachedBlock:
     tenant: str
     children: int = 0
     released_at: int = 0
+    standing: Standing = Standing.ORDINARY
     prefix_digest: bytes = b""
     """Filled by the tiers when they need it (see ``serve_app.cache.prefix_digest``)."""
     used_s: float = 0.0

@@ -1,7 +1,8 @@
 """Which computed KV blocks can be used again, and for whom.
 
-Owns eviction (leaf first, LRU, from whoever is most over their share), pins, and the events that tell routers of it.
-Tokens and chains flow in; block ids and events flow out. Not thread-safe, except as ``index`` says.
+Owns eviction (leaf first, from whoever is most over their share, in the order of ``cache.eviction``), pins, and the
+events that tell routers of it. Tokens and chains flow in; block ids and events flow out. Not thread-safe, except as
+``index`` says.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from router.protocol.block_hash import (
     hash_blocks,
 )
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
+from serve_app.cache.eviction import Candidate, Standing, eviction_key
 from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
 from serve_app.cache.prefix.block_pool import BlockPool
 from serve_app.cache.prefix.pins import PinOutcome, Pins
@@ -64,7 +66,6 @@ class PrefixCache:
         self._hash_chain = hash_chain
         self._clock = clock
         self._ticks = 0
-        self._demotion_ticks = -(1 << 62)
         self._events: list[CacheEvent] = []
 
     @property
@@ -90,10 +91,15 @@ class PrefixCache:
         return extend_chain(root, scope.public_blocks, token_ids, self.block_size, known, self._hash_chain)
 
     def idle_leaves_first(self) -> list[CachedBlock]:
-        """Return every indexed block that no sequence uses, children before parents, the longest unused first."""
-        # Blocks of equal age (demoted together) keep the reversed order of indexing, in which parents come last too.
+        """Return every indexed block that no sequence uses, children before parents, the first to be evicted first."""
         idle = [entry for entry in reversed(self.index) if self.pool.is_idle(entry.block)]
-        return sorted(idle, key=lambda entry: entry.released_at)
+        keys: dict[int, tuple[int, float]] = {}
+        for entry in idle:  # children before parents, which go after all of them whatever the order
+            key = eviction_key(_candidate(entry))
+            keys[entry.block] = key = max(key, keys.get(entry.block, key))
+            if entry.parent is not None:
+                keys[entry.parent] = max(key, keys.get(entry.parent, key))
+        return sorted(idle, key=lambda entry: keys[entry.block])
 
     def reusable_blocks(self, num_tokens: int) -> int:
         """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
@@ -150,8 +156,9 @@ class PrefixCache:
             self.quota.idled(block)
             self._ticks += 1
             entry.released_at = self._ticks
+            entry.standing = Standing.ORDINARY
             if entry.children == 0:
-                self._queue_leaf(entry)
+                self.quota.queue_leaf(block, _candidate(entry))
 
     def demote(self, blocks: Sequence[int]) -> int:
         """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
@@ -160,15 +167,14 @@ class PrefixCache:
         A hit takes a block back into its turn.
         """
         demoted = 0
-        # A tick before every release, and a new one for each call: a leaf in a former owner's line must not match it.
-        self._demotion_ticks += 1
+        self._ticks += 1
         for block in reversed(blocks):
             entry = self.index.of_block(block)
             if entry is None or entry.children > min(demoted, 1) or not self.pool.is_idle(block):
                 break
-            entry.released_at = self._demotion_ticks
+            entry.released_at, entry.standing = self._ticks, Standing.DEMOTED
             if entry.children == 0:
-                self._queue_leaf(entry)
+                self.quota.queue_leaf(block, _candidate(entry))
             demoted += 1
         return demoted
 
@@ -293,21 +299,12 @@ class PrefixCache:
         if self.pool.retain(block):
             self.quota.reused(block)
 
-    def _queue_leaf(self, entry: CachedBlock) -> None:
-        self.quota.queue_leaf(entry.released_at, entry.block, self._evictable)
-
-    def _evictable(self, released_at: int, block: int) -> bool:
-        entry = self.index.of_block(block)
-        return (
-            entry is not None and entry.released_at == released_at and entry.children == 0 and self.pool.is_idle(block)
-        )
-
     def _evict(self, count: int, *, counted: bool = True) -> None:
         removed = bytearray()
         evicted: list[CachedBlock] = []
         for _ in range(count):
-            entry = self.index.of_block(self.quota.next_leaf(self._evictable))
-            assert entry is not None  # it was evictable
+            entry = self.index.of_block(self.quota.next_leaf())
+            assert entry is not None, "a leaf in a queue is indexed"
             removed += entry.block_hash
             evicted.append(entry)
             self._forget(entry)
@@ -328,4 +325,8 @@ class PrefixCache:
         self.pool.free_idle(entry.block)
         self.quota.freed(entry.block, idle=True)
         if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-            self._queue_leaf(parent)
+            self.quota.queue_leaf(parent.block, _candidate(parent))
+
+
+def _candidate(entry: CachedBlock) -> Candidate:
+    return Candidate(entry.released_at, entry.standing, hits=entry.hits)

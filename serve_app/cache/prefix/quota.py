@@ -1,15 +1,15 @@
 """Tenants' shares of a block pool: who holds which blocks, and whose block is evicted next.
 
-Owns whose account each block is on, and each tenant's leaves in LRU order. Laws: the accounts add up to the pool's
-taken blocks; nobody at or under their share gives up a block while somebody over theirs has one to give; room that
-nobody needs can be borrowed. Not thread-safe, except ``holdings``.
+Owns whose account each block is on; which of a tenant's leaves goes first is ``cache.eviction``'s. Laws: the accounts
+add up to the pool's taken blocks; nobody at or under their share gives up a block while somebody over theirs has one
+to give; room that nobody needs can be borrowed. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 
+from serve_app.cache.eviction import Candidate
 from serve_app.cache.prefix.accounts import Account, Accounts
 
 ACTIVE_S = 600.0
@@ -23,20 +23,14 @@ GUARD_S = 60.0
 """Seconds after a tenant's last request for which its idle blocks also limit how much others may run at once: a
 longer guard would leave a replica idle for the sake of caches that may never be asked for again."""
 
-Evictable = Callable[[int, int], bool]
-"""(tick of the block's last release, block) -> whether that entry of a line still stands for an evictable leaf."""
 
-Leaves = list[tuple[int, int]]
-"""A heap of (tick of the block's last release, block)."""
-
-
-class Quota(Accounts[Leaves]):
+class Quota(Accounts[int]):
     """Accounts of the pool's blocks by tenant; ``weights`` as in ``Accounts``."""
 
     def __init__(self, total_blocks: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
-        super().__init__(weights, clock, ACTIVE_S, list)
+        super().__init__(weights, clock, ACTIVE_S)
         self._total_blocks = total_blocks
-        self._owners: list[Account[Leaves] | None] = [None] * total_blocks
+        self._owners: list[Account[int] | None] = [None] * total_blocks
 
     def fraction(self, tenant: str) -> float:
         """Return the part of the pool that is ``tenant``'s share among the tenants active now.
@@ -106,7 +100,9 @@ class Quota(Accounts[Leaves]):
 
     def reused(self, block: int) -> None:
         """Note that an idle block is in use again."""
-        self._owner(block).idle -= 1
+        account = self._owner(block)
+        account.idle -= 1
+        account.queue.discard(block)
 
     def idled(self, block: int) -> None:
         """Note that a block in use is idle now."""
@@ -118,33 +114,31 @@ class Quota(Accounts[Leaves]):
         self._owners[block] = None
         account.held -= 1
         account.idle -= idle
+        account.queue.discard(block)
         if not account.held and not account.active:
             del self._accounts[account.tenant]
 
-    def queue_leaf(self, released_at: int, block: int, evictable: Evictable) -> None:
-        """Put an idle leaf at the end of its owner's line. Stale entries are dropped once they are the most."""
+    def queue_leaf(self, block: int, candidate: Candidate) -> None:
+        """Let an idle leaf be evicted when it comes to it."""
         account = self._owner(block)
-        heapq.heappush(account.leaves, (released_at, block))
-        if len(account.leaves) > 2 * account.held + 64:
-            account.leaves = [leaf for leaf in set(account.leaves) if evictable(*leaf)]
-            heapq.heapify(account.leaves)
+        account.queue.put(block, candidate)
         self._queue(account)
 
-    def next_leaf(self, evictable: Evictable) -> int:
-        """Return the block to evict: the oldest leaf of whoever is most over their share. The caller frees it.
+    def next_leaf(self) -> int:
+        """Return the block to evict, of whoever is most over their share. The caller frees it.
 
         Raises IndexError when there is none.
         """
         self._retire(self._clock())
         while True:
             account = self._furthest()
-            while account.leaves:
-                leaf = heapq.heappop(account.leaves)
-                if evictable(*leaf):
-                    self._queue(account)
-                    return leaf[1]
+            if account.queue:
+                block = account.queue.first()
+                account.queue.discard(block)
+                self._queue(account)
+                return block
 
-    def _owner(self, block: int) -> Account[Leaves]:
+    def _owner(self, block: int) -> Account[int]:
         account = self._owners[block]
         assert account is not None, f"block {block} belongs to nobody"
         return account

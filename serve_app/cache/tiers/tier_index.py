@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from router.protocol.block_hash import block_word
+from serve_app.cache.eviction import Candidate, EvictionQueue, Standing
 from serve_app.cache.prefix.accounts import Account, Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
@@ -41,38 +42,21 @@ class Entry:
     saved_until_s: float | None = None
 
 
-@dataclass(slots=True)
-class Line:
-    """What one tenant can give, of each kind the least recently used first."""
-
-    unsaved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    saved: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-
-    def __len__(self) -> int:
-        return len(self.unsaved) + len(self.saved)
-
-    def __bool__(self) -> bool:
-        return bool(self.unsaved or self.saved)
-
-    def of(self, entry: Entry) -> OrderedDict[bytes, None]:
-        """Return the part that an entry stands in."""
-        return self.unsaved if entry.saved_until_s is None else self.saved
-
-
 E = TypeVar("E", bound=Entry)
 
 
-class TierIndex(Accounts[Line], Generic[E]):
+class TierIndex(Accounts[bytes], Generic[E]):
     """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys.
 
     ``xor``: of the words of the hashes (see ``block_word``).
     """
 
     def __init__(self, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
-        super().__init__(_by_key(shares), clock, active_s, Line)
+        super().__init__(_by_key(shares), clock, active_s)
         self.used_bytes = 0
         self.xor = 0
         self._entries: OrderedDict[bytes, E] = OrderedDict()
+        self._uses = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Go by other weights of the tenants, by name, from now on."""
@@ -106,25 +90,20 @@ class TierIndex(Accounts[Line], Generic[E]):
         self.used_bytes += entry.size
         account = self._account(entry.block.owner)
         account.held += entry.size
-        account.leaves.of(entry)[block_hash] = None
-        self._queue(account)
+        self._put(account, entry)
 
     def use(self, block_hash: bytes) -> None:
         """Make a held block the most recently used one. Raises KeyError."""
         self._entries.move_to_end(block_hash)
         entry = self._entries[block_hash]
-        leaves = self._accounts[entry.block.owner].leaves
-        (leaves.unsaved if entry.saved_until_s is None else leaves.saved).move_to_end(block_hash)
+        self._put(self._accounts[entry.block.owner], entry)
 
     def mark(self, block_hash: bytes, saved_until_s: float | None) -> None:
         """Note until when a held block is saved; where that begins or ends, it is its kind's most recently used one."""
         entry = self._entries[block_hash]
-        before = self._line_of(entry)
-        entry.saved_until_s = saved_until_s
-        after = self._line_of(entry)
-        if after is not before:
-            del before[block_hash]
-            after[block_hash] = None
+        before, entry.saved_until_s = entry.saved_until_s, saved_until_s
+        if (before is None) != (saved_until_s is None):
+            self._put(self._accounts[entry.block.owner], entry)
 
     def remove(self, block_hash: bytes) -> E:
         """Forget a held block. Raises KeyError."""
@@ -133,7 +112,7 @@ class TierIndex(Accounts[Line], Generic[E]):
         self.used_bytes -= entry.size
         account = self._accounts[entry.block.owner]
         account.held -= entry.size
-        del account.leaves.of(entry)[block_hash]
+        account.queue.discard(block_hash)
         self._drop_unused(account)
         return entry
 
@@ -146,16 +125,14 @@ class TierIndex(Accounts[Line], Generic[E]):
             return None
         self._retire(self._clock())
         furthest = self._furthest()
-        while not furthest.leaves:
+        while not furthest.queue:
             furthest = self._furthest()
         self._queue(furthest)
         own = self._accounts.get(owner)
-        if own is not furthest and own is not None and own.leaves and own.excess >= furthest.excess:
+        if own is not furthest and own is not None and own.queue and own.excess >= furthest.excess:
             furthest = own
-        line = furthest.leaves
-        if not line.unsaved and furthest is own and not saved:
-            return None
-        return self._entries[next(iter(line.unsaved or line.saved))]
+        victim = self._entries[furthest.queue.first()]
+        return None if victim.saved_until_s is not None and furthest is own and not saved else victim
 
     def clear(self) -> None:
         """Forget every block."""
@@ -163,12 +140,16 @@ class TierIndex(Accounts[Line], Generic[E]):
         self.used_bytes = self.xor = 0
         for account in list(self._accounts.values()):
             account.held = 0
-            account.leaves = Line()
+            account.queue = EvictionQueue()
             self._drop_unused(account)
 
-    def _line_of(self, entry: E) -> OrderedDict[bytes, None]:
-        return self._accounts[entry.block.owner].leaves.of(entry)
+    def _put(self, account: Account[bytes], entry: E) -> None:
+        """Give a block the place of one that is used now."""
+        self._uses += 1
+        standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
+        account.queue.put(entry.block.block_hash, Candidate(self._uses, standing, entry.size))
+        self._queue(account)
 
-    def _drop_unused(self, account: Account[Line]) -> None:
+    def _drop_unused(self, account: Account[bytes]) -> None:
         if not account.held and not account.active:
             del self._accounts[account.tenant]
