@@ -12,41 +12,35 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 
 MODULES = {
     "ttft": "end_to_end.ttft",
-    "estimates": "end_to_end.estimates",
     "affinity": "end_to_end.affinity",
-    "cutover": "end_to_end.cutover",
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",
-    "autoscale": "end_to_end.autoscale.run",
-    "failures": "end_to_end.failures.run",
-    "overhead": "end_to_end.overhead",
-    "vllm_serve": "end_to_end.vllm_serve",
-    "tenancy": "end_to_end.tenancy",
-    "tracing": "end_to_end.tracing",
-    "watcher": "end_to_end.watcher",
-    "page_shots": "end_to_end.page_shots",
+    "failures": "end_to_end.failures",
     "engine": "engine.compare",
-    "determinism": "engine.determinism",
-    "lora": "engine.lora",
     "speculation": "engine.speculation",
-    "eagle_head": "engine.eagle_training",
-    "structured": "engine.structured",
-    "kv_events": "engine.kv_events",
     "predictions": "engine.predictions",
-    "vllm_pull": "engine.vllm_pull",
     "routing": "routing.decision_latency",
     "simulate": "simulation.run",
-    "simulate_day": "simulation.day.run",
     "flooding": "isolation.flooding",
-    "timing_attack": "isolation.timing_attack",
-    "admission": "isolation.admission",
     "hostile": "isolation.hostile.run",
-    "raw_fuzz": "isolation.raw_fuzz",
-    "misses": "misses.run",
-    "soak": "soak.run",
-    "crashes": "crashes.run",
 }
 """A benchmark's name and its module below ``benchmarks``."""
+
+DURATIONS = {
+    "ttft": "5 minutes",
+    "affinity": "15 minutes: two to three for each policy, with pulls and without",
+    "pull": "6 minutes",
+    "replay": "20 minutes: four for each policy",
+    "failures": "3 minutes",
+    "engine": "15 minutes a system",
+    "speculation": "4 minutes",
+    "predictions": "4 minutes",
+    "routing": "6 minutes",
+    "simulate": "5 minutes",
+    "flooding": "20 seconds",
+    "hostile": "10 minutes: one for each part of its two scenarios",
+}
+"""About how long each takes with its defaults on two CPU cores; told before it begins."""
 
 
 def main() -> None:
@@ -62,6 +56,8 @@ def main() -> None:
             print(f"  {known:14} {_purpose(module)}", file=sys.stderr)
         sys.exit(2 if wrong else 0)
     sys.argv[:2] = [f"benchmarks {name}"]
+    if not {"-h", "--help"} & set(sys.argv):
+        print(f"{name}: with its defaults about {DURATIONS[name]} on two CPU cores", file=sys.stderr, flush=True)
     try:
         runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
     except (BenchmarkError, CheckpointError) as error:

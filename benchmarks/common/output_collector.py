@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 
 from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest
 
@@ -54,3 +55,13 @@ class OutputCollector:
             self._changed.wait_for(lambda: wanted <= self._ended)
             if self._failed:
                 raise RuntimeError(f"a request failed: {self._failed[0]}")
+
+
+@contextmanager
+def running(engine: Engine) -> Iterator[Engine]:
+    """Start an engine, and stop it at the end of the block."""
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from serve_app.config.vllm import MISSING, vllm_missing
+
 PACKAGES = ("warmpath", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
 
 T = TypeVar("T")
@@ -96,6 +98,12 @@ def parser_of(description: str | None, model: str = "") -> argparse.ArgumentPars
     return parser
 
 
+def metric_sum(metrics: str, name: str, label: str = "") -> float:
+    """Return the sum of a metric's samples in Prometheus' text, of those only whose labels hold ``label``."""
+    lines = (line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} ")) and label in line)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
 def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse ``type`` for names from ``known``, separated by commas; "" is none of them.
 
@@ -110,3 +118,14 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def add_engine_flag(parser: argparse.ArgumentParser, engines: Sequence[str], default: str) -> None:
+    """Add ``--engine`` with these choices; one that is not installed is an error that says what to do."""
+
+    def installed(engine: str) -> str:
+        if engine == "vllm" and vllm_missing():
+            raise argparse.ArgumentTypeError(MISSING)
+        return engine
+
+    parser.add_argument("--engine", type=installed, choices=engines, default=default)

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -26,34 +25,17 @@ START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
 
 
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """Another checkout of warmpath to measure. ``python``: of an environment where it is installed."""
-
-    root: Path
-    python: Path
-
-    def command(self) -> list[str]:
-        """Return what runs its ``warmpath``."""
-        return [str(self.python), str(self.python.with_name("warmpath"))]
-
-
 @contextmanager
-def instance(*arguments: str, env: dict[str, str] | None = None, checkout: Checkout | None = None) -> Iterator[str]:
+def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str]:
     """Run ``warmpath serve`` with ``arguments`` on a free loopback port; yields its base URL.
 
-    ``checkout``: another one than this. Raises BenchmarkError with the end of its output when it does not come up.
+    Raises BenchmarkError with the end of its output when it does not come up.
     """
     with held_port() as port, tempfile.NamedTemporaryFile("w+", prefix="warmpath-serve-", suffix=".log") as log:
         command = [sys.executable, "-c", "from serve_app.cli.main import main; main()"]
-        environment = {**os.environ, **(env or {})}
-        if checkout is not None:
-            command = checkout.command()
-            environment["PYTHONPATH"] = str(checkout.root)
-        command += ["serve", "--port", str(port), *arguments]
         process = subprocess.Popen(  # our own command
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment,
-            cwd=None if checkout is None else checkout.root,
+            [*command, "serve", "--port", str(port), *arguments],
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
         with _leaving_on_sigterm():
             print("starting warmpath serve", file=sys.stderr, flush=True)

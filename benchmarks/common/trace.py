@@ -32,7 +32,7 @@ TRACE_BLOCK_TOKENS = 512
 class TraceRequest:
     """One request. ``hash_ids``: an id for each block of the prompt, the last one of a partial block.
 
-    ``tenant``, ``lora``: on whose behalf, and of which adapter; "" where a trace does not say.
+    ``tenant``: on whose behalf; "" where a trace does not say.
     """
 
     arrival_s: float
@@ -40,7 +40,6 @@ class TraceRequest:
     output_tokens: int
     hash_ids: tuple[int, ...]
     tenant: str = ""
-    lora: str = ""
 
 
 def token_ids_of(hash_ids: Sequence[int], prompt_tokens: int, block_size: int = TRACE_BLOCK_TOKENS) -> TokenArray:

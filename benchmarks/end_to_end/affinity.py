@@ -1,8 +1,9 @@
 """Do requests find the replica that holds their prefix? Many system prompts, several replicas, concurrent clients.
 
-Every prompt is asked `--rounds` times in random order by `--clients` at once. A request counts as served from cache
-when its reused tokens cover the system prompt's full blocks but one. `--peers` puts other routers in front of as many
-plain servers of the same engine (with `--engine vllm`: of `vllm serve`). `python -m benchmarks affinity --json FILE`
+The prompts together are `--working-set` of all replicas' pools together: one replica alone cannot hold them. Each is
+asked `--rounds` times in random order. Every policy runs without pulls of KV, which shows what routing finds, and with
+them, which shows what it costs to be sent elsewhere (a copy between processes of one machine is cheaper than between
+machines). With `--engine vllm` other routers (`--peers`) stand in front of as many `vllm serve`, without pulls.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import sys
@@ -20,18 +22,20 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
-from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import names_of, parser_of, progress, spread, write
+from benchmarks.common.report import add_engine_flag, metric_sum, names_of, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from benchmarks.peers.ray_prefix_router import ray_prefix_router
 from benchmarks.peers.sglang_router import sglang_router
-from benchmarks.peers.workers import workers
+from benchmarks.peers.vllm_serve import vllm_servers
 from router.settings import POLICY_NAMES
+from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.vllm import CPU_BLOCK_SIZE
 
 PEERS = ("ray_prefix_router", "sglang_router")
+MODES = ("off", "on")
+DTYPE = "float32"
 
 
 def main() -> None:
@@ -40,52 +44,83 @@ def main() -> None:
     add_engine_flag(parser, ["torch", "vllm", "simulated"], "torch")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--prompt-tokens", type=int, default=500)
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--working-set", type=float, default=0.6, help="the prompts' share of all pools together")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default="estimated_ttft,power_of_two,round_robin")
-    parser.add_argument("--peers", type=names_of(PEERS), default=[], help=" or ".join(PEERS))
+    parser.add_argument("--pulls", type=names_of(MODES), default=",".join(MODES), help="kv_pull: off, on, or both")
+    parser.add_argument("--peers", type=names_of(PEERS), default=[], help=f"{' or '.join(PEERS)}; with --engine vllm")
     parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.peers and arguments.engine != "vllm":
+        parser.error("--peers stand in front of `vllm serve`: they need --engine vllm")
     if "sglang_router" in arguments.peers and not arguments.sglang_python:
         parser.error("--sglang-python is missing: see benchmarks/peers/sglang_router.py")
     results = {}
-    for name in [*arguments.policies, *arguments.peers]:
-        with server(name, arguments) as url:
+    runs = [(f"{policy}, pulls {pulls}", policy, pulls) for policy in arguments.policies for pulls in arguments.pulls]
+    for name, router, pulls in [*runs, *((peer, peer, "off") for peer in arguments.peers)]:
+        with server(router, pulls, arguments) as url:
             results[name] = asyncio.run(measure(url, name, arguments))
         print(f"{name}: {json.dumps(results[name])}", file=sys.stderr)  # a later one may fail
-    each = ", ".join(f"{row['served_from_cache']:.1%} with {name}" for name, row in results.items())
-    write(arguments.json, vars(arguments), results, f"Repeated prompts served from cache: {each}.")
+    write(arguments.json, vars(arguments), results, summary(results))
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """Return every router's figures in a sentence."""
+    rows = "; ".join(
+        f"{name}: {row['hit_rate']:.1%}, {row['pulled_bytes'] / 1e6:.0f} MB, "
+        f"{row['repeat_ttft_ms']['p50']:.0f} and {row['repeat_ttft_ms']['p90']:.0f} ms"
+        for name, row in results.items()
+    )
+    return f"Of repeated prompts: tokens from the cache, KV pulled for that, and TTFT (p50, p90). {rows}."
+
+
+def block_size(engine: str) -> int:
+    """Return the tokens of a block of that engine's pool."""
+    return CPU_BLOCK_SIZE if engine == "vllm" else 16
+
+
+def pool_blocks(arguments: argparse.Namespace) -> int:
+    """Return the blocks of one replica's pool, of which the prompts fill ``working_set`` of all of them."""
+    blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / block_size(arguments.engine))
+    share: float = arguments.working_set * arguments.replicas
+    return math.ceil(blocks / share)
 
 
 @contextmanager
-def server(name: str, arguments: argparse.Namespace) -> Iterator[str]:
+def server(router: str, pulls: str, arguments: argparse.Namespace) -> Iterator[str]:
     """Run replicas behind the policy or the peer of that name; yields the URL that clients use."""
-    config: dict[str, Any] = {"model": arguments.model, "engine": arguments.engine, "kv_cache_bytes": 128 << 20}
+    config: dict[str, Any] = {
+        "engine": arguments.engine,
+        "dtype": DTYPE,
+        "block_size": block_size(arguments.engine),
+        "num_blocks": pool_blocks(arguments),
+    }
     if arguments.engine == "vllm":  # alike here and in plain servers
-        config |= {"block_size": CPU_BLOCK_SIZE, "num_threads": 1, "enforce_eager": True}
-    if name in PEERS:
-        with workers(arguments.replicas, config) as urls:
-            router = ray_prefix_router(urls) if name == PEERS[0] else sglang_router(arguments.sglang_python, urls)
-            with router as url:
+        config |= {"num_threads": 1, "enforce_eager": True}
+    if router in PEERS:
+        with vllm_servers(arguments.replicas, {"model": arguments.model, **config}) as urls:
+            peer = ray_prefix_router(urls) if router == PEERS[0] else sglang_router(arguments.sglang_python, urls)
+            with peer as url:
                 yield url
         return
-    flags = ["--replicas", str(arguments.replicas), "--model", config.pop("model"), "--engine", config.pop("engine")]
-    flags += [f"--set={key}={value}" for key, value in config.items()]
-    with instance(*flags, f"--set=policy={name}") as url:
+    config |= {"kv_pull": pulls == "on", "policy": router}
+    flags = [f"--set={key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in config.items()]
+    with instance("--model", arguments.model, "--replicas", str(arguments.replicas), *flags) as url:
         yield url
 
 
-async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Send every prompt in random order; return the share of repeats that were hits, and TTFTs."""
+async def measure(url: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Send every prompt in random order; return hit rate and TTFTs of the repeats, and the bytes pulled."""
     model_path = resolve_model(arguments.model)
     order = [prompt for prompt in range(arguments.prompts) for _ in range(arguments.rounds)]
     random.Random(arguments.seed).shuffle(order)  # a workload, not a secret
     seen: set[int] = set()
     first: list[Answer] = []
     repeats: list[Answer] = []
-    turns = iter(progress(list(enumerate(order)), policy))
+    turns = iter(progress(list(enumerate(order)), name))
     async with httpx.AsyncClient(timeout=300) as client:
 
         async def work() -> None:
@@ -97,13 +132,16 @@ async def measure(url: str, policy: str, arguments: argparse.Namespace) -> dict[
                 (first if is_first else repeats).append(await stream_chat(client, url, body))
 
         await asyncio.gather(*(work() for _ in range(arguments.clients)))
-    enough = arguments.prompt_tokens - 2 * (CPU_BLOCK_SIZE if arguments.engine == "vllm" else 16)
-    hits = [answer for answer in repeats if answer.cached_tokens >= enough]
-    tokens = sum(answer.prompt_tokens for answer in repeats)
+        await asyncio.sleep(1.0)  # replicas tell their counters twice a second
+        metrics = await client.get(f"{url}/metrics")
+    pulled_tokens = metric_sum(metrics.text, "warmpath_kv_pulled_tokens_total") if metrics.status_code == 200 else 0.0
+    fields = json.loads((model_path / "config.json").read_text())
+    # Questions differ and are never cached: what could be is the system prompts' share.
+    possible = len(repeats) * (arguments.prompt_tokens // block_size(arguments.engine)) * block_size(arguments.engine)
     return {
         "repeats": len(repeats),
-        "served_from_cache": len(hits) / len(repeats),
-        "token_hit_rate_of_repeats": sum(answer.cached_tokens for answer in repeats) / tokens,
+        "hit_rate": min(1.0, sum(answer.cached_tokens for answer in repeats) / possible),
+        "pulled_bytes": round(pulled_tokens * kv_room(fields, DTYPE, 0).bytes_per_token),
         "first_ttft_ms": spread([1000 * answer.ttft_s for answer in first]),
         "repeat_ttft_ms": spread([1000 * answer.ttft_s for answer in repeats]),
     }

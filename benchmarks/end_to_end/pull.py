@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
-from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, progress, spread, write
+from benchmarks.common.report import add_engine_flag, metric_sum, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -84,24 +82,10 @@ async def measure(
             }
         await asyncio.sleep(1.0)
         metrics = (await client.get(f"{url}/metrics")).text
-    found["counters"] = _totals(metrics, "warmpath_kv_pull")
-    seconds = found["counters"]["warmpath_kv_pull_seconds_sum"]
-    found["pull_tokens_per_s"] = found["counters"]["warmpath_kv_pulled_tokens_total"] / seconds if seconds else 0.0
-    found["prefill_tokens_per_s"] = _totals(metrics, "warmpath_prefill_tokens_per_second")
+    names = ("warmpath_kv_pulls_total", "warmpath_kv_pulled_tokens_total", "warmpath_kv_pull_seconds_sum")
+    pulls, tokens, seconds = (metric_sum(metrics, name) for name in names)
+    found |= {"pulls": pulls, "pulled_tokens": tokens, "pull_tokens_per_s": tokens / seconds if seconds else 0.0}
     return found, texts
-
-
-def _totals(metrics: str, prefix: str) -> dict[str, float]:
-    """Sum the samples of all replicas by name and by what tells outcomes apart."""
-    totals: dict[str, float] = {}
-    for line in metrics.splitlines():
-        match = re.match(r"(\w+)(\{.*\})? (\S+)$", line)
-        if match is None or not match[1].startswith(prefix) or match[1].endswith("_bucket"):
-            continue
-        told = re.search(r'(?:outcome|reason)="(\w+)"', match[2] or "")
-        name = match[1] + (f":{told[1]}" if told else "")
-        totals[name] = totals.get(name, 0.0) + float(match[3])
-    return totals
 
 
 if __name__ == "__main__":

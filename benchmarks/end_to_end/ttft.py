@@ -15,9 +15,8 @@ from typing import Any
 import httpx
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
-from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, progress, spread, write
+from benchmarks.common.report import add_engine_flag, parser_of, progress, spread, write
 from benchmarks.common.server import instance
 from serve_app.checkpoints.sources.resolve import resolve_model
 

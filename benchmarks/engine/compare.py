@@ -1,38 +1,29 @@
 """The engine alone against its peers: time to first token cold and warm, decode, and a batch of long prompts.
 
 Every system runs in a process of its own, one after the other, with the same prompts (`benchmarks.peers.workload`).
-On a GPU also the memory-bandwidth limit of decoding: `--device cuda --model random:llama-3.1-8b`.
-`python -m benchmarks engine --json FILE [--vllm-python /path/to/env/bin/python]`; with `--engine vllm`, also by that
-Python, what our engine over vLLM takes beside vLLM alone.
+All keep their KV in blocks of `--block-size` tokens.
+`python -m benchmarks engine --json FILE [--vllm-python /path/to/env/bin/python]`
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import random_models
 from benchmarks.common.report import names_of, parser_of, progress, spread, write
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.config.vllm import MISSING, vllm_missing
+from serve_app.config.vllm import CPU_BLOCK_SIZE, vllm_missing
 
 MODULES = {
     "warmpath": "benchmarks.peers.warmpath_engine",
     "vllm_cpu": "benchmarks.peers.vllm_cpu",
-    "transformers_cb": "benchmarks.peers.transformers_cb",
 }
-WARMPATH_VLLM = "benchmarks.peers.warmpath_vllm"
-"""What "warmpath" is with `--engine vllm`."""
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1800
 
@@ -40,8 +31,7 @@ TIMEOUT_S = 1800
 def main() -> None:
     """Parse flags, run each system, write the JSON."""
     parser = parser_of(__doc__)
-    shapes = ", ".join(random_models.PREFIX + name for name in random_models.SHAPES)
-    parser.add_argument("--model", default="small", help=f"a built-in model, a directory, or {shapes}: random weights")
+    parser.add_argument("--model", default="small")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -49,70 +39,51 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=8000)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--block-size", type=int, default=CPU_BLOCK_SIZE, help=f"vLLM's least on a CPU: {CPU_BLOCK_SIZE}"
+    )
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     here = "" if vllm_missing() else sys.executable
     parser.add_argument("--vllm-python", default=os.environ.get("VLLM_PYTHON", here))
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="what warmpath is measured with")
     arguments = parser.parse_args()
-    if arguments.engine == "vllm" and not arguments.vllm_python:
-        parser.error(f"--engine vllm: no --vllm-python given; {MISSING}")
-    if arguments.engine == "vllm" and arguments.model.startswith(random_models.PREFIX):
-        parser.error("--engine vllm: warmpath loads no random weights into vLLM; name a checkpoint")
-    with tempfile.TemporaryDirectory(prefix="warmpath-shape-") as directory:
-        workload = {
-            **described(arguments.model, Path(directory)),
-            "cache_tokens": 131072,
-            **{name: getattr(arguments, name) for name in ("dtype", "device", "threads", "runs", "engine")},
-            "prefix_tokens": arguments.prefix_tokens,
-            "question_tokens": arguments.question_tokens,
-            "batch_new_tokens": arguments.batch_new_tokens,
-        }
-        results = {name: run(name, workload, arguments) for name in progress(arguments.systems, "engine")}
-    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)}, said(results))
+    info = load_checkpoint_info(resolve_model(arguments.model))
+    names = ("dtype", "device", "threads", "runs", "block_size", "prefix_tokens", "question_tokens", "batch_new_tokens")
+    workload = {
+        "model": str(info.path),
+        "vocab_size": info.vocab_size,
+        "max_model_len": min(info.max_model_len, 16384),
+        "cache_tokens": 131072,
+        **{name: getattr(arguments, name) for name in names},
+    }
+    results = {name: run(name, workload, arguments.vllm_python) for name in progress(arguments.systems, "engine")}
+    write(arguments.json, vars(arguments), {"systems": results, "ratios": ratios(results)}, summary(results))
 
 
-def said(results: dict[str, dict[str, Any]]) -> str:
-    """Return what was found, in a sentence for each system."""
-    each = [
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """Return what was measured, in a sentence for each system, and the ratios."""
+    sentences = [
         f"{name}: first token after {row['warm_ttft_ms']:.0f} ms cached and {row['cold_ttft_ms']:.0f} ms cold, "
         f"{row['decode_tok_s']:.0f} tokens a second in a batch of {DECODE_ROWS}."
         if "cold_ttft_ms" in row
         else f"{name}: not measured, {row['not_measured']}."
         for name, row in results.items()
     ]
-    return " ".join(each)
+    sentences += [
+        f"warmpath / {peer}: TTFT {found['warm_ttft_ms']:.2f} cached and {found['cold_ttft_ms']:.2f} cold, "
+        f"decode rate {found['decode_tok_s']:.2f}."
+        for peer, found in ratios(results).items()
+    ]
+    return " ".join(sentences)
 
 
-def described(model: str, directory: Path) -> dict[str, Any]:
-    """Return the workload's part that is the model's; a random one's config is written into ``directory``."""
-    if model.startswith(random_models.PREFIX):
-        config = random_models.write_config(model.removeprefix(random_models.PREFIX), directory)
-        path, vocab_size, longest = directory, config["vocab_size"], config["max_position_embeddings"]
-    else:
-        info = load_checkpoint_info(resolve_model(model))
-        path, vocab_size, longest = info.path, info.vocab_size, info.max_model_len
-    return {
-        "model": str(path),
-        "load_format": "dummy" if path == directory else "auto",
-        "vocab_size": vocab_size,
-        "max_model_len": min(longest, 16384),
-    }
-
-
-def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, workload: dict[str, Any], vllm_python: str) -> dict[str, Any]:
     """Measure one system; one that cannot run is named with the reason."""
-    python = sys.executable
-    # transformers' batching needs minutes for one long prompt on a CPU: measured once, said in the spread.
-    on_cpu = workload["device"] == "cpu" or (workload["device"] == "auto" and not torch.cuda.is_available())
-    prefix_runs = 1 if name == "transformers_cb" and on_cpu else workload["runs"]
-    over_vllm = name == "warmpath" and workload["engine"] == "vllm"
-    if name == "vllm_cpu" or over_vllm:
-        python = arguments.vllm_python
-        if not python:
-            return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
+    python = vllm_python if name == "vllm_cpu" else sys.executable
+    if not python:
+        return {"not_measured": "no --vllm-python given; see benchmarks/peers/vllm_cpu.py"}
     done = subprocess.run(
-        [python, "-m", WARMPATH_VLLM if over_vllm else MODULES[name]],
-        input=json.dumps({**workload, "system": name, "prefix_runs": prefix_runs}),
+        [python, "-m", MODULES[name]],
+        input=json.dumps({**workload, "system": name}),
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
@@ -122,27 +93,21 @@ def run(name: str, workload: dict[str, Any], arguments: argparse.Namespace) -> d
     if done.returncode != 0:
         return {"not_measured": f"its process ended with status {done.returncode}"}
     answer = json.loads(done.stdout)
-    return {"version": answer["version"], **figures(answer["seconds"], workload, answer["facts"])}
+    return {"version": answer["version"], **figures(answer["seconds"], workload)}
 
 
-def figures(seconds: dict[str, list[float]], workload: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """Turn seconds into the contract's figures: medians, with their spread; ``facts`` as the system gave them.
-
-    Where it gave the memory-bandwidth limit of decoding, also how much of that was reached.
-    """
+def figures(seconds: dict[str, list[float]], workload: dict[str, Any]) -> dict[str, Any]:
+    """Turn seconds into the contract's figures: medians, with their spread."""
     prompt = workload["prefix_tokens"] + workload["question_tokens"]
     cold, warm = spread(seconds["cold_s"]), spread(seconds["warm_s"])
     decode, batch = spread(seconds["decode_s"]), spread(seconds["batch_s"])
     decode_tok_s = DECODE_ROWS * DECODE_NEW_TOKENS / decode["p50"]
-    limit = facts.get("decode_limit_tok_s")
     return {
         "cold_ttft_ms": 1000 * cold["p50"],
         "warm_ttft_ms": 1000 * warm["p50"],
         "prefill_tok_s": prompt / cold["p50"],
         "decode_tok_s": decode_tok_s,
-        **({"decode_of_limit": decode_tok_s / limit} if limit else {}),
         "throughput_32x1024_tok_s": 32 * workload["batch_new_tokens"] / batch["p50"],
-        "facts": facts,
         "spread_s": {"cold": cold, "warm": warm, "decode": decode, "batch": batch},
     }
 

@@ -22,11 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.engine_flag import add_engine_flag
-from benchmarks.common.output_collector import OutputCollector
+from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.report import parser_of, progress, write
-from benchmarks.common.running import running
+from benchmarks.common.report import add_engine_flag, parser_of, progress, write
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, TokenArray, extend_chain, hash_at, split_chain
 from router.protocol.events import BlocksRemoved, CacheCleared, Event

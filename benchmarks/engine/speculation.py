@@ -1,9 +1,8 @@
 """Speculative decoding: base steps per token, acceptance, and tokens per second with and without a drafter.
 
 Three pairs of model and drafter (``benchmarks.engine.draft_pairs``), on one engine without HTTP: the model drafting for
-itself, a drafter that mostly agrees, and one that never does. With ``--head eagle`` EAGLE-3 heads instead
-(``benchmarks eagle_head``): made to agree, distilled for that base, and distilled for the model itself; or the head
-in a directory. Outputs are compared in float32.
+itself, a drafter that mostly agrees, and one that never does. With ``--head eagle`` an EAGLE-3 head instead that is
+made to agree, or the head in a directory. Outputs are compared in float32.
 `python -m benchmarks speculation --json FILE [--head eagle|DIRECTORY]`
 """
 
@@ -16,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.output_collector import OutputCollector
+from benchmarks.common.output_collector import OutputCollector, running
 from benchmarks.common.report import parser_of, progress, write
-from benchmarks.common.running import running
 from benchmarks.engine.draft_pairs import build_pairs
-from benchmarks.engine.eagle_training import eagle_pairs
+from benchmarks.engine.eagle_pair import eagle_pair
 from router.protocol.block_hash import PrefixScope
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -61,13 +59,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--head", default="", help="'eagle', or the directory of an EAGLE-3 head for --model")
-    parser.add_argument("--distill-s", type=float, default=60.0, help="seconds of training for each distilled head")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         model = resolve_model(arguments.model)
         if arguments.head == "eagle":
-            pairs = eagle_pairs(model, Path(directory), arguments.distill_s)
+            pairs = {"eagle_agreeing": eagle_pair(model, Path(directory))}
         elif arguments.head:
             pairs = {"head": (model, Path(arguments.head))}
         else:

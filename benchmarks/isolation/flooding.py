@@ -125,9 +125,6 @@ class Sides:
         if sequence.generated_tokens == 0:
             self._of(sequence.request).ttft_s.append(self._clock() - sequence.arrival_s)
 
-    def ended(self, sequence: SequenceState) -> None:
-        """Count nothing: only starts are compared."""
-
     def _of(self, request: EngineRequest) -> Counts:
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
 

@@ -42,9 +42,6 @@ class Observer(Protocol):
     def token(self, sequence: SequenceState) -> None:
         """``sequence`` generated a token, which it does not count yet."""
 
-    def ended(self, sequence: SequenceState) -> None:
-        """``sequence`` generated its last token."""
-
 
 class VirtualReplica:
     """A new replica; ``clock`` tells its time."""
@@ -86,6 +83,5 @@ class VirtualReplica:
                     name = item.sequence.request.request_id
                     finished = item.sequence.append_token(result.token)
                     if finished or item.sequence.generated_tokens >= answer_tokens[name]:
-                        observer.ended(item.sequence)
                         scheduler.remove(name)
             self._cache.take_events()

@@ -1,7 +1,7 @@
 """SGLang's router in front of plain servers: the same engines, somebody else's routing.
 
 Needs an environment of its own: `pip install sglang-router==0.3.2`; give its Python to
-`python -m benchmarks replay --sglang-python /path/to/env/bin/python`.
+`python -m benchmarks affinity --engine vllm --peers sglang_router --sglang-python /path/to/env/bin/python`.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ class VllmCpu:
         self._llm = vllm.LLM(
             model=workload["model"],
             dtype=workload["dtype"],
-            load_format=workload["load_format"],
             skip_tokenizer_init=True,
             max_model_len=workload["max_model_len"],
             enable_prefix_caching=True,
+            block_size=workload["block_size"],
         )
 
     def generate(self, prompts: list[Prompt], max_tokens: int) -> None:

@@ -37,7 +37,7 @@ def prompts_of(count: int, tokens: int, vocab_size: int, seed: int) -> list[Prom
 
 
 def measure(workload: dict[str, Any], system: System, progress: Callable[[str], None]) -> dict[str, list[float]]:
-    """Time every figure ``runs`` times (the long prefix ``prefix_runs`` times), in seconds.
+    """Time every figure ``runs`` times, in seconds.
 
     Every prompt is new but the prefix that is meant to be warm.
     """
@@ -56,10 +56,9 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
     results: dict[str, list[float]] = {"cold_s": [], "warm_s": [], "decode_s": [], "batch_s": []}
     for run in range(runs):
         progress(f"run {run + 1} of {runs}")
-        if run < workload["prefix_runs"]:
-            (head,) = prompts_of(1, prefix, vocab, next(seed))
-            results["cold_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
-            results["warm_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
+        (head,) = prompts_of(1, prefix, vocab, next(seed))
+        results["cold_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
+        results["warm_s"].append(timed([head + prompts_of(1, question, vocab, next(seed))[0]], 1))
         decoded = prompts_of(DECODE_ROWS, DECODE_PROMPT_TOKENS, vocab, next(seed))
         results["decode_s"].append(timed(decoded, DECODE_NEW_TOKENS))
         results["batch_s"].append(timed(prompts_of(32, 1024, vocab, next(seed)), workload["batch_new_tokens"]))
@@ -69,11 +68,9 @@ def measure(workload: dict[str, Any], system: System, progress: Callable[[str], 
 def serve(
     make: Callable[[dict[str, Any]], S],
     version: Callable[[], str],
-    facts: Callable[[S], dict[str, Any]] = lambda _: {},
 ) -> None:
     """Be a peer's process: read the workload, measure, print the result.
 
-    ``facts``: what else the system says of itself afterwards.
     What a peer prints itself goes to standard error, so that the result is all there is on standard output.
     """
     workload = json.load(sys.stdin)
@@ -85,5 +82,5 @@ def serve(
 
     system = make(workload)
     figures = measure(workload, system, progress)
-    answer = {"version": version(), "seconds": figures, "facts": facts(system)}
+    answer = {"version": version(), "seconds": figures}
     print(json.dumps(answer), file=result, flush=True)

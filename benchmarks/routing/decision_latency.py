@@ -1,15 +1,14 @@
-"""Routing decisions: latency of a 10k-token prompt, memory a block, events a second; and from text to a decision.
+"""Routing decisions: latency of a 10k-token prompt, memory a block, events a second.
 
 One row is one process of its own, so that its resident memory is its own. Peers are files in ``benchmarks/peers`` that
 measure the same workload; one that cannot be imported or run is named in the results with the reason. Absolute times
 belong to this machine.
-`python -m benchmarks routing --json FILE [--dynamo-python /path/to/env/bin/python]`
+`python -m benchmarks routing --json FILE`
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.common.report import parser_of, progress, write
-from benchmarks.routing.text_to_decision import TEXT_TOKENS, measure_text
 from benchmarks.routing.workload import (
     BLOCK_SIZE,
     BLOCKS_A_MESSAGE,
@@ -42,8 +40,6 @@ from router.protocol.request import RoutedRequest
 SIZES = ((8, 10_000), (64, 1_000_000), (512, 1_000_000))
 MODULES = {
     "warmpath": "benchmarks.routing.decision_latency",
-    "dynamo_radix": "benchmarks.peers.dynamo_radix",
-    "dynamo_selection": "benchmarks.peers.dynamo_selection",
     "ray_prefix_tree": "benchmarks.peers.ray_prefix_tree",
 }
 ROOT = Path(__file__).parents[2]
@@ -97,15 +93,10 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
         yield name, msgspec.structs.replace(report, pull_tokens_per_s=50_000.0)
 
 
-def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) -> dict[str, Any]:
+def measure_apart(system: str, workload: RoutingWorkload) -> dict[str, Any]:
     """Measure one system in a process of its own; a failure becomes a row with the reason."""
     row = {"system": system, "replicas": workload.replicas, "blocks": workload.blocks}
-    python = sys.executable
-    if system.startswith("dynamo"):
-        if not dynamo_python:
-            return {**row, "not_measured": f"no --dynamo-python given; see benchmarks/peers/{system}.py"}
-        python = dynamo_python
-    command = [python, "-m", MODULES[system], json.dumps(asdict(workload))]
+    command = [sys.executable, "-m", MODULES[system], json.dumps(asdict(workload))]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -115,44 +106,39 @@ def measure_apart(system: str, workload: RoutingWorkload, dynamo_python: str) ->
     return {**row, **json.loads(done.stdout.strip().splitlines()[-1])}
 
 
-def said(rows: Sequence[dict[str, Any]]) -> str:
-    """Return what was found at the middle size, in a sentence."""
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what was measured at the middle size, in a sentence."""
     replicas, blocks = SIZES[1]
-    each = [
-        f"{row['system']} {row['decision_us_p50']:.0f} us"
+    figures = [
+        f"{row['system']} {row['decision_us_p50']:.0f} / {row['decision_us_p99']:.0f} us"
         if "decision_us_p50" in row
         else f"{row['system']} not measured ({row['not_measured']})"
         for row in rows
         if row["replicas"] == replicas
     ]
-    return f"A decision at {replicas} replicas and {blocks:,} blocks took (median): {', '.join(each)}."
+    return f"A decision at {replicas} replicas and {blocks:,} blocks took (p50 / p99): {', '.join(figures)}."
 
 
 def main() -> None:
-    """Measure every system at every size, then text to decision."""
+    """Measure every system at every size."""
     parser = parser_of(__doc__)
     parser.add_argument("--systems", nargs="+", default=list(MODULES), choices=list(MODULES))
-    parser.add_argument("--dynamo-python", default=os.environ.get("DYNAMO_PYTHON", ""))
     parser.add_argument("--decisions", type=int, default=5000)
-    parser.add_argument("--model", default="demo", help="whose tokenizer turns text into tokens")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     rows = [
-        measure_apart(
-            system, RoutingWorkload(replicas, blocks, arguments.decisions, arguments.seed), arguments.dynamo_python
-        )
+        measure_apart(system, RoutingWorkload(replicas, blocks, arguments.decisions, arguments.seed))
         for (replicas, blocks), system in progress(list(product(SIZES, arguments.systems)), "routing")
     ]
     settings = {
         "decisions": arguments.decisions,
         "seed": arguments.seed,
         "prompt_tokens": PROMPT_TOKENS,
-        "text_tokens": TEXT_TOKENS,
         "block_size": BLOCK_SIZE,
         "holders_per_block": HOLDERS,
         "blocks_a_message": BLOCKS_A_MESSAGE,
     }
-    write(arguments.json, settings, {"rows": rows, **measure_text(arguments.model, arguments.seed)}, said(rows))
+    write(arguments.json, settings, {"rows": rows}, summary(rows))
 
 
 if __name__ == "__main__":

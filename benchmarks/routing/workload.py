@@ -1,6 +1,6 @@
 """What `benchmarks routing` asks of every system: prompts with their holders, and queries that share a prefix with one.
 
-Standard library only: peers import it under another environment's Python. Hashes are 16 random bytes a block.
+Hashes are 16 random bytes a block.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ request's time to first token and what was reused.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -114,25 +114,14 @@ def unlimited(requests: Sequence[SimulatedRequest], settings: ClusterSettings) -
 
     A prompt's blocks are reusable by whatever arrives after it.
     """
-    outcome = Outcome()
-    prompts = ((request.trace.prompt_tokens, request.prefixes()) for request in requests)
-    for request, uncached_tokens in zip(requests, uncached_by_all(prompts, settings.block_size), strict=True):
-        prompt_tokens = request.trace.prompt_tokens
-        outcome.ttft_s[request.number] = uncached_tokens / settings.prefill_tokens_per_s
-        outcome.prompt_tokens += prompt_tokens
-        outcome.cached_tokens += prompt_tokens - uncached_tokens
-    return outcome
-
-
-def uncached_by_all(prompts: Iterable[tuple[int, Sequence[Hashable]]], block_size: int) -> Iterator[int]:
-    """Yield each prompt's tokens that an unlimited cache of all replicas together would not hold.
-
-    ``prompts``: tokens, and what stands for each block with all before it.
-    """
-    seen: set[Hashable] = set()
-    for prompt_tokens, prefixes in prompts:
-        hits = 0
-        while hits < (prompt_tokens - 1) // block_size and prefixes[hits] in seen:
+    outcome, size = Outcome(), settings.block_size
+    seen: set[bytes] = set()
+    for request in requests:
+        prompt_tokens, prefixes, hits = request.trace.prompt_tokens, request.prefixes(), 0
+        while hits < (prompt_tokens - 1) // size and prefixes[hits] in seen:
             hits += 1
         seen.update(prefixes)
-        yield prompt_tokens - hits * block_size
+        outcome.ttft_s[request.number] = (prompt_tokens - hits * size) / settings.prefill_tokens_per_s
+        outcome.prompt_tokens += prompt_tokens
+        outcome.cached_tokens += hits * size
+    return outcome

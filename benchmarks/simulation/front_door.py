@@ -49,11 +49,6 @@ class FrontDoor:
         self._tree = tree
         self._rng = Random(f"{settings.seed} {name} ties")
 
-    def replicas(self, replica_ids: list[str]) -> None:
-        """Route to these from now on."""
-        self.core.update_replicas(replica_ids)
-        self._replica_ids = replica_ids
-
     def take(self, replica_id: str, events: tuple[Event, ...]) -> None:
         """Take one feed message."""
         self.core.apply(replica_id, EPOCH, events)

@@ -60,7 +60,6 @@ class SimulatedReplica:
         pulls: bool,
         on_first_token: Callable[[Job], None],
         publish: Callable[[str, tuple[Event, ...]], None],
-        on_end: Callable[[str], None] = lambda replica_id: None,
     ) -> None:
         self.replica_id = replica_id
         self.cache = PrefixCache(settings.blocks, settings.block_size)
@@ -74,8 +73,6 @@ class SimulatedReplica:
         self._pulls = pulls
         self._on_first_token = on_first_token
         self._publish = publish
-        self._on_end = on_end
-        self.computed_tokens = 0
         self._link_free_s = 0.0
         self._report_due = False
         self._reported_s = -Random(replica_id).random() * settings.report_interval_s
@@ -194,7 +191,6 @@ class SimulatedReplica:
         job.finish_s = job.start_s + slowed * job.uncached_tokens / self._settings.prefill_tokens_per_s
         self.waiting.remove(job)
         self.current = job
-        self.computed_tokens += job.uncached_tokens
         self._clock.at(job.finish_s, lambda: self._finish(job, blocks, len(matched)))
 
     def _rank(self, job: Job) -> float:
@@ -216,7 +212,6 @@ class SimulatedReplica:
         self.decoding -= 1
         self._start_next()
         self._report()
-        self._on_end(self.replica_id)
 
     def _join_pull(self, job: Job) -> bool:
         """Let a job wait for another one's copy, if that brings enough of its prompt."""

@@ -12,12 +12,10 @@ import sys
 import time
 from dataclasses import asdict
 from itertools import product
-from typing import Any
 
-from benchmarks.common.plots import plot_ttft
 from benchmarks.common.report import parser_of, write
 from benchmarks.common.trace import TraceRequest, add_trace_flags, chosen_trace
-from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
+from benchmarks.simulation.cluster import Cluster, unlimited
 from benchmarks.simulation.front_door import RAY_PREFIX
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
 from router.settings import DEFAULT_POLICY, POLICY_NAMES
@@ -46,18 +44,17 @@ def contenders(policies: list[str], *, pull: bool, parts: bool) -> dict[str, Con
 
 def simulate(
     trace: list[TraceRequest], settings: ClusterSettings, runs: dict[str, Contender]
-) -> tuple[dict[str, dict[str, float]], dict[str, Outcome]]:
-    """Run every contender, each from cold caches; return its figures and its outcome by the name of its row."""
+) -> dict[str, dict[str, float]]:
+    """Run every contender, each from cold caches; return its figures by the name of its row."""
     requests = prepare(trace, settings.block_size)
-    outcomes = {UNLIMITED: unlimited(requests, settings)}
-    results = {UNLIMITED: outcomes[UNLIMITED].summary()}
+    results = {}
     for name, contender in runs.items():
-        started = time.perf_counter()
-        outcomes[name] = Cluster(settings, contender).run(requests)
-        results[name] = outcomes[name].summary()
-        print(f"{_line(name, results[name])}  ({time.perf_counter() - started:.1f} s)", file=sys.stderr, flush=True)
+        started_s = time.perf_counter()
+        results[name] = Cluster(settings, contender).run(requests).summary()
+        print(f"{_line(name, results[name])}  ({time.perf_counter() - started_s:.1f} s)", file=sys.stderr, flush=True)
+    results[UNLIMITED] = unlimited(requests, settings).summary()
     print(_line(UNLIMITED, results[UNLIMITED]), file=sys.stderr)
-    return results, outcomes
+    return results
 
 
 def _line(name: str, row: dict[str, float]) -> str:
@@ -66,14 +63,15 @@ def _line(name: str, row: dict[str, float]) -> str:
     return f"{name:36} {rates}  TTFT {times} s"
 
 
-def said(results: dict[str, dict[str, float]]) -> str:
+def summary(results: dict[str, dict[str, float]]) -> str:
     """Return what was found: our mean TTFT over the baselines', and each part's share where parts were run."""
     means = {name: row["ttft_mean_s"] for name, row in results.items()}
     ours = means.get(DEFAULT_POLICY)
     if ours is None:
         return "Simulated mean TTFT: " + ", ".join(f"{name} {mean:.2f} s" for name, mean in means.items()) + "."
-    each = [f"{ours / means[name]:.2f} of {name}'s" for name in CONTENDING if name in means and name != DEFAULT_POLICY]
-    sentence = f"Simulated: mean TTFT {ours:.2f} s with {DEFAULT_POLICY}" + "".join(f", {one}" for one in each) + "."
+    baselines = [name for name in CONTENDING if name in means and name != DEFAULT_POLICY]
+    ratios = "".join(f", {ours / means[name]:.2f} of {name}'s" for name in baselines)
+    sentence = f"Simulated: mean TTFT {ours:.2f} s with {DEFAULT_POLICY}{ratios}."
     parts = [f"{DEFAULT_POLICY}/{part}" for part in ("first_come", "shortest_first", "first_come+pull")]
     if all(part in means for part in parts):
         alone, order, pull = (means[part] for part in parts)
@@ -114,12 +112,9 @@ def main() -> None:
         seed=options.seed,
     )
     runs = contenders(options.policies, pull=options.pull, parts=options.parts)
-    results, outcomes = simulate(chosen_trace(options), settings, runs)
-    told: dict[str, Any] = {**asdict(settings), "pull": options.pull, "trace": options.trace, "skip": options.skip}
-    write(options.json, {**told, "requests": options.requests}, results, said(results))
-    if options.json is not None:
-        curves = {name: list(outcomes[name].ttft_s.values()) for name in (*options.policies, UNLIMITED)}
-        plot_ttft(options.json.with_suffix(".png"), curves, f"Simulated: {settings.replicas} replicas")
+    results = simulate(chosen_trace(options), settings, runs)
+    replayed = {"pull": options.pull, "trace": options.trace, "skip": options.skip, "requests": options.requests}
+    write(options.json, {**asdict(settings), **replayed}, results, summary(results))
 
 
 if __name__ == "__main__":

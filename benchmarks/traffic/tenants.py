@@ -1,8 +1,8 @@
-"""The traffic of many tenants through a day: who asks when, under which system prompt and adapter.
+"""The traffic of many tenants through a day: who asks when, under which system prompt.
 
 Times come from the published clients (``arrivals``), conversations from the published trace (``conversations``);
-system prompts and adapters are popular by Zipf's law, and prompts get new versions in mid-run. A seed decides all.
-Out: requests in order of arrival, as block ids. Equal ids may be shared; no two tenants or adapters have one in common.
+system prompts are popular by Zipf's law. A seed decides all.
+Out: requests in order of arrival, as block ids. Equal ids may be shared; no two tenants have one in common.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from benchmarks.traffic.conversations import Turn, conversations_of
 class TrafficSettings:
     """What the traffic is like. ``requests_per_s``: the mean of all tenants over ``seconds`` from ``start_s`` on.
 
-    ``tenants``: how many of the published clients. Each has ``system_prompts`` of 1 to ``system_blocks`` blocks, and
-    ``prompt_changes`` times one of them gets a new version, which begins as the old one did: open conversations stay
-    with theirs, new ones take it. ``loras``: adapters' names, as popular as their rank behind the base model.
+    ``tenants``: how many of the published clients. Each has ``system_prompts`` of 1 to ``system_blocks`` blocks.
     ``skew``: Zipf's exponent. ``max_blocks``: of a conversation's prompt, beside the system prompt.
     """
 
@@ -37,15 +35,13 @@ class TrafficSettings:
     tenants: int = 16
     system_prompts: int = 12
     system_blocks: int = 8
-    prompt_changes: int = 2
-    loras: tuple[str, ...] = ()
     skew: float = 1.1
     max_blocks: int = 200
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.tenants, self.system_prompts, self.system_blocks, self.max_blocks) < 1 or self.prompt_changes < 0:
-            raise ValueError("tenants, prompts and blocks must be at least 1, prompt changes at least 0")
+        if min(self.tenants, self.system_prompts, self.system_blocks, self.max_blocks) < 1:
+            raise ValueError("tenants, prompts and blocks must be at least 1")
         if min(self.requests_per_s, self.seconds) <= 0.0 or min(self.start_s, self.skew) < 0.0:
             raise ValueError("rate and seconds must be above 0, the start and the skew at least 0")
 
@@ -89,11 +85,10 @@ class _Open:
     asked: int
     system_ids: tuple[int, ...]
     own_ids: tuple[int, ...]
-    lora: str
 
 
 class _Tenant:
-    """One client's conversations, system prompts and adapters."""
+    """One client's conversations and system prompts."""
 
     def __init__(
         self, client: Client, ids: _Ids, settings: TrafficSettings, conversations: Sequence[Sequence[Turn]]
@@ -104,16 +99,8 @@ class _Tenant:
         self._conversations = conversations
         self._rng = Random(f"{settings.seed} {client.name}")
         self._popular_prompts = _zipf(settings.system_prompts, settings.skew)
-        self._popular_loras = _zipf(1 + len(settings.loras), settings.skew)
         sizes = [self._rng.randint(1, settings.system_blocks) for _ in range(settings.system_prompts)]
-        self._prompts = {
-            (number, lora): ids.fresh(blocks) for number, blocks in enumerate(sizes) for lora in ("", *settings.loras)
-        }
-        # A change that nobody meets would change nothing: popular prompts change, and not at the very edges.
-        self._changes = sorted(
-            (settings.seconds * self._rng.uniform(0.1, 0.9), self._drawn(self._popular_prompts))
-            for _ in range(settings.prompt_changes)
-        )
+        self._prompts = [ids.fresh(blocks) for blocks in sizes]
 
     def requests(self, scale: float) -> Iterator[TraceRequest]:
         """Yield its requests: the conversation whose turn has been due for the longest goes on, else one begins."""
@@ -121,8 +108,6 @@ class _Tenant:
         waiting: list[tuple[float, int, _Open]] = []
         asked = 0
         for now_s in self._client.arrivals(self._rng, scale, settings.start_s, settings.seconds):
-            while self._changes and self._changes[0][0] <= now_s:
-                self._change(self._changes.pop(0)[1])
             if waiting and waiting[0][0] <= now_s:
                 _, _, conversation = heapq.heappop(waiting)
             else:
@@ -135,8 +120,7 @@ class _Tenant:
 
     def _begin(self) -> _Open:
         prompt = self._drawn(self._popular_prompts)
-        lora = ("", *self._settings.loras)[self._drawn(self._popular_loras)]
-        return _Open(self._rng.choice(self._conversations), 0, self._prompts[prompt, lora], (), lora)
+        return _Open(self._rng.choice(self._conversations), 0, self._prompts[prompt], ())
 
     def _ask(self, conversation: _Open, now_s: float) -> TraceRequest:
         turn = conversation.turns[conversation.asked]
@@ -148,15 +132,7 @@ class _Tenant:
             turn.output_tokens,
             conversation.system_ids + conversation.own_ids,
             self._client.name,
-            conversation.lora,
         )
-
-    def _change(self, prompt: int) -> None:
-        """Give a prompt a new version: as before up to some block, and new from there on."""
-        for lora in ("", *self._settings.loras):
-            before = self._prompts[prompt, lora]
-            kept = self._rng.randrange(len(before))
-            self._prompts[prompt, lora] = before[:kept] + self._ids.fresh(len(before) - kept)
 
     def _drawn(self, cumulative: Sequence[float]) -> int:
         return bisect_left(cumulative, self._rng.random() * cumulative[-1])

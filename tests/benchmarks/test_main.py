@@ -31,6 +31,7 @@ def test_the_table_names_every_benchmark_and_nothing_else() -> None:
     """Peers are measured by the benchmarks, and are none themselves."""
     programs = {module for module in guarded_mains() if not module.startswith(("peers.", "__main__"))}
     assert sorted(benchmarks.MODULES.values()) == sorted(programs)
+    assert benchmarks.MODULES.keys() == benchmarks.DURATIONS.keys()
 
 
 def said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Any, ...]:
@@ -60,6 +61,7 @@ def test_a_benchmark_ends_with_what_was_found_in_plain_english(
     out, err = capsys.readouterr()
     summary = json.loads(out)["summary"]
     assert summary.startswith("Beside a tenant that floods, the quiet ones keep ")
+    assert err.startswith("flooding: with its defaults about 20 seconds")
     assert err.endswith(f"\n{summary}\n")
 
 

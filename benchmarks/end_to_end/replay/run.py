@@ -1,7 +1,7 @@
 """Open-loop replay of a trace, a log or generated traffic through real HTTP: TTFT, TPOT, hit rate, goodput, by tenant.
 
-`--url` replays against whatever speaks OpenAI's API there. Without it every system runs here, one after the other, on
-the same engines (simulated): warmpath under Ray Serve with each policy, and SGLang's router over plain servers.
+`--url` replays against whatever speaks OpenAI's API there. Without it warmpath runs here under Ray Serve,
+with simulated engines, once with each policy.
 A trace is shrunk by one factor in tokens and in time, so that a second here is that many seconds there and tokens a
 second stay what they are. `python -m benchmarks replay [--trace FILE|tenants] [--url URL --model NAME] --json FILE`
 """
@@ -11,33 +11,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.common.engine_flag import add_engine_flag
 from benchmarks.common.open_loop import Result, Shot, fire, summary
-from benchmarks.common.plots import plot_tenants, plot_ttft
-from benchmarks.common.random_adapters import make_adapters
-from benchmarks.common.report import names_of, parser_of, write
+from benchmarks.common.report import add_engine_flag, names_of, parser_of, write
 from benchmarks.common.server import instance
-from benchmarks.end_to_end.recorder import KEY_VARIABLE, beside, recorded
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
-from benchmarks.peers.sglang_router import sglang_router
-from benchmarks.peers.workers import workers
 from router.settings import POLICY_NAMES
-from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.vllm import CPU_BLOCK_SIZE
 from serve_app.tenants.tenants import make_api_key
 
-SGLANG_ROUTER = "sglang_router"
 KV_BLOCK_TOKENS = 16
 
 
@@ -51,12 +39,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=1500, help="ids a replica's cache holds")
     parser.add_argument("--prefill-rate", type=float, default=5000.0, help="simulated tokens/s of a replica")
     parser.add_argument("--policies", type=names_of(POLICY_NAMES), default=",".join(POLICY_NAMES))
-    parser.add_argument("--sglang-python", default=os.environ.get("SGLANG_PYTHON", ""))
     parser.add_argument("--ttft-slo-s", type=float, default=1.0, help="an answer counts as good within this")
     parser.add_argument("--timeout-s", type=float, default=300.0)
-    parser.add_argument(
-        "--record", type=Path, metavar="FILE", help=f"events for the page; with --url by the key in ${KEY_VARIABLE}"
-    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more settings of warmpath")
     options = parser.parse_args(arguments)
     if not options.url:
@@ -91,21 +75,8 @@ def with_tenants(shots: Sequence[Shot]) -> tuple[list[Shot], list[str]]:
     return [replace(shot, api_key=made[shot.tenant][0]) for shot in shots], [f"--set=tenants={json.dumps(tenants)}"]
 
 
-@contextmanager
-def adapters(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the flags of an instance that has the adapters asked for, of random weights."""
-    if not options.loras:
-        yield []
-        return
-    with tempfile.TemporaryDirectory(prefix="warmpath-replay-") as folder:
-        made = make_adapters(resolve_model(options.model), Path(folder), len(options.loras))
-        paths = {name: str(spec.path) for name, spec in zip(options.loras, made, strict=True)}
-        yield [f"--set=lora_adapters={json.dumps(paths)}"]
-
-
-def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[str, list[Result]], dict[str, Any]]:
-    """Replay through systems that are started here; return their results, and why others were not measured."""
-    outcomes: dict[str, list[Result]] = {}
+def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> dict[str, list[Result]]:
+    """Replay through an instance that is started here, with each policy in turn."""
     block_tokens = CPU_BLOCK_SIZE if options.engine == "vllm" else KV_BLOCK_TOKENS
     engine = {"block_size": block_tokens, "num_blocks": options.blocks * options.tokens_per_id // block_tokens}
     if options.engine == "simulated":
@@ -115,40 +86,25 @@ def run_here(shots: Sequence[Shot], options: argparse.Namespace) -> tuple[dict[s
     # All clients have one address here.
     flags += ["--max-connections-per-address", "4096"]
     shots, tenant_flags = with_tenants(shots)
-    operator_key, digest = make_api_key()
-    if options.record:
-        flags.append(f"--set=operator_key_sha256={json.dumps([digest])}")
-    with adapters(options) as adapter_flags:
-        for policy in options.policies:
-            record = beside(options.record, policy, len(options.policies))
-            server = instance(*flags, *tenant_flags, *adapter_flags, f"--set=policy={policy}")
-            with server as url, recorded(url, record, operator_key):
-                outcomes[policy] = replay(url, shots, policy, options)
-    if options.loras or not options.sglang_python:
-        why = (
-            "it knows no adapters"
-            if options.loras
-            else "no --sglang-python given; see benchmarks/peers/sglang_router.py"
-        )
-        return outcomes, {SGLANG_ROUTER: {"not_measured": why}}
-    config = {"model": options.model, "engine": options.engine, **engine}
-    with workers(options.replicas, config) as servers, sglang_router(options.sglang_python, servers) as url:
-        outcomes[SGLANG_ROUTER] = replay(url, shots, SGLANG_ROUTER, options)
-    return outcomes, {}
+    outcomes: dict[str, list[Result]] = {}
+    for policy in options.policies:
+        with instance(*flags, *tenant_flags, f"--set=policy={policy}") as url:
+            outcomes[policy] = replay(url, shots, policy, options)
+    return outcomes
 
 
-def said(rows: dict[str, dict[str, Any]], engine: str) -> str:
-    """Return what was found, in a sentence."""
+def sentence(rows: dict[str, dict[str, Any]], engine: str) -> str:
+    """Return the mean TTFT and the hit rate of each system."""
 
-    def one(name: str, row: dict[str, Any]) -> str:
+    def figures(name: str, row: dict[str, Any]) -> str:
         if "ttft_mean_s" not in row:
-            return f"{name} not measured"
+            return f"{name} answered nothing"
         hits = row["hit_rate"]
         cached = hits if isinstance(hits, str) else f"{hits:.1%}"  # not every server tells what it had cached
         return f"{name} {row['ttft_mean_s']:.3g} s (from cache: {cached} of the prompts' tokens)"
 
-    each = [one(name, row) for name, row in rows.items()]
-    return f"Mean TTFT{' (simulated engines)' * (engine == 'simulated')}: {', '.join(each)}."
+    simulated = " (simulated engines)" if engine == "simulated" else ""
+    return f"Mean TTFT{simulated}: {', '.join(figures(name, row) for name, row in rows.items())}."
 
 
 def main() -> None:
@@ -156,25 +112,13 @@ def main() -> None:
     options = parse()
     keys = read_keys(options) if options.url else {}
     shots = shots_of(options, keys)
-    rows: dict[str, Any] = {}
     if options.url:
-        url = options.url.rstrip("/")
-        with recorded(url, options.record, os.environ.get(KEY_VARIABLE, "")):
-            outcomes = {"url": replay(url, shots, options.url, options)}
+        outcomes = {"url": replay(options.url.rstrip("/"), shots, options.url, options)}
     else:
-        outcomes, rows = run_here(shots, options)
-    rows |= {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
-    engine_kind = "unknown" if options.url else options.engine
-    write(
-        options.json, {**vars(options), "api_key": sorted(keys), "engine": engine_kind}, rows, said(rows, engine_kind)
-    )
-    if options.json is not None:
-        curves = {name: [r.ttft_s for r in results if r.answer is not None] for name, results in outcomes.items()}
-        title = f"Replay of {len(shots)} requests" + (", simulated engines" * (engine_kind == "simulated"))
-        plot_ttft(options.json.with_suffix(".png"), curves, title)
-        by_tenant = {name: rows[name]["tenants"] for name in outcomes if "tenants" in rows[name]}
-        if by_tenant:
-            plot_tenants(options.json.with_suffix(".tenants.png"), by_tenant, title)
+        outcomes = run_here(shots, options)
+    rows = {name: row_of(results, options.ttft_slo_s) for name, results in outcomes.items()}
+    kind = "unknown" if options.url else options.engine
+    write(options.json, {**vars(options), "api_key": sorted(keys), "engine": kind}, rows, sentence(rows, kind))
 
 
 if __name__ == "__main__":

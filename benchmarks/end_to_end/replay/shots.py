@@ -55,8 +55,6 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     tenants.add_argument("--start-hour", type=float, default=8.0, help="of the day")
     tenants.add_argument("--seconds", type=float, default=600.0, help="of the day, from there on")
     tenants.add_argument("--system-prompts", type=int, default=12, help="of each tenant, popular by Zipf's law")
-    tenants.add_argument("--prompt-changes", type=int, default=2, help="new versions of a tenant's prompts in mid-run")
-    tenants.add_argument("--loras", type=lambda text: tuple(filter(None, text.split(","))), default=(), metavar="A,B")
 
 
 def read_keys(options: argparse.Namespace) -> dict[str, str]:
@@ -103,8 +101,6 @@ def traffic_settings(options: argparse.Namespace) -> TrafficSettings:
         options.start_hour * 3600.0,
         options.tenants,
         options.system_prompts,
-        prompt_changes=options.prompt_changes,
-        loras=options.loras,
         seed=options.seed,
     )
 
@@ -112,7 +108,7 @@ def traffic_settings(options: argparse.Namespace) -> TrafficSettings:
 def trace_shots(
     trace: Sequence[TraceRequest], text: TraceText, options: argparse.Namespace, keys: dict[str, str]
 ) -> list[Shot]:
-    """Return the shots of block ids, as text; ``options``: of speed and model. An adapter is asked for as a model."""
+    """Return the shots of block ids, as text; ``options``: of speed and model."""
     shrink = TRACE_BLOCK_TOKENS / text.tokens_per_id
     named = [tenant for tenant in keys if tenant] or ["default"]
     firsts = {request.hash_ids[:1] for request in trace}
@@ -121,7 +117,7 @@ def trace_shots(
     for request in trace:
         tenant = request.tenant or named[hash(request.hash_ids[:opening]) % len(named)]
         body = {
-            "model": request.lora or options.model or DEFAULT_MODEL,
+            "model": options.model or DEFAULT_MODEL,
             "prompt": text.prompt(request),
             "max_tokens": text.output_tokens(request),
             "temperature": 0,

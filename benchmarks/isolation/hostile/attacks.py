@@ -1,217 +1,194 @@
-"""What attackers do, each in a process of its own. Knows HTTP and the clock; knows nothing of what is watched.
+"""What an attacking tenant does, in a process of its own. Knows HTTP and the clock; knows nothing of what is watched.
 
-An attack prepares what it sends, says that it is ready, and goes on until it is cancelled, or ends by itself.
+Attackers are nice: on one machine they would otherwise take the processor from whom they attack, and from the clock.
+An attack prepares what it sends, says that it is ready, and goes on until it is told to stop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing
+import os
 import random
-import resource
-import select
-import socket
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from itertools import cycle
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.synchronize import Event
+from typing import Any
 
-from benchmarks.isolation.hostile.bodies import KINDS, short_prompts
-from benchmarks.isolation.hostile.raw_http import (
-    CHAT,
-    COMPLETIONS,
-    Connection,
-    Reply,
-    Target,
-    post,
-    post_json,
-)
+import httpx
 
-LONG_PROMPT = "long@1"
-"""The public prompt of 1 MiB."""
+from benchmarks.common.prompts import WORDS
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""The default of the setting ``max_body_bytes``."""
 TIMEOUT_S = 60.0
 RECONNECT_S = 0.05
-REOPENED_PER_S = 200
-_SPARE_FILES = 200
+_READY_S, _END_S, _NICENESS = 60.0, 30.0, 5
 _PATIENCE_S = (0.03, 0.1, 0.3, 1.0, 4.0)
 
-
-@dataclass(slots=True)
-class Attack:
-    """One attack under way: where to, what came of its requests, and other figures of it."""
-
-    target: Target
-    ready: Callable[[], None]
-    replies: list[Reply] = field(default_factory=list)
-    notes: dict[str, float] = field(default_factory=dict)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SOURCE = "127.0.0.2"
+"""The address that attacks come from, another than the watched tenants'."""
 
 
-async def retry_storm(
-    attack: Attack, *, connections: int = 12, prompts: int = 128, max_tokens: int = 16, polite: bool = False
-) -> None:
-    """Send many short prompts at once and again: at once, or ``polite``, when the server said."""
-    requests = [post(attack.target, COMPLETIONS, short_prompts(prompts, max_tokens, number)) for number in range(64)]
-    attack.ready()
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an attack goes, and as whom."""
 
-    async def one(first: int) -> None:
-        connection = Connection(attack.target)
-        try:
-            while True:
-                first = (first + 1) % len(requests)
-                reply = await connection.exchange(requests[first], TIMEOUT_S)
-                attack.replies.append(reply)
-                if polite and reply.status != 200:
-                    await asyncio.sleep(max(1.0, reply.retry_after_s))
-                elif reply.status == 0:
-                    await asyncio.sleep(RECONNECT_S)
-        finally:
-            connection.abort()
-
-    await asyncio.gather(*(one(number * 5) for number in range(connections)))
+    host: str
+    port: int
+    api_key: str
 
 
-async def big_bodies(attack: Attack, *, kind: str, parallel: int = 6, for_ever: bool = False) -> None:
-    """Send so many bodies of 8 MB at once, and once each is answered end, or send others."""
-    path, make = KINDS[kind]
-    bodies = [make(number) for number in range(parallel)]
-    attack.ready()
-
-    async def one(body: bytes) -> None:
-        connection = Connection(attack.target)
-        number = 0
-        try:
-            while True:
-                attack.replies.append(await connection.exchange(post(attack.target, path, body), TIMEOUT_S))
-                if not for_ever:
-                    return
-                number += 1
-                # What was seen once may be known: other texts begin otherwise.
-                body = body.replace(b"%08d " % (number - 1), b"%08d " % number, 1) if kind == "long_text" else body
-                await asyncio.sleep(RECONNECT_S)
-        finally:
-            connection.abort()
-
-    await asyncio.gather(*map(one, bodies))
+Statuses = Counter[str]
+"""How many requests ended with which status; 0: the connection was lost."""
 
 
-async def long_references(attack: Attack, *, connections: int = 2, prompts: int = 128) -> None:
-    """Name the public prompt of 1 MiB before many prompts: a few KB that stand for 128 MiB of text."""
-    bodies = [short_prompts(prompts, 1, number, LONG_PROMPT) for number in range(16)]
-    requests = [post(attack.target, COMPLETIONS, body) for body in bodies]
-    attack.ready()
-
-    async def one(first: int) -> None:
-        connection = Connection(attack.target)
-        try:
-            while True:
-                first = (first + 1) % len(requests)
-                attack.replies.append(await connection.exchange(requests[first], TIMEOUT_S))
-                await asyncio.sleep(RECONNECT_S)
-        finally:
-            connection.abort()
-
-    await asyncio.gather(*(one(number * 5) for number in range(connections)))
+async def retry_storm(target: Target, ready: Callable[[], None], statuses: Statuses) -> None:
+    """12 connections send 128 short prompts each, again at once when refused or answered."""
+    bodies = [_short_prompts(number) for number in range(64)]
+    ready()
+    lines = [bodies[number * 5 :] + bodies for number in range(12)]
+    await asyncio.gather(*(_repeat(target, COMPLETIONS, line, statuses) for line in lines))
 
 
-async def half_open(attack: Attack, *, connections: int = 10_000, source: str = "") -> None:
-    """Hold so many connections with half a request each; one that the server closes is opened again, in time.
-
-    Fewer where this process may not have so many files; ``notes`` tell how many.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(connections, hard - _SPARE_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted + _SPARE_FILES, hard))
-    half = post(attack.target, COMPLETIONS, b"x" * 64)[:60]
-    attack.notes |= {"wanted": wanted, "sent_half": 0, "closed_by_server": 0, "held": 0}
-    held: dict[int, socket.socket] = {}
-    attack.ready()
-    with select.epoll() as poller:
-        try:
-            may_open = float(wanted)
-            while True:
-                while len(held) < wanted and may_open >= 1:
-                    made = _begin(attack.target, source or attack.target.source)
-                    may_open -= 1
-                    if made is not None:
-                        held[made.fileno()] = made
-                        poller.register(made, select.EPOLLOUT | select.EPOLLIN | select.EPOLLRDHUP)
-                for descriptor, events in poller.poll(0):
-                    try:
-                        if events & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLERR | select.EPOLLHUP):
-                            raise ConnectionResetError
-                        held[descriptor].send(half)
-                        poller.modify(descriptor, select.EPOLLIN | select.EPOLLRDHUP)
-                        attack.notes["sent_half"] += 1
-                    except OSError:
-                        held.pop(descriptor).close()
-                        attack.notes["closed_by_server"] += 1
-                attack.notes["held"] = len(held)
-                await asyncio.sleep(0.05)
-                may_open = min(may_open + 0.05 * REOPENED_PER_S, wanted)
-        finally:
-            for open_one in held.values():
-                open_one.close()
+async def big_bodies(target: Target, ready: Callable[[], None], statuses: Statuses) -> None:
+    """Six bodies of 8 MB at once, for ever: 280,000 messages of one letter, or one text."""
+    bodies = [_tiny_messages(), _long_text(0), _long_text(1)] * 2
+    ready()
+    await asyncio.gather(*(_repeat(target, CHAT, [body], statuses, RECONNECT_S) for body in bodies))
 
 
-async def leavers(
-    attack: Attack, *, clients: int = 1000, burst: int = 100, seed: int = 0, for_ever: bool = False
-) -> None:
-    """Ask for long answers in bursts, streamed or whole, one or many, and leave each at a random moment.
+async def leavers(target: Target, ready: Callable[[], None], statuses: Statuses) -> None:
+    """Bursts of 100 ask for long answers, streamed or whole, one or many; each leaves at a random moment."""
+    rng = random.Random(0)  # a workload, not a secret
+    requests = [_long_request(target, rng, str(number)) for number in range(1000)]
+    ready()
 
-    Moments lie in the line, before the first token, and in mid-stream; of every other burst most are one and the same.
-    """
-    generator = random.Random(seed)
-    requests = [_long_request(attack.target, generator, f"{seed} {number}") for number in range(clients)]
-    attack.ready()
+    async def leave(request: bytes, after_s: float) -> None:
+        with suppress(OSError):
+            _, writer = await asyncio.open_connection(target.host, target.port, local_addr=(SOURCE, 0))
+            try:
+                writer.write(request)
+                await asyncio.sleep(after_s)
+            finally:
+                writer.transport.abort()
+            statuses["left"] += 1
 
-    async def one(request: bytes, after_s: float) -> None:
-        try:
-            _, writer = await attack.target.connect()
-        except OSError:
-            attack.notes["not_connected"] = attack.notes.get("not_connected", 0) + 1
-            return
-        try:
-            writer.write(request)
-            await asyncio.sleep(after_s)
-        finally:
-            writer.transport.abort()
-
-    firsts = range(0, clients, burst)
-    for first in cycle(firsts) if for_ever else firsts:
-        leaving = requests[first : first + burst]
-        moments = [generator.choice(_PATIENCE_S) * generator.random() for _ in leaving]
-        if first // burst % 2:
-            moments = [generator.choice((moments[0], moments[0], moment)) for moment in moments]
-        await asyncio.gather(*map(one, leaving, moments))
-        attack.notes["left"] = attack.notes.get("left", 0) + len(leaving)
+    for first in cycle(range(0, len(requests), 100)):
+        burst = requests[first : first + 100]
+        await asyncio.gather(*(leave(request, rng.choice(_PATIENCE_S) * rng.random()) for request in burst))
 
 
-def _long_request(target: Target, generator: random.Random, text: str) -> bytes:
-    """Return a request that would run for minutes; some ask for many choices or prompts."""
-    common = {"model": "demo", "max_tokens": 4000, "ignore_eos": True, "stream": generator.random() < 0.7}
-    kind = generator.random()
-    if kind < 0.85:
-        messages = [{"role": "user", "content": f"{text} {'word ' * generator.choice((5, 50, 500))}"}]
-        return post_json(target, CHAT, {**common, "messages": messages, "n": 1 if kind < 0.7 else 16})
-    prompts = [f"{text} {part}" for part in range(generator.choice((8, 128)))]
-    return post_json(target, COMPLETIONS, {**common, "prompt": prompts})
-
-
-def _begin(target: Target, source: str) -> socket.socket | None:
-    """Return a socket that connects by itself; None when the system has no more."""
-    made = socket.socket()
-    try:
-        made.setblocking(False)
-        made.bind((source, 0))
-        made.connect_ex((target.host, target.port))
-    except OSError:
-        made.close()
-        return None
-    return made
-
-
-ATTACKS: dict[str, Callable[..., Awaitable[None]]] = {
+ATTACKS: dict[str, Callable[[Target, Callable[[], None], Statuses], Awaitable[None]]] = {
     "retry_storm": retry_storm,
     "big_bodies": big_bodies,
-    "long_references": long_references,
-    "half_open": half_open,
     "leavers": leavers,
 }
+
+
+@asynccontextmanager
+async def attack(name: str, target: Target) -> AsyncIterator[Statuses]:
+    """Attack while the block runs; the statuses are there when it has ended. Raises RuntimeError when it breaks."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    stop = context.Event()
+    process = context.Process(target=_main, args=(name, target, stop, there), daemon=True)
+    process.start()
+    there.close()
+
+    def receive(timeout_s: float) -> Statuses:
+        if not here.poll(timeout_s):
+            raise RuntimeError(f"the attacker's process {process.pid} said nothing for {timeout_s:.0f} s")
+        received: Statuses = here.recv()
+        return received
+
+    statuses = await asyncio.to_thread(receive, _READY_S)
+    try:
+        yield statuses
+    finally:
+        stop.set()
+        statuses.update(await asyncio.to_thread(receive, _END_S))
+        await asyncio.to_thread(process.join, 5.0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        here.close()
+
+
+def _main(name: str, target: Target, stop: Event, out: Pipe) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    statuses: Statuses = Counter()
+
+    async def run() -> None:
+        task = asyncio.ensure_future(ATTACKS[name](target, lambda: out.send(Counter()), statuses))
+        await asyncio.wait({task, asyncio.ensure_future(asyncio.to_thread(stop.wait))}, return_when="FIRST_COMPLETED")
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    asyncio.run(run())
+    out.send(statuses)
+
+
+async def _repeat(target: Target, path: str, bodies: list[bytes], statuses: Statuses, pause_s: float = 0.0) -> None:
+    transport = httpx.AsyncHTTPTransport(local_address=SOURCE)
+    headers = {"authorization": f"Bearer {target.api_key}", "content-type": "application/json"}
+    url = f"http://{target.host}:{target.port}{path}"
+    async with httpx.AsyncClient(transport=transport, headers=headers, timeout=TIMEOUT_S) as client:
+        for body in cycle(bodies):
+            try:
+                status = (await client.post(url, content=body)).status_code
+            except httpx.HTTPError:
+                status = 0
+            statuses[str(status)] += 1
+            await asyncio.sleep(pause_s or (0.0 if status else RECONNECT_S))
+
+
+def _short_prompts(number: int) -> bytes:
+    rng = random.Random(number)
+    texts = [f"{number} {index} {' '.join(rng.choices(WORDS, k=4))}" for index in range(128)]
+    body = {"model": "demo", "prompt": texts, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    return json.dumps(body).encode()
+
+
+def _tiny_messages() -> bytes:
+    head, item, tail = b'{"model":"demo","max_tokens":1,"messages":[', b'{"role":"user","content":"a"}', b"]}"
+    count = (MAX_BODY_BYTES - len(head) - len(tail) + 1) // (len(item) + 1)
+    return head + b",".join([item] * count) + tail
+
+
+def _long_text(number: int) -> bytes:
+    head = b'{"model":"demo","max_tokens":1,"messages":[{"role":"user","content":"%08d ' % number
+    paragraph = " ".join(random.Random(number).choices(WORDS, k=20_000)).encode()
+    room = MAX_BODY_BYTES - len(head) - 4
+    return head + (paragraph * (room // len(paragraph) + 1))[:room] + b'"}]}'
+
+
+def _long_request(target: Target, rng: random.Random, text: str) -> bytes:
+    """Return a request that would run for minutes; some ask for many choices or prompts."""
+    common: dict[str, Any] = {"model": "demo", "max_tokens": 4000, "ignore_eos": True, "stream": rng.random() < 0.7}
+    kind = rng.random()
+    if kind < 0.85:
+        messages = [{"role": "user", "content": f"{text} {'word ' * rng.choice((5, 50, 500))}"}]
+        return _posted(target, CHAT, {**common, "messages": messages, "n": 1 if kind < 0.7 else 16})
+    prompts = [f"{text} {part}" for part in range(rng.choice((8, 128)))]
+    return _posted(target, COMPLETIONS, {**common, "prompt": prompts})
+
+
+def _posted(target: Target, path: str, body: dict[str, Any]) -> bytes:
+    """Return a request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {target.host}:{target.port}\r\nAuthorization: Bearer {target.api_key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    return head.encode() + data

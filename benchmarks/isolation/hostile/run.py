@@ -1,106 +1,185 @@
-"""One tenant attacks a real instance: what the others notice, against the bars. Fresh instances, real HTTP.
+"""One tenant attacks a real instance: what the others notice. Alone and under attack are measured in one run.
 
-Alone and under attack are measured in one run, so that ratios count and the machine does not.
-`python -m benchmarks hostile --engine simulated --scenarios retry_storm,leavers --json FILE`
+`storm`: a tenant with small chats beside another's retry storm. `neighbours`: nine tenants that take half of what the
+replicas compute, beside one that attacks in three ways in turn; their questions come at the same moments in every part.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
+import httpx
+import yaml
 
-from benchmarks.common.report import names_of, parser_of, write
-from benchmarks.common.server import Checkout
-from benchmarks.isolation.hostile.neighbours import neighbours
-from benchmarks.isolation.hostile.one_tenant import one_tenant
-from benchmarks.isolation.hostile.scenarios import SCENARIOS, SETTINGS, Plan
-from benchmarks.isolation.hostile.stage import stage
-from serve_app.checkpoints.sources.resolve import resolve_model
+from benchmarks.common.prompts import WORDS
+from benchmarks.common.report import metric_sum, names_of, parser_of, write
+from benchmarks.common.server import instance
+from benchmarks.isolation.hostile.attacks import ATTACKS, Target, attack
+from benchmarks.isolation.hostile.watch import Ask, Seen, Watched, beside
+from serve_app.tenants.tenants import make_api_key
 
-ENGINES = ("simulated", "torch")
-NEIGHBOURS, ONE_TENANT = "neighbours", "one_tenant"
-NAMES = (*SCENARIOS, NEIGHBOURS, ONE_TENANT)
-
-
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--engine", choices=(*ENGINES, "both"), default="both")
-    parser.add_argument("--scenarios", type=names_of(NAMES), default=",".join(NAMES), help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each attack; goodput has windows of 5 at least")
-    parser.add_argument("--minutes", type=float, default=10.0, help=f"of the attacks in {NEIGHBOURS}")
-    parser.add_argument("--pairs", type=int, default=5, help=f"runs of each side in {ONE_TENANT}")
-    for name, what in (("", "attack this checkout"), ("baseline-", f"compare {ONE_TENANT} with this checkout")):
-        parser.add_argument(f"--{name}root", type=Path, help=what)
-        parser.add_argument(f"--{name}python", type=Path, help="where it is installed; default: its .venv")
-    return parser.parse_args(arguments)
+SCENARIOS = ("storm", "neighbours")
+ATTACKER = "acme"
+POLITE = ("zeta", *(f"shop-{number}" for number in range(1, 9)))
+REPLICAS = 2
+WARM_UP_S = 3.0
+SYSTEM_PROMPTS, SYSTEM_WORDS = 3, 500
+EVERY_S = 2.5
+LOAD = 0.5
+"""What the nine take of the replicas' prefill."""
+TOKENS_A_WORD = 1.35
+"""With the demo model's tokenizer."""
+_RULES = "Answer questions about contracts with care, and always name clause, date and party. " * 4
 
 
-def checkout_of(root: Path | None, python: Path | None) -> Checkout | None:
-    """Return the checkout that two flags name; None for this one."""
-    if root is None:
-        return None
-    root = root.absolute()
-    return Checkout(root, root / ".venv" / "bin" / "python" if python is None else python.absolute())
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One instance. ``keys``: by tenant."""
+
+    url: str
+    keys: dict[str, str]
+    operator_key: str
+
+    def target(self) -> Target:
+        """Return where and as whom the attacker attacks."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None and parts.port is not None
+        return Target(parts.hostname, parts.port, self.keys[ATTACKER])
+
+    async def question_words(self) -> int:
+        """Return how long the nine's questions have to be, by the rates that the replicas measure just now."""
+        headers = {"authorization": f"Bearer {self.operator_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            metrics = (await client.get(f"{self.url}/metrics")).raise_for_status().text
+        rate = metric_sum(metrics, "warmpath_prefill_tokens_per_second")
+        return int(rate * LOAD * EVERY_S / len(POLITE) / TOKENS_A_WORD)
 
 
-def measure(engine: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one scenario on an instance of its own; what broke it is told in its place."""
-    checkout = checkout_of(options.root, options.python)
-    plan = Plan(options.seconds, resolve_model("demo"))
-    try:
-        if name == ONE_TENANT:
-            baseline = checkout_of(options.baseline_root, options.baseline_python)
-            return one_tenant(engine, checkout, baseline, options.pairs)
-        with stage(engine, checkout, **SETTINGS.get(name, {})) as made:
-            if name == NEIGHBOURS:
-                return asyncio.run(neighbours(made, options.minutes))
-            return asyncio.run(SCENARIOS[name](made, plan))
-    except Exception as error:
-        # An instance that an attack has brought down is a finding, and the other scenarios go on.
-        return {"broke": f"{type(error).__name__}: {error}", "bars": [], "held": False}
+@contextmanager
+def stage(engine: str) -> Iterator[Stage]:
+    """Start an instance of the demo model with an attacker, nine other tenants and an operator."""
+    keys = {name: make_api_key() for name in (ATTACKER, *POLITE, "operator")}
+    operator_key, operator_digest = keys.pop("operator")
+    settings = {
+        "model": "demo",
+        "engine": engine,
+        "replicas": REPLICAS,
+        "tenants": [{"name": name, "key_sha256": [digest]} for name, (_, digest) in keys.items()],
+        "operator_key_sha256": [operator_digest],
+    }
+    with tempfile.TemporaryDirectory(prefix="warmpath-hostile-") as directory:
+        config = Path(directory) / "settings.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        config.chmod(0o600)
+        with instance("--config", str(config)) as url:
+            yield Stage(url, {name: key for name, (key, _) in keys.items()}, operator_key)
 
 
-def table_of(results: dict[str, dict[str, Any]]) -> Table:
-    """Return a row for each bar."""
-    table = Table("engine", "scenario", "bar", "value", "held")
-    for engine, scenarios in results.items():
-        for name, figures in scenarios.items():
-            bars = figures.get("bars") or [{"bar": figures.get("broke") or figures.get("not_measured") or "none"}]
-            for bar in bars:
-                value = bar.get("value")
-                told = {True: "yes", False: "NO", None: "-"}[bar.get("held", figures.get("held"))]
-                table.add_row(engine, name, bar["bar"], "-" if value is None else f"{value:.3g}", told)
-    return table
+async def storm(made: Stage, seconds: float) -> dict[str, Any]:
+    """Watch one tenant's small chats for half as long alone, then beside a retry storm."""
+    zeta = Watched(made.url, made.keys[POLITE[0]], _small_chat, 0.2, "storm")
+    await zeta.during(WARM_UP_S, first=1_000_000)
+    alone = _all_served(await zeta.during(seconds / 2))
+    async with attack("retry_storm", made.target()) as statuses:
+        under = await zeta.during(seconds, first=10_000)
+    return {**beside(alone, under), "attacker_statuses": dict(statuses)}
 
 
-def said(results: dict[str, dict[str, Any]]) -> str:
-    """Return what was found, in a sentence."""
-    held = {f"{engine} {name}": row.get("held") for engine, rows in results.items() for name, row in rows.items()}
-    judged = {name: kept for name, kept in held.items() if kept is not None}
-    broken = ", ".join(name for name, kept in judged.items() if not kept)
-    return f"{sum(judged.values())} of {len(judged)} scenarios held{': all but ' * bool(broken)}{broken}."
+async def neighbours(made: Stage, seconds: float) -> dict[str, Any]:
+    """Watch the nine for ``seconds`` alone, and as long beside each attack."""
+    await _all_nine(made, await made.question_words(), 2 * SYSTEM_PROMPTS * EVERY_S, 0)
+    # At rest the rate is that of a warm-up, without decodes beside it.
+    words = await made.question_words()
+    alone = _all_served(await _all_nine(made, words, seconds, 10_000))
+    under: list[Seen] = []
+    attacks: dict[str, Any] = {}
+    for number, name in enumerate(ATTACKS):
+        async with attack(name, made.target()) as statuses:
+            seen = await _all_nine(made, words, seconds, (number + 2) * 10_000)
+        under += seen
+        attacks[name] = {**beside(alone, seen), "attacker_statuses": dict(statuses)}
+    return {**beside(alone, under), "question_words": words, "attacks": attacks}
+
+
+async def _all_nine(made: Stage, words: int, seconds: float, first: int) -> list[Seen]:
+    everybody = await asyncio.gather(
+        *(
+            Watched(made.url, made.keys[name], _questions(name, words), EVERY_S, name).during(seconds, first)
+            for name in POLITE
+        )
+    )
+    return [seen for tenant in everybody for seen in tenant]
+
+
+def _small_chat(number: int) -> dict[str, Any]:
+    return _chat(_RULES, f"{number}: {' '.join(random.Random(number).choices(WORDS, k=12))}", 8)
+
+
+def _questions(tenant: str, words: int) -> Ask:
+    """Return what a tenant asks: a question that nobody asked before, after its system prompts in turn."""
+    systems = [
+        " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=SYSTEM_WORDS)) for number in range(SYSTEM_PROMPTS)
+    ]
+
+    def ask(number: int) -> dict[str, Any]:
+        question = " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=words))
+        return _chat(systems[number % SYSTEM_PROMPTS], f"{number} {question}", 16)
+
+    return ask
+
+
+def _chat(system: str, user: str, max_tokens: int) -> dict[str, Any]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return {"model": "demo", "messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+
+def _all_served(alone: list[Seen]) -> list[Seen]:
+    """Return what was seen without an attack. Raises RuntimeError when requests failed: what follows proves nothing."""
+    if not alone or any(seen.status != 200 for seen in alone):
+        raise RuntimeError("without any attack requests were not served")
+    return alone
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """Return what the watched noticed, in a sentence for each scenario."""
+    sentences = []
+    for name, row in results.items():
+        alone, under = row["alone"], row["under"]
+        p99_s = "none" if under["ttft_p99_s"] is None else f"{under['ttft_p99_s']:.2f} s"
+        sentence = f"{name}: {under['served']:.1%} of the others' requests were answered, p99 TTFT {p99_s} "
+        sentence += f"({alone['ttft_p99_s']:.2f} s without an attack), "
+        sentence += f"hit rate {row['hit_rate_ratio'] or 0.0:.2f} of that without"
+        ratios = ", ".join(
+            f"{kind} {found['ttft_p99_ratio'] or 0.0:.2f}" for kind, found in row.get("attacks", {}).items()
+        )
+        sentences.append(sentence + (f"; p99 TTFT over that without: {ratios}." if ratios else "."))
+    return " ".join(sentences)
 
 
 def main() -> None:
-    """Attack, print a table, write the JSON."""
-    options = parse()
+    """Attack, write the JSON."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--engine", choices=("simulated", "torch"), default="simulated")
+    parser.add_argument("--scenarios", type=names_of(SCENARIOS), default=",".join(SCENARIOS), help="storm, neighbours")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each attack")
+    arguments: argparse.Namespace = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
-    try:
-        for engine in ENGINES if options.engine == "both" else (options.engine,):
-            for name in options.scenarios:
-                print(f"{engine} {name}", file=sys.stderr, flush=True)
-                results.setdefault(engine, {})[name] = measure(engine, name, options)
-    finally:
-        # Of minutes that were cut short, what was measured is told too.
-        Console(stderr=True, width=140).print(table_of(results))
-        write(options.json, vars(options), results, said(results))
+    for name in arguments.scenarios:
+        print(f"{name}, {arguments.engine} engines", file=sys.stderr, flush=True)
+        with stage(arguments.engine) as made:
+            scenario = storm if name == "storm" else neighbours
+            results[name] = asyncio.run(scenario(made, arguments.seconds))
+    write(arguments.json, vars(arguments), results, f"Engines: {arguments.engine}. {summary(results)}")
 
 
 if __name__ == "__main__":

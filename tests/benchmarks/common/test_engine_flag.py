@@ -6,16 +6,16 @@ import argparse
 
 import pytest
 
-from benchmarks.common import engine_flag
+from benchmarks.common import report
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_vllm_is_taken_only_where_it_is_installed(
     missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_flag, "vllm_missing", lambda: missing)
+    monkeypatch.setattr(report, "vllm_missing", lambda: missing)
     parser = argparse.ArgumentParser()
-    engine_flag.add_engine_flag(parser, ["torch", "vllm"], "torch")
+    report.add_engine_flag(parser, ["torch", "vllm"], "torch")
     assert parser.parse_args([]).engine == "torch"
     if not missing:
         assert parser.parse_args(["--engine", "vllm"]).engine == "vllm"

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from benchmarks.engine.draft_pairs import LOWER_LAYERS, build_pairs
-from benchmarks.engine.eagle_training import WINDOW, agreeing_pair, unrolled_loss, write_first_layer
+from benchmarks.engine.eagle_pair import eagle_pair
 from benchmarks.engine.speculation import Workload, compare, run
-from serve_app.engine.speculative.eagle_config import read_eagle_config
-from serve_app.engine.speculative.eagle_head import load_head
 
 
 def test_pairs_share_a_vocabulary_and_an_agreeing_one_reaches_the_bar(demo_model_path: Path, tmp_path: Path) -> None:
@@ -33,24 +28,9 @@ def test_pairs_share_a_vocabulary_and_an_agreeing_one_reaches_the_bar(demo_model
     assert never["base_steps_per_token"] > 0.8
 
 
-def test_a_head_made_to_agree_reaches_the_bar_and_distillation_learns(demo_model_path: Path, tmp_path: Path) -> None:
-    base, head = agreeing_pair(demo_model_path, tmp_path)
+def test_a_head_made_to_agree_reaches_the_bar(demo_model_path: Path, tmp_path: Path) -> None:
+    base, head = eagle_pair(demo_model_path, tmp_path)
     workload = Workload(2, 40, 30)
-    plain, drafted = (run(base, which, workload, 4, dtype="float32", threads=1) for which in (None, head))
+    plain, drafted = (run(base, drafter, workload, 4, dtype="float32", threads=1) for drafter in (None, head))
     assert drafted.tokens == plain.tokens
     assert drafted.base_steps_per_token <= 0.35
-    write_first_layer(base, tmp_path / "learner", heeds_states=True)
-    config = read_eagle_config(tmp_path / "learner")
-    assert config is not None
-    model = AutoModelForCausalLM.from_pretrained(base).eval()
-    learner = load_head(config, model, torch.float32, torch.device("cpu"))
-    ids = torch.randint(model.config.vocab_size, (2, WINDOW), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW([learner.fc.weight, *learner.midlayer.parameters()], lr=1e-3)
-    losses = []
-    for _ in range(6):
-        loss, _ = unrolled_loss(learner, model, ids, config)
-        losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < 0.9 * losses[0]

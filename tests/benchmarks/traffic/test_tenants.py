@@ -1,4 +1,4 @@
-"""Tenants' traffic: conversations as the trace has them, under prompts, versions and adapters of each tenant's own."""
+"""Tenants' traffic: conversations as the trace has them, under prompts of each tenant's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.common.trace import DEFAULT_TRACE, TRACE_BLOCK_TOKENS, TraceRequ
 from benchmarks.traffic.conversations import conversations_of
 from benchmarks.traffic.tenants import TrafficSettings, tenant_traffic
 
-HOUR = TrafficSettings(0.5, seconds=3600.0, start_s=36_000.0, loras=("polite", "brief"), seed=4)
+HOUR = TrafficSettings(0.5, seconds=3600.0, start_s=36_000.0, seed=4)
 
 
 def test_conversations_share_what_the_trace_shares() -> None:
@@ -49,28 +49,18 @@ def test_long_conversations_end_before_the_bound() -> None:
 
 
 @settings(max_examples=8)
-@given(st.integers(0, 1000), st.integers(1, 16), st.integers(0, 3), st.sampled_from([(), ("a",), ("a", "b")]))
-def test_nothing_is_shared_between_tenants_or_adapters(
-    seed: int, tenants: int, changes: int, loras: tuple[str, ...]
-) -> None:
+@given(st.integers(0, 1000), st.integers(1, 16))
+def test_nothing_is_shared_between_tenants(seed: int, tenants: int) -> None:
     """Every id has one owner; arrivals are in order; an id stands for each block; the seed decides everything."""
-    wanted = TrafficSettings(
-        0.2, seconds=2000.0, tenants=tenants, prompt_changes=changes, loras=loras, max_blocks=60, seed=seed
-    )
+    wanted = TrafficSettings(0.2, seconds=2000.0, tenants=tenants, max_blocks=60, seed=seed)
     traffic = list(tenant_traffic(wanted))
     assert traffic == list(tenant_traffic(wanted))
     assert [request.arrival_s for request in traffic] == sorted(request.arrival_s for request in traffic)
-    owners: dict[int, tuple[str, str]] = {}
+    owners: dict[int, str] = {}
     for request in traffic:
         assert len(request.hash_ids) == -(-request.prompt_tokens // TRACE_BLOCK_TOKENS) <= 68
         for block in request.hash_ids:
-            assert owners.setdefault(block, (request.tenant, request.lora)) == (request.tenant, request.lora)
-
-
-def test_popular_adapters_are_asked_for_more() -> None:
-    """By Zipf's law, over the base model and the adapters in their order."""
-    asked = Counter(request.lora for request in tenant_traffic(HOUR))
-    assert asked[""] > asked["polite"] > asked["brief"] > 0
+            assert owners.setdefault(block, request.tenant) == request.tenant
 
 
 def openings(traffic: list[TraceRequest]) -> Counter[int]:
@@ -79,41 +69,13 @@ def openings(traffic: list[TraceRequest]) -> Counter[int]:
 
 def test_popular_prompts_are_asked_for_more() -> None:
     """One of twelve has several times its share, none of its rank has it all."""
-    wanted = TrafficSettings(1.0, seconds=3600.0, tenants=1, prompt_changes=0, seed=2)
+    wanted = TrafficSettings(1.0, seconds=3600.0, tenants=1, seed=2)
     asked = openings(list(tenant_traffic(wanted)))
     assert len(asked) == 12
     assert asked.total() * 0.2 < max(asked.values()) < asked.total() * 0.6
 
 
-def test_a_prompt_changes_in_mid_run() -> None:
-    """From some time on conversations begin with the new version; open ones keep theirs; a part of it stays."""
-    wanted = TrafficSettings(1.0, seconds=3600.0, tenants=1, system_prompts=1, prompt_changes=0, seed=3)
-    old = common(list(tenant_traffic(wanted)))
-    traffic = list(tenant_traffic(replace(wanted, prompt_changes=1)))
-    kept = len(common(traffic))
-    assert kept < len(old)
-    seen: set[int] = set()
-    begun: list[bool] = []  # with the old version
-    gone_on: list[bool] = []
-    for request in traffic:
-        is_old = request.hash_ids[: len(old)] == old
-        assert is_old or not set(request.hash_ids[kept:]) & set(old)
-        (gone_on if seen & set(request.hash_ids[len(old) :]) else begun).append(is_old)
-        seen.update(request.hash_ids)
-        if begun and not begun[-1] and gone_on and gone_on[-1]:
-            break
-    else:
-        pytest.fail("no conversation of the old version went on after the change")
-    assert begun == sorted(begun, reverse=True) and 0.05 * len(traffic) < len(begun) + len(gone_on)
-
-
-def common(traffic: list[TraceRequest]) -> tuple[int, ...]:
-    """Return the ids that all prompts begin with."""
-    first, last = (pick(request.hash_ids for request in traffic) for pick in (min, max))
-    return first[: next(place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1])]
-
-
-@pytest.mark.parametrize("wrong", [{"tenants": 0}, {"seconds": 0.0}, {"skew": -1.0}, {"prompt_changes": -1}])
+@pytest.mark.parametrize("wrong", [{"tenants": 0}, {"seconds": 0.0}, {"skew": -1.0}])
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         replace(HOUR, **wrong)

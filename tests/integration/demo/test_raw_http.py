@@ -1,4 +1,4 @@
-"""Broken HTTP over a raw socket: some of the cases of ``python -m benchmarks raw_fuzz``."""
+"""Broken HTTP over a raw socket: docs/security.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.isolation.raw_fuzz import make_case, run_cases
+from tests.harness.raw_http import make_case, run_cases
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import signal
@@ -13,8 +12,8 @@ import httpx
 import pytest
 
 from benchmarks.common.client import stream_events
-from benchmarks.crashes.processes import ProcessCrashes
-from benchmarks.crashes.questions import Questions
+from tests.harness.crashes.processes import ProcessCrashes
+from tests.harness.crashes.questions import Questions
 from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration
@@ -153,18 +152,15 @@ def test_a_full_queue_answers_429(url: str) -> None:
 def test_every_option_survives_kills_at_random_points(url: str) -> None:
     """Short answers with every option at once, while replicas are killed: each is the undisturbed one to the byte.
 
-    `python -m benchmarks crashes` does that a thousand times, also with the real engine.
-
-    docs/resume.md
+    docs/resume.md says what is equal.
     """
     rng = random.Random(7)
     wait_for_replicas(url, 2)
     crashes = ProcessCrashes(url, rng, clients=6)
     questions = Questions(rng, has_logits=False)
-    results = asyncio.run(crashes.run(questions, distinct=12, kills=2, until_s=math.inf, told=lambda _: None))
-    assert results["kills"] == 2
-    for phase in ("undisturbed_under_load", "with_kills"):
-        assert results[phase] | {"lost": 0, "cut": 0, "altered": 0} == results[phase]
+    results = asyncio.run(crashes.run(questions, distinct=12, kills=2))
+    assert results["answers"] >= 6
+    assert results | {"lost": 0, "cut": 0, "altered": 0} == results
     wait_for_replicas(url, 2, crashes.killed)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.end_to_end.failures import strikes
-from benchmarks.end_to_end.failures.clients import Clients, Seen
 from cluster.local import LocalCluster
+from tests.harness.failures import strikes
+from tests.harness.failures.clients import Clients, Seen
 from tests.integration.conftest import alone, eventually
 
 pytestmark = pytest.mark.integration
@@ -47,7 +47,7 @@ def disturbed(
 
     async def run() -> dict[str, int]:
         clients = Clients(cluster.url)
-        await clients.undisturbed(asked, together=True)
+        await clients.undisturbed(asked)
         seen, _ = await clients.disturbed(asked, ready, lambda: strike(cluster))
         return clients.outcomes(seen)
 
@@ -97,7 +97,7 @@ def test_rolling_update_under_load(cluster: LocalCluster) -> None:
 
     async def run() -> dict[str, int]:
         clients = Clients(cluster.url)
-        await clients.undisturbed(asked, together=True)
+        await clients.undisturbed(asked)
         seen = await clients.under_load(asked, REQUESTS, lambda: strikes.rolling_update(cluster, 1))
         return clients.outcomes(seen)
 

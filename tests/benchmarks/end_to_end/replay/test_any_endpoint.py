@@ -51,7 +51,7 @@ def url() -> Iterator[str]:
 def test_a_log_against_a_foreign_server(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each tenant with its key, at each body's endpoint; figures by tenant, and both pictures."""
+    """Each tenant with its key, at each body's endpoint; figures by tenant."""
     log = tmp_path / "log.jsonl"
     chat = {"model": "theirs", "messages": [{"role": "user", "content": "Hello"}]}
     completion = {"method": "POST", "url": "/v1/completions", "body": {"model": "theirs", "prompt": "Hello"}}
@@ -69,6 +69,4 @@ def test_a_log_against_a_foreign_server(
     assert (row["answered"], row["rejected"], row["failed"], row["hit_rate"]) == (4, 3, 0, "unknown")
     assert row["tenants"]["good"]["answered"] == 4 and row["tenants"]["bad"]["rejected"] == 3
     assert row["tenants"]["good"]["ttft_p99_s"] > 0 and row["tenants"]["good"]["goodput_rps"] > 0
-    assert found.with_suffix(".png").stat().st_size > 1000
-    assert found.with_suffix(".tenants.png").stat().st_size > 1000
     assert "sk-good" not in json.dumps(json.loads(found.read_text())["settings"])

@@ -1,1 +1,0 @@
-"""Answers whose replicas crash, compared with undisturbed ones."""

@@ -1,1 +1,0 @@
-"""Everything at once for long, and an audit of what is left."""

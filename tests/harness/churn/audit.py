@@ -1,0 +1,179 @@
+"""Looks inside an idle engine: are all blocks accounted for, is nothing of ended requests left, how large is what.
+
+Knows the insides of the engine, as nothing else outside ``serve_app`` does. Reads only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.lora.slots import LoadedAdapters
+
+OURS = ("serve_app.", "router.")
+_CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
+
+
+class Imbalance(Exception):
+    """A law does not hold; the message says which."""
+
+
+BOUNDED = (
+    *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
+    *("AdapterSlots", "LoraPair", "table LoraLayers", "_Bundle", "table _Bundle", "_Stack", "table AdapterSlots"),
+)
+"""Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
+belongs to adapters, whose number the audit checks."""
+
+EMPTY_WHEN_IDLE = (
+    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Inbox._waiting"),
+    *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
+    *("Admission._reserved", "Admission._running", "PromptSaves._under_way", "PromptSaves._by_key", "Outbox._batches"),
+    *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
+)
+"""Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
+
+
+def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
+    """Raise Imbalance unless the engine, with no request in it, holds exactly what it says. On its loop, or stopped.
+
+    ``sizes``: its ``tables``.
+    """
+    cache = engine._cache
+    _audit_pool(cache)
+    _audit_index(cache)
+    unknown = [name for name in EMPTY_WHEN_IDLE if name not in sizes]
+    _hold(not unknown, f"there are no tables {unknown}: they were renamed, and EMPTY_WHEN_IDLE has to follow")
+    left = {name: size for name in EMPTY_WHEN_IDLE if (size := sizes[name])}
+    _hold(not left, f"no request is here, but there are {left}")
+    adapters, reserved = engine._runner.adapters, engine._scheduler.reserved_blocks
+    assert isinstance(adapters, LoadedAdapters)
+    _hold(reserved == 0, f"{reserved} blocks are reserved to nobody")
+    _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
+    _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
+    _hold(sizes.get("LoraLayers._singles", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
+    if engine._tier_loader is not None:
+        _audit_tiers(engine._tier_loader.tiers)
+
+
+def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
+    """Return the hashes of the blocks held, by the tier that events name."""
+    held = {"pool": engine._cache.index.hashes()}
+    tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
+    if tiers is not None and tiers._host is not None:
+        held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
+    if tiers is not None and tiers.disk is not None:
+        held["disk"] = tiers.disk.tier.hashes()
+    return held
+
+
+def settled(engine: TorchEngine) -> bool:
+    """Whether nothing is on its way to disk and every event was delivered."""
+    tier_loader = engine._tier_loader
+    if engine._cache._events or (tier_loader is not None and tier_loader.tiers.has_news):
+        return False
+    disk = tier_loader.tiers.disk if tier_loader is not None else None
+    return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
+
+
+def tables(root: object) -> dict[str, int]:
+    """Return the entries of every container that an object of ours reaches, by class and attribute.
+
+    Containers within containers count with what they hold. Follows attributes of our own classes only.
+    """
+    sizes: Counter[str] = Counter()
+    seen: set[int] = set()
+    line: list[tuple[str, Any]] = [("", root)]
+    while line:
+        name, found = line.pop()
+        if id(found) in seen or found is None:
+            continue
+        if isinstance(found, _CONTAINERS):
+            seen.add(id(found))
+            if not isinstance(found, tuple):  # it cannot grow, only hold what can
+                sizes[name] += len(found)
+            entries = [*found.keys(), *found.values()] if isinstance(found, Mapping) else list(found)
+            line.extend((name, entry) for entry in entries if isinstance(entry, _CONTAINERS) or _is_ours(entry))
+        elif _is_ours(found):
+            seen.add(id(found))
+            kind = type(found).__name__
+            line.extend((f"{kind}.{attribute}", value) for attribute, value in _attributes(found))
+    return dict(sizes)
+
+
+def grown(checks: Sequence[Mapping[str, int]]) -> dict[str, tuple[int, int]]:
+    """Return the tables that are half as large again, and more, as they ever were in the first half of the checks."""
+    before, last = checks[: (len(checks) + 1) // 2], checks[-1]
+    most = {name: max(check.get(name, 0) for check in before) for name in last}
+    return {
+        name: (most[name], size)
+        for name, size in last.items()
+        if size > 1.5 * most[name] + 64 and not name.startswith(BOUNDED)
+    }
+
+
+def instances() -> dict[str, int]:
+    """Return how many objects of each of our classes there are in this process."""
+    gc.collect()
+    return dict(Counter(type(found).__qualname__ for found in gc.get_objects() if _is_ours(found)))
+
+
+def _is_ours(found: object) -> bool:
+    return str(type(found).__module__).startswith(OURS)
+
+
+def _attributes(found: object) -> Iterator[tuple[str, Any]]:
+    names = [name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())]
+    if is_dataclass(found):
+        names.extend(field.name for field in fields(found))
+    for name in dict.fromkeys([*names, *getattr(found, "__dict__", {})]):
+        yield name, getattr(found, name, None)
+
+
+def _audit_pool(cache: PrefixCache) -> None:
+    pool, pins = cache.pool, cache.pins.counts()
+    everything = [*pool._free, *pool._idle, *(b for b in range(pool.total_blocks) if pool.references(b))]
+    _hold(
+        sorted(everything) == list(range(pool.total_blocks)),
+        f"{len(everything)} of {pool.total_blocks} blocks are free, idle or in use",
+    )
+    _hold(
+        all(pool.references(block) == pins.get(block, 0) for block in range(pool.total_blocks)),
+        f"{pool.used_blocks} blocks are in use and {len(pins)} pinned, with no request here",
+    )
+    _hold(cache.pins.blocks <= cache.pins.budget_blocks, "more is pinned than the budget")
+    held, taken = sum(cache.quota.holdings().values()), pool.total_blocks - pool.free_blocks
+    _hold(held == taken, f"tenants hold {held} blocks, and {taken} are taken")
+
+
+def _audit_index(cache: PrefixCache) -> None:
+    index = cache.index
+    _hold(len(index) == sum(1 for _ in index), "the index has other hashes than blocks")
+    indexed = cache.pool.total_blocks - cache.pool.free_blocks
+    _hold(len(index) == indexed, f"{len(index)} blocks are indexed, and {indexed} taken")
+    children: Counter[int | None] = Counter(entry.parent for entry in index)
+    for entry in index:
+        _hold(index.of_hash(entry.block_hash) is entry, "a block is indexed under another's hash")
+        _hold(entry.parent is None or entry.parent in index, "a block's parent is not cached")
+        _hold(entry.children == children[entry.block], "a block miscounts its children")
+
+
+def _audit_tiers(tiers: Any) -> None:
+    host, disk = tiers._host, tiers.disk
+    if host is not None:
+        _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
+        _hold(sum(host.index.holdings().values()) == host.used_bytes, "tenants hold other bytes than host memory")
+    if disk is not None:
+        held = sum(disk.tier.index.holdings().values())
+        _hold(held == disk.tier.used_bytes, f"tenants hold {held} bytes on disk, where {disk.tier.used_bytes} are used")
+        _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
+
+
+def _hold(law: bool, otherwise: str) -> None:
+    if not law:
+        raise Imbalance(otherwise)

@@ -1,0 +1,206 @@
+"""Churn through one real engine: does it leave anything behind?
+
+Tenants, salts and prefixes come and go, adapters are loaded and unloaded, prompts are saved with and without an end,
+requests are cancelled at any moment, KV moves through host memory and disk, prefixes are exported and imported, caches
+are reset. At a check all is let to end, and every block and table is looked at (``audit``). No Ray, no HTTP.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common.random_adapters import make_adapters
+from router.protocol.block_hash import PrefixScope, hash_blocks
+from serve_app.cache.tiers.tiers import TierSettings
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.protocol import EngineRequest, QueueFull, RequestTooLong, SamplingParams, Save, UnknownAdapter
+from serve_app.engine.settings import EngineSettings
+from tests.harness.churn.audit import Imbalance, audit, instances, settled, tables, tier_hashes
+from tests.harness.churn.ledger import CANARY, REPLICA, Ledger
+from tests.harness.churn.traffic import SECRET, Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnSettings:
+    """How much of what. ``clock_speed``: the engine's clock runs as much faster, so that TTLs and shares end."""
+
+    seed: int = 0
+    concurrency: int = 12
+    tenants: int = 12
+    prefixes: int = 3
+    adapters: int = 6
+    clock_speed: float = 20.0
+    num_blocks: int = 256
+    host_blocks: int = 64
+    disk_blocks: int = 256
+
+
+class Churn:
+    """One engine, what is done to it, and what was seen of it."""
+
+    def __init__(self, model: Path, directory: Path, settings: ChurnSettings) -> None:
+        info = load_checkpoint_info(model)
+        self._settings = settings
+        self._random = random.Random(settings.seed)
+        self._specs = make_adapters(model, directory / "adapters", settings.adapters, rank=4)
+        shares = {f"tenant-{number}": 1.0 + number % 3 for number in range(settings.tenants)}
+        # 4 layers x 2 x 16 tokens x 2 heads x 64 x 4 bytes in the built-in model; a bound, not a fact, for others.
+        block_bytes = 4 * 2 * 16 * 2 * 64 * 4
+        tiers = TierSettings(
+            settings.host_blocks * block_bytes, settings.disk_blocks * block_bytes, directory / "disk", load_ratio=1e9
+        )
+        self._engine_settings = EngineSettings(
+            num_blocks=settings.num_blocks,
+            max_model_len=2048,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            max_waiting_requests=32,
+            dtype="float32",
+            num_threads=1,
+            pin_budget_blocks=settings.num_blocks // 4,
+            tenant_shares=shares,
+            max_loras=2,
+            max_cpu_loras=3,
+            model_fingerprint=info.fingerprint,
+            tiers=tiers,
+        )
+        self.ledger = Ledger(self._engine_settings.block_size)
+        self.engine = build_engine(
+            model, self._engine_settings, self.ledger.events, clock=lambda: time.monotonic() * settings.clock_speed
+        )
+        self._traffic = Traffic(info, self._random, settings.tenants, settings.prefixes, self.engine.adapters)
+        self.engine.start()
+        self.done: Counter[str] = Counter()
+        self.checks: list[dict[str, int]] = []
+        self._canary: list[int] | None = None
+
+    def run(self, operations: int) -> None:
+        """Do so many things, each while others are under way."""
+        actions = {
+            self._ask: 60, self._save: 8, self._cancel: 12, self._burst: 2, self._load_adapter: 6,
+            self._unload_adapter: 3, self._move: 2, self._refused: 2, self._reset: 0.3,
+        }  # fmt: skip
+        chosen = self._random.choices(list(actions), list(actions.values()), k=operations)
+        for action in chosen:
+            self.ledger.wait(self._settings.concurrency)
+            action()
+
+    def check(self) -> None:
+        """Let everything end, then look at every block and every table. Raises Imbalance."""
+        self.ledger.wait(0)
+        self._ask_canary()
+        deadline_s = time.monotonic() + 60
+        while not self.engine._loop.call(self._look):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the disk tier did not come to rest")
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self.engine.stop()
+
+    def _ask(self) -> None:
+        self._submit(self._traffic.request(self._traffic.tenant()))
+        self.done["asked"] += 1
+
+    def _save(self) -> None:
+        ttl_s = self._random.choice([None, 30.0, 300.0, 3600.0])
+        tenant, family = self._traffic.tenant(), self._random.randrange(self._settings.prefixes)
+        request = self._traffic.request(tenant, family=family)
+        tokens = len(self._traffic.prefix(tenant, family))
+        self._submit(request, Save(f"{tenant} {family}".encode() + request.root, tokens, ttl_s))
+        self.done["saved"] += 1
+
+    def _burst(self) -> None:
+        tenant, prefix = self._traffic.tenant(), self._traffic.tokens(self._random.randrange(100, 600))
+        for _ in range(6):
+            self._submit(self._traffic.request(tenant, prefix=prefix))
+        self.done["bursts"] += 1
+
+    def _cancel(self) -> None:
+        live = sorted(self.ledger.live.copy())
+        if live:
+            self.engine.cancel(self._random.choice(live))
+            self.done["cancelled"] += 1
+
+    def _load_adapter(self) -> None:
+        try:
+            self.engine.load_adapter(self._random.choice(self._specs))
+            self.done["adapters loaded"] += 1
+        except QueueFull:
+            self.done["adapters refused"] += 1
+
+    def _unload_adapter(self) -> None:
+        self.done["adapters unloaded"] += self.engine.unload_adapter(self._random.choice(self._specs).key)
+
+    def _move(self) -> None:
+        tenant, family = self._traffic.tenant(), self._random.randrange(self._settings.prefixes)
+        scope = self._traffic.scope(tenant)
+        root = scope.root(SECRET)
+        ids = self._traffic.prefix(tenant, family)
+        hashes = hash_blocks(root, ids, self._engine_settings.block_size)
+        chain = self.engine.export_prefix(scope, ids, hashes, demote=self._random.random() < 0.5)
+        if chain is not None:
+            self.engine.reset_prefix_cache(tiers=False)
+            self.done["blocks imported"] += self.engine.import_part(chain, scope, ids, hashes, 0, tenant)
+            self.done["moved"] += 1
+
+    def _refused(self) -> None:
+        request = self._traffic.request(self._traffic.tenant(), prefix=self._traffic.tokens(3000))
+        self._submit(request)
+        unknown = replace(request.scope, lora="never@heard")
+        self._submit(self._traffic.request(request.tenant, scope=unknown))
+
+    def _reset(self) -> None:
+        self.engine.reset_prefix_cache(tiers=self._random.random() < 0.5)
+        self.done["resets"] += 1
+
+    def _submit(self, request: EngineRequest, save: Save | None = None) -> None:
+        self.ledger.born(request.request_id)
+        try:
+            self.engine.submit(replace(request, save=save), self.ledger.outputs)
+        except (QueueFull, RequestTooLong, UnknownAdapter) as refusal:
+            self.ledger.stillborn(request.request_id)
+            self.done[f"refused: {type(refusal).__name__}"] += 1
+
+    def _look(self) -> bool:
+        """Audit on the engine's loop; False while something is still on its way."""
+        scheduler = self.engine._scheduler
+        for sequence in [*scheduler.running, *scheduler.waiting]:
+            sequence.assert_laws(self._engine_settings.block_size)
+        if not settled(self.engine):
+            return False
+        sizes = tables(self.engine)
+        audit(self.engine, sizes)
+        held = {tier: hashes for tier, hashes in tier_hashes(self.engine).items() if hashes}
+        announced = {tier: hashes for tier, hashes in self.ledger.announced.items() if hashes}
+        if announced != held:
+            both = {tier: (len(announced.get(tier, ())), len(held.get(tier, ()))) for tier in announced | held}
+            raise Imbalance(f"the events tell of other blocks than are held (announced, held): {both}")
+        known = {tier: blocks for tier, blocks in self.ledger.directory.blocks_held(REPLICA).items() if blocks}
+        if known != {tier: len(hashes) for tier, hashes in held.items()}:
+            raise Imbalance(f"the directory knows {known} blocks")
+        self.checks.append({**{f"table {k}": v for k, v in sizes.items()}, **instances()})
+        return True
+
+    def _ask_canary(self) -> None:
+        """Ask what was asked at every check before: the answer must not change."""
+        scope = PrefixScope(self._engine_settings.model_fingerprint, salt=b"canary")
+        ids = np.arange(300, 500, dtype=np.int32)
+        self.ledger.canary.clear()
+        self.ledger.born(CANARY)
+        sampling = SamplingParams(16, temperature=0.0)
+        self.engine.submit(EngineRequest(CANARY, ids, scope, scope.root(SECRET), sampling), self.ledger.outputs)
+        self.ledger.wait(0)
+        answer = list(self.ledger.canary)
+        if self._canary is None:
+            self._canary = answer
+        elif answer != self._canary:
+            raise Imbalance(f"the same prompt was answered {self._canary} and now {answer}")

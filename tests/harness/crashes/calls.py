@@ -1,0 +1,223 @@
+"""Calls to engines of this process break at random tokens, in the ways in which Ray loses calls.
+
+What sends them again is the ingress' own dispatcher, router and preparation of requests, over a stand-in for the Serve
+handle. A break loses what the replica had computed since, and sometimes its cache, as a crash does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OwnerDiedError, RpcError
+from ray.serve._private.common import RequestMetadata
+from ray.serve.handle import DeploymentResponseGenerator
+
+from router.core import RoutingCore
+from router.protocol.request import RoutedRequest
+from router.serve.recent_decisions import RecentDecisions
+from router.settings import RouterSettings
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.request import GenerateRequest
+from serve_app.engine.protocol import Engine, EngineOutput
+from serve_app.errors import WarmpathError
+from serve_app.generation.answer import choice_pieces
+from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
+from serve_app.generation.generation import Generation
+from serve_app.generation.prepare import Preparer
+from serve_app.generation.reading import AnswerReader
+from serve_app.replica import messages as wire
+from serve_app.replica.token_streams import TokenStream
+from serve_app.structured.matcher import Matchers
+from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
+from serve_app.tokenization.tokenizer import PromptTokenizer
+from tests.harness.crashes.questions import CHAT, Question, Reply
+from tests.harness.crashes.tally import Broken
+
+LOSSES = (
+    ActorDiedError(), ActorUnavailableError("gone", None), NodeDiedError("gone"), OwnerDiedError("00", None, ""),
+    RpcError("broken"), None,
+)  # fmt: skip
+"""What a lost call raises; None: it ends as if it were whole."""
+
+MOST_BREAKS = MAX_ATTEMPTS - 1
+"""Of one generation; one more is an outage."""
+
+
+class BreakingReplicas:
+    """A Serve handle of engines in this process, for one event loop.
+
+    ``breaks``: by a generation's id, after how many tokens each of its calls breaks; calls behind those are whole.
+    """
+
+    def __init__(self, engines: Sequence[Engine], core: RoutingCore, matchers: Matchers, rng: random.Random) -> None:
+        self._matchers = matchers
+        self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
+        self._core = core
+        self._random = rng
+        self._streams: dict[str, TokenStream] = {}
+        self.decisions = RecentDecisions()
+        self.breaks: dict[str, list[int]] = {}
+        self.broken = 0
+        core.update_replicas(list(self._engines))
+
+    def options(self, **_: Any) -> BreakingReplicas:
+        """Return the handle itself, as methods and streams go without saying."""
+        return self
+
+    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> DeploymentResponseGenerator[bytes]:
+        """Send a call to the engine that the router chooses."""
+        chosen = self._core.decide(route)
+        assert chosen is not None
+        self.decisions.add(route.request_id, chosen)
+        call = wire.decode_call(payload)
+        own = self.breaks.get(call.request_id.rpartition(".")[0], [])
+        result = _Result(self._answer(call, route, chosen.replica_id, own.pop(0) if own else None))
+        metadata = RequestMetadata(request_id=route.request_id, internal_request_id=route.request_id)
+        assigned = asyncio.get_running_loop().create_task(result.assigned())
+        return DeploymentResponseGenerator(assigned, metadata, _is_router_running_in_separate_loop=False)
+
+    async def _answer(
+        self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, break_after: int | None
+    ) -> AsyncGenerator[wire.GenerateChunk, None]:
+        """Yield what the replica says, until the call breaks."""
+        engine, loop = self._engines[replica_id], asyncio.get_running_loop()
+        stream = self._streams[call.request_id] = TokenStream(call.interval_s)
+
+        def deliver(outputs: Sequence[EngineOutput]) -> None:
+            for output in outputs:
+                if output.request_id in self._streams:
+                    self._streams[output.request_id].push(output)
+
+        def hear(outputs: Sequence[EngineOutput]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(deliver, outputs)
+
+        delivered = 0
+        try:
+            matcher = self._matchers.matcher(call.grammar) if call.grammar else None
+            engine.submit(call.to_engine_request(route.block_hashes, "", 0, matcher), hear)
+            while True:
+                chunk = _chunk(await stream.take())
+                if break_after is not None and (
+                    delivered + len(chunk.token_ids) > break_after or chunk.finish_reason is not None
+                ):
+                    kept = chunk.token_ids[: break_after - delivered]
+                    if kept:
+                        logprobs = chunk.logprobs[: len(kept)]
+                        yield msgspec.structs.replace(chunk, token_ids=kept, logprobs=logprobs, finish_reason=None)
+                    self._break(engine)
+                    return
+                delivered += len(chunk.token_ids)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            del self._streams[call.request_id]
+            engine.cancel(call.request_id)
+
+    def _break(self, engine: Engine) -> None:
+        self.broken += 1
+        if self._random.random() < 0.2:
+            engine.reset_prefix_cache()
+        loss = self._random.choice(LOSSES)
+        if loss is not None:
+            raise loss.with_traceback(None)
+
+
+def _chunk(outputs: Sequence[EngineOutput]) -> wire.GenerateChunk:
+    """Return what became ready together as one chunk, as a replica does."""
+    first, last = outputs[0], outputs[-1]
+    assert last.finish_reason not in ("error", "timeout", "cancelled"), last
+    return wire.GenerateChunk(
+        tuple(token for output in outputs for token in output.token_ids),
+        cached_tokens=first.cached_tokens,
+        finish_reason=last.finish_reason,
+        save=first.save,
+        logprobs=tuple(told for output in outputs for told in output.logprobs),
+    )
+
+
+class _Result:
+    """A replica's end of a call, as Ray Serve's response generator takes it."""
+
+    def __init__(self, chunks: AsyncGenerator[wire.GenerateChunk, None]) -> None:
+        self._chunks = chunks
+
+    async def assigned(self) -> _Result:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return wire.encode(await anext(self._chunks))
+
+    def cancel(self) -> None:
+        """Nothing: who stops reading ends the call."""
+
+
+class CallCrashes:
+    """Engines behind one dispatcher; answers questions, undisturbed and with breaks. Used in one event loop."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        block_size: int,
+        preparer: Preparer,
+        tokenizer: PromptTokenizer,
+        matchers: Matchers,
+        rng: random.Random,
+    ) -> None:
+        core = RoutingCore("crashes", RouterSettings(block_size=block_size))
+        self.replicas = BreakingReplicas(engines, core, matchers, rng)
+        self._preparer = preparer
+        self._tokenizer = tokenizer
+        self._number = 0
+        self._dispatcher = Dispatcher(
+            self.replicas,
+            core, self.replicas.decisions, block_size, lambda _: None, "",
+        )  # fmt: skip
+
+    async def prepare(self, question: Question) -> tuple[GenerateRequest, list[Generation]]:
+        """Return a question as the ingress takes it, with the seed that it gets."""
+        parse = parse_chat if question.path == CHAT else parse_completion
+        wanted = parse(msgspec.json.encode(dict(question.body)))
+        return wanted, await self._preparer.prepare(wanted, Tenant(DEFAULT_TENANT), "prepared")
+
+    async def answer(
+        self, wanted: GenerateRequest, generations: Sequence[Generation], breaks: Sequence[Sequence[int]] = ()
+    ) -> Reply | Broken:
+        """Answer. ``breaks``: for each choice, after how many tokens each of its calls breaks."""
+        choices, completion_tokens = [], 0
+        asked = []
+        for index, generation in enumerate(generations):
+            self._number += 1
+            request_id = f"call-{self._number}"
+            if index < len(breaks):
+                self.replicas.breaks[request_id] = list(breaks[index][:MOST_BREAKS])
+            asked.append(replace(generation, request_id=request_id))
+        try:
+            read = await asyncio.gather(*(self._choice(index, one, wanted) for index, one in enumerate(asked)))
+        except WarmpathError as error:
+            return Broken("cut", repr(error))
+        finally:
+            for one in asked:
+                self.replicas.breaks.pop(one.request_id, None)
+        for text, reason, tokens in read:
+            choices.append((text, reason))
+            completion_tokens += tokens
+        return Reply(tuple(choices), sum(len(one.token_ids) for one in asked[:: wanted.n]), completion_tokens)
+
+    async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
+        text, reason, tokens = "", "", 0
+        decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
+        reader = AnswerReader(generation.sampling, decoder, wanted.stop, include_stop=include_stop)
+        pieces = choice_pieces(index, generation, self._dispatcher, reader)
+        async for piece in pieces:
+            text += piece.text
+            tokens += piece.new_tokens
+            reason = piece.finish_reason or reason
+        return text, reason, tokens

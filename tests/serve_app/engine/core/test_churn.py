@@ -1,0 +1,89 @@
+"""The engine keeps nothing of what has ended: a short churn of everything at once, every block and table looked at."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.cache.prefix_digest import scope_digest
+from tests.harness.churn.audit import Imbalance, grown, tables
+from tests.harness.churn.churn import Churn, ChurnSettings
+
+LEFT_BYTES_AN_OPERATION = 500
+"""A request that is kept is well over a thousand; what is cached varies a little from check to check."""
+
+
+@pytest.fixture
+def churn(demo_model_path: Path, tmp_path: Path) -> Iterator[Churn]:
+    gc.collect()
+    gc.freeze()  # a check looks through all objects: those of torch and of other tests are not what it is about
+    made = Churn(demo_model_path, tmp_path, ChurnSettings(num_blocks=128, host_blocks=32, disk_blocks=64))
+    yield made
+    made.close()
+    gc.unfreeze()
+
+
+def our_bytes() -> int:
+    """What our modules' own lines have allocated and not freed, but for a cache of bounded size."""
+    scope_digest.cache_clear()
+    ours = [tracemalloc.Filter(True, f"*/{room}/*") for room in ("serve_app", "router")]
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).statistics("filename"))
+
+
+def test_churn_leaves_nothing_behind(churn: Churn) -> None:
+    """Blocks are conserved at every check, events tell what is held, answers do not change, and no table grows."""
+    tracemalloc.start()
+    try:
+        sizes = []
+        for _ in range(7):
+            churn.run(20)
+            churn.check()
+            sizes.append(our_bytes())
+    finally:
+        tracemalloc.stop()
+    assert grown(churn.checks) == {}
+    assert sizes[-1] < max(sizes[:4]) + 3 * 20 * LEFT_BYTES_AN_OPERATION, sizes
+    ended = churn.ledger.ended
+    assert not ended["error"]
+    assert ended["length"] > 50 and ended["cancelled"] > 2
+    for what in ("saved", "adapters loaded", "refused: UnknownAdapter", "refused: RequestTooLong"):
+        assert churn.done[what], f"nothing was {what}"
+
+
+def test_the_audit_sees_what_is_lost_and_what_is_left(churn: Churn) -> None:
+    """It can fail: on a block that nobody has, on one announced and not held, on a request that stays."""
+    churn.check()
+    cache = churn.engine._cache
+    block = cache.pool._free.pop()
+    with pytest.raises(Imbalance, match="127 of 128 blocks"):
+        churn.check()
+    cache.pool._free.append(block)
+    churn.check()
+    churn.ledger.announced["pool"].pop()
+    with pytest.raises(Imbalance, match="announced"):
+        churn.check()
+
+
+def test_a_leak_is_found(churn: Churn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that keeps every request that ended is caught after a hundred of them."""
+    kept: list[object] = []
+    monkeypatch.setattr(churn.engine, "kept", kept, raising=False)
+    inbox, remove = churn.engine._inbox, churn.engine._inbox.remove_live
+    monkeypatch.setattr(inbox, "remove_live", lambda sequence: (kept.append(sequence), remove(sequence)))
+    churn.run(10)
+    churn.check()
+    churn.run(130)
+    churn.check()
+    assert {"table TorchEngine.kept", "SequenceState", "EngineRequest"} <= grown(churn.checks).keys()
+
+
+def test_tables_count_what_is_reachable_and_growth_is_seen(churn: Churn) -> None:
+    sizes = tables(churn.engine)
+    assert sizes["BlockPool._references"] == 128
+    assert sizes["Inbox._live"] == 0
+    checks = [{"a": 10, "b": 500}, {"a": 20, "b": 500}, {"a": 200, "b": 560}]
+    assert grown(checks) == {"a": (20, 200)}
