@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 )
+LOG = ROOT / "benchmarks" / "log"
+"""Findings name the commands and files of their day; the head of each says which tag has them."""
+CURRENT = [page for page in PAGES if LOG not in page.parents]
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
@@ -60,7 +63,7 @@ def _missing(code: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_test_and_module_a_page_names_exists(page: Path) -> None:
     """A page that names what was moved or renamed misleads whoever looks for it."""
     assert [problem for code in _CODE.findall(page.read_text()) if (problem := _missing(code))] == []
@@ -73,7 +76,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
     """``python -m benchmarks NAME`` is the one way to run them."""
     assert set(_BENCHMARK.findall(page.read_text())) - {"NAME"} <= set(MODULES)
@@ -126,3 +129,9 @@ def test_what_does_not_exist_is_noticed() -> None:
     assert _missing("tests/test_docs.py::test_what_does_not_exist_is_noticed") is None
     assert _missing("serve_app.config.reference") is None
     assert _missing("serve_app/engine/") is None
+
+
+@pytest.mark.parametrize("page", sorted(LOG.glob("*.md")), ids=lambda page: page.name)
+def test_a_log_says_where_its_commands_are(page: Path) -> None:
+    """What was measured can be measured again."""
+    assert "tag `studies`" in page.read_text()
