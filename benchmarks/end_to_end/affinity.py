@@ -84,7 +84,7 @@ def block_size(engine: str) -> int:
 
 def pool_blocks(arguments: argparse.Namespace) -> int:
     """Return the blocks of one replica's pool, of which the prompts fill ``working_set`` of all of them."""
-    blocks = arguments.prompts * math.ceil(arguments.prompt_tokens / block_size(arguments.engine))
+    blocks: int = arguments.prompts * math.ceil(arguments.prompt_tokens / block_size(arguments.engine))
     share: float = arguments.working_set * arguments.replicas
     return math.ceil(blocks / share)
 
