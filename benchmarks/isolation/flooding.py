@@ -1,13 +1,13 @@
 """Tenants that share a replica while one of them floods it: what the others keep of their hit rate. Simulated.
 
-The tenants share one replica (see ``virtual_replica``). "unprotected" runs the same requests under one tenant's name:
+The tenants share one replica on a virtual clock. "unprotected" runs the same requests under one tenant's name:
 plain LRU, first come first served.
 `python -m benchmarks flooding --json FILE`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
@@ -16,15 +16,17 @@ import numpy as np
 
 from benchmarks.common.report import parser_of, progress, spread, write
 from benchmarks.common.virtual_clock import VirtualClock
-from benchmarks.isolation.virtual_replica import VOCAB, TimedRequest, VirtualReplica
 from router.protocol.block_hash import PrefixScope, TokenArray
+from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import EngineRequest, SamplingParams
-from serve_app.engine.scheduling.scheduler import Scheduled
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 
 SECRET = b"flooding benchmark"
 FLOODER = "flooder"
+VOCAB = 32000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Sides:
         self._waiting = 0
 
     def arrives(self, request: EngineRequest) -> bool:
-        """Refuse what the flooder sends while enough of it waits."""
+        """Say whether a request is taken: what the flooder sends is refused while enough of it waits."""
         if self._of(request) is self.flooder:
             if self._waiting >= self._flood_waiting:
                 self.flooder.rejected += 1
@@ -110,41 +112,63 @@ class Sides:
             self._waiting += 1
         return True
 
-    def scheduled(self, chosen: Sequence[Scheduled], preempted: int) -> None:
+    def starts(self, sequence: SequenceState) -> None:
         """Count who starts, after how long, and with how much of the prompt cached."""
-        for sequence in (item.sequence for item in chosen if item.admitted):
-            counts = self._of(sequence.request)
-            self._waiting -= counts is self.flooder
-            counts.requests += 1
-            counts.prompt_tokens += sequence.prompt_tokens
-            counts.cached_tokens += sequence.cached_tokens
-            counts.queue_s.append(self._clock() - sequence.arrival_s)
+        counts = self._of(sequence.request)
+        self._waiting -= counts is self.flooder
+        counts.requests += 1
+        counts.prompt_tokens += sequence.prompt_tokens
+        counts.cached_tokens += sequence.cached_tokens
+        counts.queue_s.append(self._clock() - sequence.arrival_s)
 
-    def token(self, sequence: SequenceState) -> None:
-        """Time the first token."""
-        if sequence.generated_tokens == 0:
-            self._of(sequence.request).ttft_s.append(self._clock() - sequence.arrival_s)
+    def first_token(self, sequence: SequenceState) -> None:
+        """Time it."""
+        self._of(sequence.request).ttft_s.append(self._clock() - sequence.arrival_s)
 
     def _of(self, request: EngineRequest) -> Counts:
         return self.flooder if request.scope.salt == FLOODER.encode() else self.quiet
 
 
 def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Sides:
-    """Run requests to their ends in virtual time; not ``protected``: all go under one tenant's name."""
+    """Run requests to their ends in virtual time; not ``protected``: all go under one tenant's name.
+
+    The scheduler and the prefix cache are the real ones, over a cost model, so that a run repeats exactly.
+    """
     arrivals = workload.arrivals(flood=flood)
     shares = {tenant: 1.0 for _, tenant, _, _ in arrivals} if protected else {}
     settings = EngineSettings(num_blocks=workload.num_blocks, max_num_seqs=workload.max_num_seqs)
-    replica = VirtualReplica(settings, workload.prefill_tokens_per_s, shares)
-
-    def requests() -> Iterator[TimedRequest]:
-        for number, (arrival_s, tenant, ids, answer_tokens) in enumerate(arrivals):
+    clock = VirtualClock()
+    cache = PrefixCache(settings.num_blocks, settings.block_size, shares=shares, clock=clock)
+    scheduler = Scheduler(settings, cache)
+    cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=VOCAB)
+    runner = SimulatedRunner(cost, sleep=clock.sleep)
+    sides, coming = Sides(clock, workload.flood_waiting), deque(enumerate(arrivals))
+    while coming or scheduler.waiting_count or scheduler.running_count:
+        while coming and coming[0][1][0] <= clock():
+            number, (arrival_s, tenant, ids, answer_tokens) = coming.popleft()
             scope = PrefixScope("simulated", salt=tenant.encode())
             sampling, name = SamplingParams(answer_tokens), tenant if protected else "everybody"
             request = EngineRequest(str(number), ids, scope, scope.root(SECRET), sampling, tenant=name)
-            yield TimedRequest(arrival_s, request, answer_tokens)
-
-    sides = Sides(replica.clock, workload.flood_waiting)
-    replica.run(requests(), sides)
+            if sides.arrives(request):
+                chain = cache.prompt_chain(scope, request.root, ids)
+                scheduler.add(SequenceState(request, lambda _: None, chain, arrival_s))
+        chosen = scheduler.schedule()
+        if not chosen and not scheduler.preempted:
+            assert coming, "what waits can never start"
+            clock.sleep(coming[0][1][0] - clock())
+            continue
+        for item in chosen:
+            if item.admitted:
+                sides.starts(item.sequence)
+        results = runner.execute([item.sequence.segment(item.tokens) for item in chosen])
+        for item, result in zip(chosen, results, strict=True):
+            scheduler.computed(item)
+            if result.token is not None:
+                if item.sequence.generated_tokens == 0:
+                    sides.first_token(item.sequence)
+                if item.sequence.append_token(result.token):
+                    scheduler.remove(item.sequence.request.request_id)
+        cache.take_events()
     return sides
 
 

@@ -83,14 +83,6 @@ def test_flags_choose_the_requests() -> None:
         chosen("--requests", "6001")
 
 
-def test_a_trace_may_be_plain_or_gzipped(tmp_path: Path) -> None:
-    lines = (json.dumps(ROW) + "\n") * 3
-    plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
-    plain.write_text(lines)
-    packed.write_bytes(gzip.compress(lines.encode()))
-    assert read_trace(plain) == read_trace(packed)
-
-
 @pytest.mark.parametrize("change", [{"hash_ids": [1]}, {"input_length": 0}, {"timestamp": "x"}, {"hash_ids": None}])
 def test_a_malformed_line_is_named(tmp_path: Path, change: dict[str, object]) -> None:
     """The error says which file and line."""

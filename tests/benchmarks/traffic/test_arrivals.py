@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.traffic.arrivals import ARRIVALS, MAX_CV, Client, read_clients, scale_for
+from benchmarks.traffic.arrivals import ARRIVALS, Client, read_clients, scale_for
 
 WINDOWS = st.lists(
     st.tuples(st.sampled_from([0.0, 0.5, 3.0]), st.floats(0.3, 3.0), st.sampled_from(["Gamma", "Weibull"])),
@@ -55,18 +54,6 @@ def test_times_are_in_order_and_lie_where_something_came(
         assert any(client.rate_per_s[int(max(0.0, edge) // 10.0) % len(windows)] for edge in edges)
 
 
-@settings(max_examples=60)
-@given(WINDOWS, st.integers(0, 1000), st.floats(0.2, 3.0))
-def test_where_windows_are_cut_changes_nothing(
-    windows: list[tuple[float, float, str]], seed: int, scale: float
-) -> None:
-    """A gap goes on over an edge: each window cut in halves gives the same times."""
-    whole = client_of(windows)
-    halves = client_of([window for window in windows for _ in range(2)], 5.0)
-    times = [list(client.arrivals(Random(seed), scale, 0.0, whole.day_s)) for client in (whole, halves)]
-    assert times[0] == pytest.approx(times[1])
-
-
 @pytest.mark.parametrize("family", ["Gamma", "Weibull"])
 @pytest.mark.parametrize("cv", [0.4, 1.0, 2.5])
 def test_gaps_have_their_mean_and_variation(family: str, cv: float) -> None:
@@ -76,12 +63,6 @@ def test_gaps_have_their_mean_and_variation(family: str, cv: float) -> None:
     deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
     assert mean == pytest.approx(0.5, rel=0.05)
     assert deviation / mean == pytest.approx(cv, rel=0.08)
-
-
-def test_a_wild_window_is_bounded() -> None:
-    """A coefficient of variation beyond the bound is drawn as the bound."""
-    wild, bound = (client_of([(1.0, cv, "Weibull")]) for cv in (24.0, MAX_CV))
-    assert list(wild.arrivals(Random(3), 1.0, 0.0, 500.0)) == list(bound.arrivals(Random(3), 1.0, 0.0, 500.0))
 
 
 @settings(max_examples=20)
@@ -94,10 +75,3 @@ def test_the_scale_gives_the_mean_rate(start_s: float, seconds: float, requests_
     assert sum(expected) == pytest.approx(requests_per_s * seconds)
     day_later = clients[0].requests_in(start_s + 86_400.0, seconds)
     assert day_later == pytest.approx(clients[0].requests_in(start_s, seconds))
-
-
-def test_as_many_come_as_the_rates_say() -> None:
-    """Over a day of a steady client, whatever the hour's rate."""
-    client = replace(read_clients()[5], cv=(1.0,) * 144)
-    arrivals = sum(1 for _ in client.arrivals(Random(5), 0.2, 0.0, client.day_s))
-    assert arrivals == pytest.approx(0.2 * client.requests_in(0.0, client.day_s), rel=0.01)

@@ -42,12 +42,6 @@ def reused_blocks(trace: list[TraceRequest]) -> int:
     return reused
 
 
-def test_long_conversations_end_before_the_bound() -> None:
-    whole, short = (conversations_of(read_trace(DEFAULT_TRACE, 2000), most) for most in (1000, 10))
-    assert max(turn.kept_blocks + turn.new_blocks for turns in short for turn in turns) == 10
-    assert all(any(turns == longer[: len(turns)] for longer in whole) for turns in short[:50])
-
-
 @settings(max_examples=8)
 @given(st.integers(0, 1000), st.integers(1, 16))
 def test_nothing_is_shared_between_tenants(seed: int, tenants: int) -> None:
@@ -79,8 +73,3 @@ def test_popular_prompts_are_asked_for_more() -> None:
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         replace(HOUR, **wrong)
-
-
-def test_more_tenants_than_are_known_are_refused() -> None:
-    with pytest.raises(ValueError, match="16 tenants are known"):
-        tenant_traffic(replace(HOUR, tenants=17))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.common.client import Answer
 from benchmarks.common.open_loop import Result, Shot, fire, summary
 from benchmarks.common.prompts import tokenizer_of
-from benchmarks.common.trace import TraceRequest, synthetic_trace
+from benchmarks.common.trace import TraceRequest
 from benchmarks.end_to_end.replay.run import parse, with_tenants
-from benchmarks.end_to_end.replay.shots import read_keys, shots_of, trace_shots
+from benchmarks.end_to_end.replay.shots import read_keys, shots_of
 from benchmarks.end_to_end.replay.text import TraceText
 from serve_app.checkpoints.sources.resolve import resolve_model
 
@@ -55,29 +55,6 @@ def test_prompts_share_tokens_exactly_as_far_as_ids_are_equal(
     shared = common(*found)
     whole = min(same * tokens_per_id, len(found[0]), len(found[1]))
     assert whole <= shared < whole + 16
-
-
-def test_lengths_shrink_with_the_ids(model: Path) -> None:
-    """A shrunk prompt has as many ids as the original, the answer at least one token."""
-    text = TraceText(model, 64)
-    assert text.prompt_tokens(TraceRequest(0.0, 513, 1, (1, 2))) == 65
-    assert text.prompt_tokens(TraceRequest(0.0, 1024, 1, (1, 2))) == 128
-    assert text.output_tokens(TraceRequest(0.0, 513, 1, (1, 2))) == 1
-    with pytest.raises(ValueError, match="from 2 to 512"):
-        TraceText(model, 1)
-
-
-def test_conversations_stay_with_one_tenant(model: Path) -> None:
-    """Every tenant gets requests, and the same first id always goes to the same one."""
-    options = parse(["--speed", "2", "--requests", "60"])
-    trace = synthetic_trace(60, 3)
-    shots = trace_shots(trace, TraceText(model, 32), options, {"": "other", "a": "ka", "b": "kb"})
-    owner: dict[int, str] = {}
-    for request, shot in zip(trace, shots, strict=True):
-        assert owner.setdefault(request.hash_ids[0], shot.tenant) == shot.tenant
-        assert shot.api_key == {"a": "ka", "b": "kb"}[shot.tenant]
-    assert set(owner.values()) == {"a", "b"}
-    assert shots[-1].at_s == pytest.approx((trace[-1].arrival_s - trace[0].arrival_s) / 2 / 16)
 
 
 def test_the_published_trace_is_dealt_to_all_tenants(model: Path) -> None:
