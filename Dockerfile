@@ -4,7 +4,7 @@
 #   docker run --rm -p 8000:8000 --shm-size 2g warmpath:0.2.0 warmpath serve --host 0.0.0.0
 FROM python:3.11.13-slim-bookworm
 
-# gcc: kernels are compiled where they run. wget: KubeRay's probes call it.
+# gcc: Triton, which vLLM brings on GPUs, compiles its launchers where it runs. wget: KubeRay's probes call it.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev wget \

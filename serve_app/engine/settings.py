@@ -24,7 +24,7 @@ class EngineSettings:
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
     ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read. No setting
     of the app reaches it: it is for benchmarks of models whose weights are not there.
-    ``attention_backend``: a name of ``runner.attention_selector.CANDIDATES``; "auto" takes the first that works.
+    ``attention_backend``: "runs", "sdpa", or "auto"; see ``runner.model_runner.choose_backend``.
     """
 
     block_size: int = 16
@@ -39,7 +39,6 @@ class EngineSettings:
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: str = "auto"
-    enforce_eager: bool = False
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0

@@ -136,7 +136,6 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
         dtype=config.dtype,
         device=config.device,
         attention_backend=config.attention_backend,
-        enforce_eager=config.enforce_eager,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(

@@ -40,7 +40,6 @@ def pool_bytes(config: AppConfig, model_config: Any, drafter: Path | None) -> in
         batched_tokens=config.max_num_batched_tokens,
         sequences=config.max_num_seqs * (1 + (config.num_speculative_tokens if drafter else 0)),
         lora_ranks=adapters * config.max_lora_rank,
-        graphs=not config.enforce_eager,
     )
     models, head_bytes = [model_config], 0
     if drafter is not None and read_eagle_config(drafter) is None:

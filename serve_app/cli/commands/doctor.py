@@ -12,7 +12,7 @@ import typer
 from serve_app.checkpoints.model_cache import default_cache_dir
 from serve_app.cli.console import console
 from serve_app.cli.doctor.finding import Finding
-from serve_app.cli.doctor.machine import device, kernels, room
+from serve_app.cli.doctor.machine import device, room
 from serve_app.cli.doctor.models import models
 from serve_app.cli.doctor.network import ports, ray_state
 from serve_app.cli.doctor.software import software
@@ -51,6 +51,5 @@ def findings(host: str, port: int) -> Iterator[Finding]:
     yield from ray_state()
     yield from room({"model cache": default_cache_dir()})
     yield models()
-    yield kernels()
     with console.status("asking torch what it computes on"):
         yield device()

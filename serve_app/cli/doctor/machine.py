@@ -1,4 +1,4 @@
-"""What the machine has: a GPU, vector units and a compiler, memory, shared memory, room on disks.
+"""What the machine has: a GPU, memory, shared memory, room on disks.
 
 torch is asked in a process of its own, which takes some seconds and may fail in its own way.
 """
@@ -26,7 +26,6 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
 _TORCH_WITHIN_S = 180
-_CPU = Path("/proc/cpuinfo")
 _MEMORY = Path("/proc/meminfo")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written
 _MIN_SHARED_BYTES = 512 << 20
@@ -53,18 +52,6 @@ def device() -> Finding:
     if said["cuda"] and shutil.which("nvidia-smi"):
         return warning("torch", f"{found}, though there is a GPU", "nvidia-smi says which driver; see pytorch.org")
     return Finding("torch", "ok", found)
-
-
-def kernels() -> Finding:
-    """Look at the CPU's units and for the compiler that builds the kernels for them."""
-    text = _CPU.read_text() if _CPU.exists() else ""
-    flags = next((set(line.split()) for line in text.splitlines() if line.startswith(("flags", "Features"))), set())
-    units = [name for flag, name in (("amx_tile", "AMX"), ("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in flags]
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    found = f"CPU with {', '.join(units) or 'no vector units known here'}; compiler {compiler or 'none'}"
-    if "AMX" in units and compiler is None:
-        return warning("kernels", found, "install gcc: the AMX kernels are compiled where they run")
-    return Finding("kernels", "ok", found)
 
 
 def room(places: dict[str, Path]) -> Iterator[Finding]:

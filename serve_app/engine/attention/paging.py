@@ -16,10 +16,7 @@ from serve_app.engine.step import Segment
 
 
 class KvPool:
-    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first.
-
-    With ``scratch_block`` there is one block more, the last, that belongs to nobody: where padding rows write.
-    """
+    """The KV of all blocks: ``tensor`` [layers, 2, blocks, block_size, kv_heads, head_dim], zeros at first."""
 
     def __init__(
         self,
@@ -30,11 +27,8 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        scratch_block: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
-        num_blocks += scratch_block
         self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
         self.block_size = block_size
         slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
@@ -55,28 +49,15 @@ class KvPool:
         return flat[:size].view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What a backend has to cope with: the sizes of one model and its pool."""
-
-    query: int
-    kv: int
-    dim: int
-    block_size: int
-    dtype: torch.dtype
-
-
 class AttentionBackend(Protocol):
     """One way to attend a step's rows to the pool, on one kind of device."""
 
     name: str
-    in_graphs: bool
-    """Whether a captured decode step is right for other lengths: its plan is a ``PageTable``, read on the device."""
 
-    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+    def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
         """Lay ``segments`` out as one packed row; zeroes the unused part of every block that a segment begins.
 
-        ``rows``: pad a step of single tokens to this many rows (only with ``in_graphs``). All layers use the plan.
+        All layers use the plan.
         """
 
     def attend(

@@ -22,9 +22,8 @@ class RunsBackend:
     """The default: long runs of blocks are read in place, once for all sequences that share them."""
 
     name = "runs"
-    in_graphs = False
 
-    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+    def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
         layout = lay_out(segments, singles_first(segments), pool.block_size, blank_rows=True)
         step, _ = upload_step(pool, layout, self)

@@ -7,7 +7,7 @@ with blocks [7, 3] of 16 have their KV in slots 112 to 127 and 48 to 52; slots 5
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -78,20 +78,6 @@ def lay_out(
         slots=_slots(parts, owners, positions, block_size),
         stale_slots=_stale_slots(parts, block_size),
         logit_rows=first_rows[1:][[part.sampling is not None for part in parts]] - 1,
-    )
-
-
-def add_scratch_rows(layout: StepLayout, rows: int, scratch_slot: int) -> StepLayout:
-    """Pad ``layout`` to ``rows`` rows by sequences of one token that write to ``scratch_slot``."""
-    tokens = int(layout.first_rows[-1])
-    zeros = np.zeros(rows - tokens, dtype=np.int64)
-    return replace(
-        layout,
-        first_rows=np.append(layout.first_rows, np.arange(tokens, rows) + 1),
-        ends=np.append(layout.ends, zeros + 1),
-        input_ids=np.append(layout.input_ids, zeros),
-        position_ids=np.append(layout.position_ids, zeros),
-        slots=np.append(layout.slots, zeros + scratch_slot),
     )
 
 

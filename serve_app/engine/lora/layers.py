@@ -16,45 +16,28 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from serve_app.engine.attention.step_layout import PADDED_ROWS
-from serve_app.engine.cpu.packed_products import INPUT_MULTIPLE, Pack, Product
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.step import Segment, ceil_div
-
-_NO_OWNER = -2
 
 SMALL_STEP_ROWS = 64
 """A step of up to this many rows is one range: fewer, larger products cost less than skipping other adapters' rows."""
 
 
+@dataclass(frozen=True, slots=True)
 class StackedAdapters:
-    """One layer's adapters side by side. ``owners`` [sum of ranks]: the adapter of each rank; ``ranks``: a key of that.
+    """One layer's adapters side by side. ``owners`` [sum of ranks]: each rank's adapter; ``ranks``: a key of that."""
 
-    With a ``pack`` the products are its own. (Plain ones in bfloat16 are oneDNN's on a CPU, which compiles and keeps a
-    kernel for every shape, and ragged steps have thousands.) ``columns``: the owners of the packed product's columns.
-    """
-
-    def __init__(self, pair: LoraPair, owners: torch.Tensor, ranks: tuple[int, ...], pack: Pack | None) -> None:
-        self.pair = pair
-        self.owners = self.columns = owners
-        self.ranks = ranks
-        self._products: tuple[Product, Product] | None = None
-        if pack is not None:
-            # The product by `up` takes INPUT_MULTIPLE numbers at once: zeros are added, which no adapter owns.
-            more = -pair.rank % INPUT_MULTIPLE
-            down, up = (torch.nn.functional.pad(one, (0, 0, 0, more)) for one in (pair.down, pair.up))
-            self.columns = torch.nn.functional.pad(owners, (0, more), value=_NO_OWNER)
-            self._products = pack(down, None), pack(up.t(), None)
+    pair: LoraPair
+    owners: torch.Tensor
+    ranks: tuple[int, ...]
 
     def add(self, x: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Add the adapters' product of ``x`` [rows, in] to ``output`` [rows, out]; ``mask``: see ``RowRange.mask``."""
-        hidden = torch.mm(x, self.pair.down.t()) if self._products is None else self._products[0](x)
+        hidden = torch.mm(x, self.pair.down.t())
         if mask is not None:
             hidden.masked_fill_(mask, 0)
-        if self._products is None:
-            output.addmm_(hidden, self.pair.up)
-        else:
-            output.add_(self._products[1](hidden))
+        output.addmm_(hidden, self.pair.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +66,7 @@ class RowRange:
         assert self.rows is not None
         found = self.masks.get(stack.ranks)
         if found is None:
-            found = self.masks[stack.ranks] = self.rows[:, None] != stack.columns[None, :]
+            found = self.masks[stack.ranks] = self.rows[:, None] != stack.owners[None, :]
         return found
 
 
@@ -95,9 +78,7 @@ class LoraLayers:
         layers: Mapping[str, torch.nn.Linear],
         slots: LoadedAdapters[AdapterWeights],
         device: torch.device,
-        pack: Pack | None = None,
     ) -> None:
-        self._pack = pack
         self._layers = layers
         self._slots = slots
         self._device = device
@@ -141,7 +122,7 @@ class LoraLayers:
         if together is None or not set(keys) <= set(together.keys):
             # All that hold slots, so that the stack is not built anew whenever another mix of them is in a step.
             singles = [self._single(key) for key in {*self._slots.in_slots, *keys}]
-            together = self._together = _side_by_side(singles, self._pack)
+            together = self._together = _side_by_side(singles)
         return together
 
     def _single(self, key: str) -> AdapterGroup:
@@ -151,7 +132,7 @@ class LoraLayers:
             for name, pair in self._slots.weights(key).items():
                 placed = pair.to(self._device)
                 owners = torch.zeros(pair.rank, dtype=torch.int32, device=self._device)
-                stacks[name] = StackedAdapters(placed, owners, (pair.rank,), self._pack)
+                stacks[name] = StackedAdapters(placed, owners, (pair.rank,))
             group = self._singles[key] = AdapterGroup((key,), stacks)
         return group
 
@@ -224,7 +205,7 @@ def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, i
     return cuts
 
 
-def _side_by_side(singles: Sequence[AdapterGroup], pack: Pack | None) -> AdapterGroup:
+def _side_by_side(singles: Sequence[AdapterGroup]) -> AdapterGroup:
     stacks = {}
     for name in dict.fromkeys(name for single in singles for name in single.stacks):
         having = [(number, found) for number, one in enumerate(singles) if (found := one.stacks.get(name)) is not None]
@@ -235,5 +216,5 @@ def _side_by_side(singles: Sequence[AdapterGroup], pack: Pack | None) -> Adapter
             torch.cat([stack.pair.down for _, stack in having]), torch.cat([stack.pair.up for _, stack in having])
         )
         owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in having])
-        stacks[name] = StackedAdapters(pair, owners, tuple(ranks), pack)
+        stacks[name] = StackedAdapters(pair, owners, tuple(ranks))
     return AdapterGroup(tuple(single.keys[0] for single in singles), stacks)

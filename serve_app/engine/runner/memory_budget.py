@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.engine.attention.gather_backends import GATHER_TOKENS
+from serve_app.engine.attention.sdpa_backend import GATHER_TOKENS
 from serve_app.engine.lora.weights import adaptable_layers
-from serve_app.engine.runner.cuda_graphs import GRAPH_BYTES
 from serve_app.engine.runner.kv_size import kv_shape
 
 _SLACK_BYTES = 512 * 1024**2
@@ -34,7 +33,6 @@ class Work:
     batched_tokens: int
     sequences: int
     lora_ranks: int
-    graphs: bool
 
 
 def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
@@ -50,14 +48,14 @@ def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
 
 
 def step_bytes(config: Any, dtype: torch.dtype, work: Work) -> int:
-    """Return what one step may need beside weights and KV: activations, copied KV, sampling, graphs."""
+    """Return what one step may need beside weights and KV: activations, copied KV, sampling."""
     _, kv_heads, head_dim = kv_shape(config)
     hidden = int(config.hidden_size)
     widest = max(int(getattr(config, "intermediate_size", None) or 4 * hidden), hidden)
     activations = work.batched_tokens * _LIVE_TENSORS * widest * dtype.itemsize
     copied = 2 * GATHER_TOKENS * kv_heads * head_dim * dtype.itemsize
     sampling = work.sequences * int(config.vocab_size) * _SAMPLING_BYTES
-    return activations + copied + sampling + (GRAPH_BYTES if work.graphs else 0) + _SLACK_BYTES
+    return activations + copied + sampling + _SLACK_BYTES
 
 
 def kv_budget_bytes(

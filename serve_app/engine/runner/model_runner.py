@@ -19,17 +19,15 @@ from transformers import AutoModelForCausalLM
 from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
 from serve_app.engine.attention.interface import IMPLEMENTATION
-from serve_app.engine.attention.paging import Heads, KvPool, PagedStep
+from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep
+from serve_app.engine.attention.runs_backend import RUNS
+from serve_app.engine.attention.sdpa_backend import SDPA
 from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
-from serve_app.engine.cpu.packed_linears import pack_linears
-from serve_app.engine.cpu.packed_products import amx_packing
 from serve_app.engine.lora.layers import LoraLayers
 from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.protocol import AdapterSpec
-from serve_app.engine.runner.attention_selector import choose_backend
-from serve_app.engine.runner.cuda_graphs import DecodeGraphs, cuda_recorder
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_bytes_per_block, kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
@@ -67,6 +65,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if any(probe() for probe in probes if probe is not None) else torch.float32
 
 
+def choose_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Return the named attention backend; "auto": the one for CPUs there, torch's own elsewhere.
+
+    Raises ValueError on an unknown name.
+    """
+    if name == "auto":
+        return RUNS if device.type == "cpu" else SDPA
+    backends: dict[str, AttentionBackend] = {backend.name: backend for backend in (RUNS, SDPA)}
+    if name not in backends:
+        raise ValueError(f"attention_backend must be auto or one of {', '.join(backends)}, not {name!r}")
+    return backends[name]
+
+
 class ModelRunner:
     """A transformers model, its KV pool, and one packed forward a step."""
 
@@ -85,22 +96,13 @@ class ModelRunner:
         model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
         refuse_unsupported(self.config, model)
         self.model = model.eval()
-        pack_linears(self.model)
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
         self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
-        heads = Heads(int(self.config.num_attention_heads), kv_heads, head_dim, settings.block_size, self.dtype)
-        self.attention = choose_backend(settings.attention_backend, self.device, heads)
+        self.attention = choose_backend(settings.attention_backend, self.device)
         self.pool = KvPool(
-            layers,
-            settings.num_blocks,
-            settings.block_size,
-            kv_heads,
-            head_dim,
-            self.dtype,
-            self.device,
-            scratch_block=self.device.type == "cuda",
+            layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
@@ -108,25 +110,11 @@ class ModelRunner:
         self.adapters: LoadedAdapters[AdapterWeights] = LoadedAdapters(
             self._load_adapter, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras
         )
-        on_amx = self.dtype is torch.bfloat16 and self.device.type == "cpu"
-        self._lora = LoraLayers(self._linears, self.adapters, self.device, amx_packing() if on_amx else None)
-        self._graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda" and not settings.enforce_eager:
-            self._graphs = DecodeGraphs(
-                self.pool,
-                self.attention.backend,
-                self.forward,
-                max_rows=settings.max_num_seqs * (1 + settings.num_speculative_tokens),
-                max_tokens=min(settings.max_model_len, self.max_positions),
-                record=cuda_recorder(),
-            )
+        self._lora = LoraLayers(self._linears, self.adapters, self.device)
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield 1 for the attention backend that serves, 0 for those refused before it; how many graphs there are."""
-        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.backend.name)), 1.0
-        for name, _ in self.attention.refused:
-            yield "warmpath_attention_backend", (*labels, ("backend", name)), 0.0
-        yield "warmpath_decode_graphs", labels, float(len(self._graphs.sizes) if self._graphs is not None else 0)
+        """Yield 1 for the attention backend that serves."""
+        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.name)), 1.0
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
@@ -181,12 +169,7 @@ class ModelRunner:
 
     def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:
         """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
-        if self._graphs is not None and (done := self._graphs.run(segments)) is not None:
-            step, logits = done
-            if len(step.logit_rows) < len(logits):
-                logits = logits.index_select(0, step.logit_rows)
-            return step, logits
-        step = self.attention.backend.plan(self.pool, segments)
+        step = self.attention.plan(self.pool, segments)
         with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
             return step, self.forward(step)
 

@@ -157,7 +157,7 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
     """
     head = read_eagle_config(Path(settings.speculative_model))
     # A replay of a recorded step calls none of the hooks that a head reads.
-    base = ModelRunner(model_path, replace(settings, enforce_eager=settings.enforce_eager or head is not None))
+    base = ModelRunner(model_path, settings)
     if head is not None:
         head.check_fits(Path(model_path), base.config.to_dict())
         drafter = EagleDrafter(base, load_head(head, base.model, base.dtype, base.device))

@@ -115,17 +115,6 @@ def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: p
     assert machine.device() == Finding("torch", "ok", "2.99 on NVIDIA H100")
 
 
-def test_kernels_want_a_compiler_where_the_cpu_has_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = tmp_path / "cpuinfo"
-    cpu.write_text("processor : 0\nflags : fpu avx2 avx512f amx_tile\n")
-    monkeypatch.setattr(machine, "_CPU", cpu)
-    assert machine.kernels().found.startswith("CPU with AMX, AVX-512, AVX2")
-    monkeypatch.setattr(machine.shutil, "which", lambda _: None)
-    assert (machine.kernels().state, machine.kernels().advice[:11]) == ("warning", "install gcc")
-    cpu.write_text("flags : fpu avx2\n")
-    assert machine.kernels().state == "ok"
-
-
 def test_without_a_model_and_without_a_hub_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

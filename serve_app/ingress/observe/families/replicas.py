@@ -45,10 +45,9 @@ _ENGINE = (
     _of("warmpath_decode_step_seconds", "Time of a step without prefill, over about the last ten."),
     _of(
         "warmpath_attention_backend",
-        "1 for the attention backend that serves, 0 for each that was refused before it; the replica's log says why.",
+        "Always 1; which attention backend serves is a label.",
         "backend",
     ),
-    _of("warmpath_decode_graphs", "CUDA graphs that were recorded for decode steps; 0 on a CPU."),
     _beside("warmpath_replica_info", "Always 1; the replica's process id is a label.", "pid"),
 )
 _CACHE = (

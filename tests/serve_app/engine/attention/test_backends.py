@@ -1,4 +1,4 @@
-"""Attention backends against the formula, the plan they follow, and the probe that chooses among them."""
+"""Attention backends against the formula, the plan they follow, and which of them a device gets."""
 
 from __future__ import annotations
 
@@ -12,38 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.attention import gather_backends
-from serve_app.engine.attention.gather_backends import GatheredVarlen, SdpaBackend
+from serve_app.engine.attention import sdpa_backend
 from serve_app.engine.attention.page_table import plan_pages
-from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool, PagedStep
+from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep
 from serve_app.engine.attention.runs_backend import RUNS
+from serve_app.engine.attention.sdpa_backend import SDPA, SdpaBackend
 from serve_app.engine.attention.upload import packed_upload
 from serve_app.engine.protocol import SamplingParams
-from serve_app.engine.runner.attention_selector import Candidate, Case, NoBackend, choose_backend, fault, formula, probe
+from serve_app.engine.runner.model_runner import choose_backend
 from serve_app.engine.step import Segment, block_runs
 from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.attention.formula import Case, Heads, fault
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 HEADS = Heads(query=6, kv=2, dim=16, block_size=4, dtype=torch.float32)
 
 
-def formula_kernel(*given: Any, scale: float, window_size: tuple[int, int], enable_gqa: bool) -> torch.Tensor:
-    """What a variable-length kernel computes, sequence by sequence."""
-    query, key, value, cu_rows, cu_tokens, most_rows, most_tokens = given
-    assert window_size == (-1, 0)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    rows, tokens = cu_rows.tolist(), cu_tokens.tolist()
-    assert most_rows == max(np.diff(rows))
-    assert most_tokens == max(np.diff(tokens))
-    parts = [
-        formula(query[r:r2].cpu(), key[t:t2].cpu(), value[t:t2].cpu(), scale)
-        for r, r2, t, t2 in zip(rows, rows[1:], tokens, tokens[1:], strict=False)
-    ]
-    return torch.cat(parts).to(query)
-
-
-SDPA = SdpaBackend()
-BACKENDS = [RUNS, SDPA, GatheredVarlen("formula", formula_kernel)]
+BACKENDS = [RUNS, SDPA]
 
 
 @st.composite
@@ -74,17 +59,16 @@ def test_every_backend_computes_the_formula(backend: AttentionBackend, cases: li
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("size", [1, 3, 16])
-def test_every_backend_passes_the_probe(backend: AttentionBackend, size: int, device: torch.device) -> None:
+def test_every_backend_takes_blocks_of_any_size(backend: AttentionBackend, size: int, device: torch.device) -> None:
     assert fault(backend, device, replace(HEADS, block_size=size)) == ""
 
 
 def test_copies_are_cut_where_they_would_be_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of sequences, and masks of a chunk's rows, in bounded pieces that give the same result."""
-    monkeypatch.setattr(gather_backends, "GATHER_TOKENS", 24)
-    monkeypatch.setattr(gather_backends, "MASK_ENTRIES", 40)
-    for backend in BACKENDS[1:]:
-        assert fault(backend, torch.device("cpu"), HEADS, [(40, 30, list(range(18, 0, -1)))]) == ""
-        assert fault(backend, torch.device("cpu"), HEADS) == ""
+    monkeypatch.setattr(sdpa_backend, "GATHER_TOKENS", 24)
+    monkeypatch.setattr(sdpa_backend, "MASK_ENTRIES", 40)
+    assert fault(SDPA, torch.device("cpu"), HEADS, [(40, 30, list(range(18, 0, -1)))]) == ""
+    assert fault(SDPA, torch.device("cpu"), HEADS) == ""
 
 
 @given(cases=ragged(), wanted=st.sets(st.integers(0, 5)), paged=st.booleans())
@@ -118,7 +102,7 @@ def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int], pa
                 cleaned[:, :, blocks[position // 4], position % 4] = 0
         logit_rows += [row + new - 1] * (i in wanted)
         if paged:
-            assert (step.plan.cu_rows[k].item(), step.plan.lengths[k].item()) == (row, past + new)
+            assert step.plan.lengths[k].item() == past + new
             assert (step.plan.rows[k], step.plan.tokens[k]) == (new, past + new)
             assert step.plan.blocks[k, : len(blocks)].tolist() == blocks
         row += new
@@ -130,25 +114,7 @@ def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int], pa
     assert not step.input_ids[0, row:].any()
     assert not step.position_ids[0, row:].any()
     if paged:
-        assert step.plan.cu_rows[-1].item() == row
-        assert (step.plan.singles, step.plan.most_rows) == (sum(single), max(new for new, *_ in cases))
-
-
-def test_padding_rows_write_to_the_scratch_block_alone() -> None:
-    pool = KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu"), scratch_block=True)
-    one = Segment(np.array([3], dtype=np.int32), 5, [4, 2], block_runs([4, 2]), SamplingParams(1))
-    step = plan_pages(pool, [one], SDPA, rows=4)
-    assert step.slots.tolist() == [2 * 4 + 1, 6 * 4, 6 * 4, 6 * 4]
-    assert step.plan.lengths.tolist() == [6, 1, 1, 1]
-    assert step.plan.blocks.tolist() == [[4, 2], [6, 6], [6, 6], [6, 6]]
-    assert step.plan.cu_rows.tolist() == [0, 1, 2, 3, 4]
-    assert step.input_ids.tolist() == [[3, 0, 0, 0]]
-    assert step.position_ids.tolist() == [[5, 0, 0, 0]]
-    assert step.logit_rows.tolist() == [0]
-    with pytest.raises(ValueError, match="scratch block"):
-        plan_pages(KvPool(1, 6, 4, 1, 2, torch.float32, torch.device("cpu")), [one], SDPA, rows=4)
-    with pytest.raises(ValueError, match="do not fit"):
-        plan_pages(pool, [one, one], SDPA, rows=1)
+        assert step.plan.singles == sum(single)
 
 
 @given(
@@ -170,8 +136,8 @@ class _Spoiled(SdpaBackend):
     def __init__(self, how: str) -> None:
         self.name = how
 
-    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
-        step = super().plan(pool, segments, rows)
+    def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
+        step = super().plan(pool, segments)
         if self.name == "beyond the end":
             jobs = [replace(job, mask=torch.zeros_like(job.mask)) if hasattr(job, "mask") else job for job in step.plan]
             return replace(step, plan=jobs)
@@ -180,58 +146,24 @@ class _Spoiled(SdpaBackend):
     def attend(
         self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        if self.name == "raises":
-            raise RuntimeError("no kernel image is available\nfor execution on the device")
         if self.name == "not a number":
             return torch.full_like(query, float("nan"))
         return super().attend(step, layer, query, key, value, scale * 2 if self.name == "scale" else scale)
 
 
-def test_the_probe_takes_the_first_that_runs_and_agrees(device: torch.device) -> None:
-    """Missing, raising and wrong ones are passed over with a reason, and what they changed is undone.
-
-    docs/kernels.md
-    """
-    undone: list[str] = []
-
-    def missing(_: Heads) -> AttentionBackend:
-        raise ImportError("No module named 'flash'")
-
-    spoiled = ["raises", "beyond the end", "scale", "not a number"]
-    candidates = [
-        Candidate("missing", missing, lambda: undone.append("missing")),
-        *(Candidate(how, lambda _, how=how: _Spoiled(how), lambda how=how: undone.append(how)) for how in spoiled),  # type: ignore[misc]
-        Candidate("sdpa", lambda _: SdpaBackend(), lambda: undone.append("sdpa")),
-        Candidate("runs", lambda _: RUNS),
-    ]
-    if device.type == "cpu":
-        assert choose_backend("auto", device, HEADS, candidates).backend is RUNS
-        with pytest.raises(NoBackend, match="missing: ImportError: No module named 'flash'"):
-            choose_backend("missing", device, HEADS, candidates)
-        assert choose_backend("sdpa", device, HEADS, candidates).refused == ()
-        undone.clear()
-    found = probe(candidates, device, HEADS)
-    assert found.backend.name == "sdpa"
-    reasons = dict(found.refused)
-    assert list(reasons) == undone == ["missing", *spoiled]
-    assert reasons["raises"] == "RuntimeError: no kernel image is available"
-    assert "off by" in reasons["beyond the end"]
-    assert "off by" in reasons["scale"]
-    assert "off by nan" in reasons["not a number"]
+@pytest.mark.parametrize("how", ["beyond the end", "scale", "not a number"])
+def test_the_comparison_can_fail(how: str) -> None:
+    assert "off by" in fault(_Spoiled(how), torch.device("cpu"), HEADS)
 
 
-def test_settings_name_a_backend_or_get_an_error() -> None:
-    with pytest.raises(ValueError, match=r"attention_backend must be auto or one of fa3_torch, .*, not 'fast'"):
-        choose_backend("fast", torch.device("cpu"), HEADS)
-
-
-def test_kernels_made_for_a_gpu_are_refused_here_with_a_reason() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    for name in ("fa3_torch", "varlen_torch"):
-        with pytest.raises(NoBackend, match=f"{name}: .+"):
-            choose_backend(name, torch.device("cpu"), HEADS)
-    assert torch.nn.attention.current_flash_attention_impl() is None
+def test_a_device_has_its_backend_and_a_setting_names_another() -> None:
+    """docs/kernels.md"""
+    cpu = torch.device("cpu")
+    assert choose_backend("auto", cpu) is RUNS
+    assert choose_backend("auto", torch.device("cuda")) is SDPA
+    assert choose_backend("sdpa", cpu) is SDPA
+    with pytest.raises(ValueError, match="attention_backend must be auto or one of runs, sdpa, not 'fa3_torch'"):
+        choose_backend("fa3_torch", cpu)
 
 
 def test_requests_get_the_same_tokens_over_torchs_own_attention(

@@ -10,20 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.cpu.packed_products import amx_packing
 from serve_app.engine.lora.layers import _cuts, _spans
-from serve_app.engine.protocol import SamplingParams, Save, UnknownAdapter
-from serve_app.engine.runner import model_runner
-from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.protocol import Save, UnknownAdapter
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.step import Segment, SegmentResult, block_runs
+from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.adapters import ALL_LINEAR, described, peft_greedy, save_adapter
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all
@@ -114,46 +110,6 @@ def test_adapters_mixed_in_one_batch_equal_solo_runs(
         assert collector.tokens[name] == expected, name
         if not scope.lora:
             assert expected == reference("qwen3", ids, count)
-
-
-def test_adapters_over_our_own_products(
-    adapters: dict[str, Path], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bfloat16, where the AMX kernel multiplies: logits of mixed steps near those of plain products.
-
-    Ranks that fill no tile, several adapters and the base in a step, chunks and single tokens.
-    """
-    if amx_packing() is None:
-        pytest.skip("no AMX kernel here")
-    specs = [described(path, name)[0] for name, path in adapters.items()]
-
-    def runner() -> ModelRunner:
-        made = ModelRunner(
-            checkpoints["qwen3"], EngineSettings(num_blocks=64, dtype="bfloat16", device="cpu", max_loras=4)
-        )
-        for spec in specs:
-            made.adapters.load(spec)
-            made.adapters.acquire(spec.key)
-        return made
-
-    ours = runner()
-    monkeypatch.setattr(model_runner, "amx_packing", lambda: None)
-    plain = runner()
-    keys = [spec.key for spec in specs]
-    steps = (
-        [(0, 40, keys[0]), (0, 3, keys[1]), (0, 100, ""), (0, 20, keys[3])],
-        [(40, 1, keys[0]), (3, 1, keys[1]), (100, 1, ""), (20, 1, keys[3]), (0, 9, keys[2])],
-        [(41, 1, keys[0])],
-    )
-    for step in steps:
-        blocks = [list(range(8 * i, 8 * i + 8)) for i in range(len(step))]
-        segments = [
-            Segment(prompt(200, i)[start : start + count], start, b, block_runs(b), SamplingParams(1), lora=key)
-            for i, ((start, count, key), b) in enumerate(zip(step, blocks, strict=True))
-        ]
-        with torch.inference_mode():
-            found, expected = (one._compute(segments)[1] for one in (ours, plain))
-        assert float((found - expected).norm() / expected.norm()) < 0.03
 
 
 def test_two_adapters_and_the_base_share_no_kv(adapters: dict[str, Path], make_engine: MakeEngine) -> None:

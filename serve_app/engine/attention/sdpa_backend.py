@@ -1,11 +1,8 @@
-"""Attention backends that copy a step's KV out of the pool and call a kernel that knows no block tables.
-
-What is copied at once is bounded: packed for variable-length kernels, padded for ``scaled_dot_product_attention``.
-"""
+"""The attention backend that runs wherever torch runs: a step's KV is copied into padded batches, bounded in size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,100 +17,6 @@ GATHER_TOKENS = 128 * 1024
 
 MASK_ENTRIES = 32 * 1024 * 1024
 """Rows times tokens of one mask of a chunk that continues a sequence."""
-
-CAUSAL = (-1, 0)
-"""The window of ``varlen_attn`` in which a sequence's last row sees all of its tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedPart:
-    """Sequences whose KV is copied together: ``slots`` [S] in order."""
-
-    first: int
-    last: int
-    cu_rows: torch.Tensor
-    cu_tokens: torch.Tensor
-    slots: torch.Tensor
-    most_rows: int
-    most_tokens: int
-
-
-class GatheredVarlen:
-    """Copies each sequence's KV into one packed row and calls a kernel of ``varlen_attn``'s signature."""
-
-    in_graphs = False
-
-    def __init__(self, name: str, varlen_attn: Callable[..., torch.Tensor]) -> None:
-        self.name = name
-        self._varlen_attn = varlen_attn
-
-    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
-        """Plan a step; see ``AttentionBackend``."""
-        step = plan_pages(pool, segments, self, rows)
-        return replace(step, plan=_packed_parts(step.plan, pool.block_size))
-
-    def attend(
-        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write ``key`` and ``value``, attend ``query``; see ``AttentionBackend``."""
-        write_kv(step, layer, key, value)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        parts: list[_PackedPart] = step.plan
-        for part in parts:
-            output[part.first : part.last] = self._varlen_attn(
-                query[part.first : part.last],
-                step.pool.keys[layer].index_select(0, part.slots),
-                step.pool.values[layer].index_select(0, part.slots),
-                part.cu_rows,
-                part.cu_tokens,
-                part.most_rows,
-                part.most_tokens,
-                scale=scale,
-                window_size=CAUSAL,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        return output
-
-
-def _packed_parts(pages: PageTable, size: int) -> list[_PackedPart]:
-    parts = []
-    row = 0
-    for first, last in _groups(pages.tokens, 0, len(pages.tokens)):
-        total, rows = sum(pages.tokens[first:last]), sum(pages.rows[first:last])
-        lengths = pages.lengths[first:last].long()
-        cu_tokens = torch.zeros(last - first + 1, dtype=torch.int64, device=lengths.device)
-        torch.cumsum(lengths, 0, out=cu_tokens[1:])
-        numbers = torch.arange(last - first, device=lengths.device)
-        owner = torch.repeat_interleave(numbers, lengths, output_size=total)
-        position = torch.arange(total, device=lengths.device) - cu_tokens[owner]
-        slots = pages.blocks[first + owner, position // size].long() * size + position % size
-        parts.append(
-            _PackedPart(
-                row,
-                row + rows,
-                pages.cu_rows[first : last + 1] - row,
-                cu_tokens.int(),
-                slots,
-                max(pages.rows[first:last]),
-                max(pages.tokens[first:last]),
-            )
-        )
-        row += rows
-    return parts
-
-
-def _groups(tokens: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Cut sequences ``first`` to ``last`` - 1 into neighbours of at most ``GATHER_TOKENS`` together."""
-    groups: list[tuple[int, int]] = []
-    total = 0
-    for i in range(first, last):
-        if groups and total + tokens[i] <= GATHER_TOKENS:
-            groups[-1] = (groups[-1][0], i + 1)
-            total += tokens[i]
-        else:
-            groups.append((i, i + 1))
-            total = tokens[i]
-    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +44,13 @@ class _Chunk:
 
 
 class SdpaBackend:
-    """Copies KV into padded batches for torch's own attention: runs wherever torch runs."""
+    """Copies KV for torch's own ``scaled_dot_product_attention``."""
 
     name = "sdpa"
-    in_graphs = False
 
-    def plan(self, pool: KvPool, segments: Sequence[Segment], rows: int = 0) -> PagedStep:
+    def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
-        step = plan_pages(pool, segments, self, rows)
+        step = plan_pages(pool, segments, self)
         pages: PageTable = step.plan
         padded = _padded_rows(pages, pool.block_size, pool.tensor.dtype)
         return replace(step, plan=[*padded, *_chunks(pages, pool.block_size)])
@@ -246,3 +148,6 @@ def _copied(pool: KvPool, layer: int, blocks: torch.Tensor) -> list[torch.Tensor
     """Copy ``blocks`` of one layer: keys and values [blocks * block_size, kv_heads, head_dim]."""
     paged = (slots.view(-1, pool.block_size, *slots.shape[1:]) for slots in (pool.keys[layer], pool.values[layer]))
     return [slots.index_select(0, blocks).flatten(0, 1) for slots in paged]
+
+
+SDPA = SdpaBackend()

@@ -1,102 +1,29 @@
-"""Which attention backend serves on this device: the first that runs here and agrees with the formula.
-
-The probe is a ragged step over scattered blocks, compared with the formula in float32. A backend that is missing,
-raises, or returns wrong numbers is refused with the reason.
-"""
+"""The formula of attention, and one ragged step of a backend compared with it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from serve_app.engine.attention.flash_backends import fa3_through_torch, restore_torch_flash, varlen_through_torch
-from serve_app.engine.attention.gather_backends import SdpaBackend
-from serve_app.engine.attention.paging import AttentionBackend, Heads, KvPool
-from serve_app.engine.attention.runs_backend import RUNS
-from serve_app.engine.cpu.amx.attention import amx_backend
+from serve_app.engine.attention.paging import AttentionBackend, KvPool
 from serve_app.engine.step import Segment, block_runs, ceil_div
-
-_log = logging.getLogger(__name__)
-
-_REASON_LENGTH = 160
 
 Case = tuple[int, int, list[int]]
 """(new tokens, tokens before them, blocks) of one sequence."""
 
 
-class NoBackend(RuntimeError):
-    """No attention backend works here; the message says why each was refused."""
-
-
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A backend to try: ``make`` may raise; ``undo`` is called when it is refused. ``cpu_only``: it takes addresses."""
+class Heads:
+    """The sizes of one model and its pool."""
 
-    name: str
-    make: Callable[[Heads], AttentionBackend]
-    undo: Callable[[], None] = lambda: None
-    cpu_only: bool = False
-
-
-CANDIDATES = (
-    Candidate("fa3_torch", lambda _: fa3_through_torch(), restore_torch_flash),
-    Candidate("varlen_torch", lambda _: varlen_through_torch()),
-    Candidate("sdpa", lambda _: SdpaBackend()),
-    Candidate("amx", lambda heads: amx_backend(heads), cpu_only=True),
-    Candidate("runs", lambda _: RUNS),
-)
-"""One that follows block tables, one that copies KV for a fused kernel, torch's own, and the two made for CPUs."""
-
-CPU_NAMES = frozenset({"amx", "runs"})
-"""What "auto" tries on a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend that was taken, and (name, reason) of those refused before it."""
-
-    backend: AttentionBackend
-    refused: tuple[tuple[str, str], ...] = ()
-
-
-def choose_backend(
-    name: str, device: torch.device, heads: Heads, candidates: Sequence[Candidate] = CANDIDATES
-) -> Choice:
-    """Return the first of ``candidates`` that passes the probe; with a ``name`` other than "auto" only that one.
-
-    On a CPU "auto" tries those made for one alone. Raises ValueError on an unknown name, NoBackend when none is left.
-    """
-    tried = [candidate for candidate in candidates if name in ("auto", candidate.name)]
-    if name == "auto" and device.type == "cpu":
-        tried = [candidate for candidate in tried if candidate.name in CPU_NAMES]
-    if not tried:
-        names = ", ".join(candidate.name for candidate in candidates)
-        raise ValueError(f"attention_backend must be auto or one of {names}, not {name!r}")
-    return probe(tried, device, heads)
-
-
-def probe(candidates: Sequence[Candidate], device: torch.device, heads: Heads) -> Choice:
-    """Return the first of ``candidates`` that works on ``device``. Raises NoBackend when none does."""
-    refused: list[tuple[str, str]] = []
-    for candidate in candidates:
-        if candidate.cpu_only and device.type != "cpu":
-            refused.append((candidate.name, "it is for CPUs"))
-            continue
-        try:
-            backend = candidate.make(heads)
-            reason = fault(backend, device, heads)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0][:_REASON_LENGTH]
-        if not reason:
-            _log.info("attention backend %s; refused: %s", candidate.name, _sentence(refused) or "none")
-            return Choice(backend, tuple(refused))
-        refused.append((candidate.name, reason))
-        candidate.undo()
-    raise NoBackend(f"no attention backend works on {device}: {_sentence(refused)}")
+    query: int
+    kv: int
+    dim: int
+    block_size: int
+    dtype: torch.dtype
 
 
 @torch.inference_mode()
@@ -157,7 +84,3 @@ def ragged_cases(size: int) -> list[Case]:
     return [
         (new, past, [scattered.pop() for _ in range(count)]) for (new, past), count in zip(shapes, needed, strict=True)
     ]
-
-
-def _sentence(refused: Sequence[tuple[str, str]]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in refused)

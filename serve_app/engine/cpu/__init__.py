@@ -1,1 +1,0 @@
-"""What exists for CPUs only: a leaf that the GPU path never enters."""
