@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Lock, Thread
 from uuid import uuid4
 
@@ -22,6 +23,12 @@ from router.protocol.events import Event
 logger = logging.getLogger(__name__)
 
 _MAX_STREAMS = 1024
+
+MAX_WAITING_BATCHES = 10_000
+"""More are not held for a thread that does not come to them: they are lost, and the caches are announced anew."""
+
+UNHEALTHY_AFTER_S = 15.0
+"""A feed that published nothing for so long, though there was something, is broken."""
 
 
 class FeedPublisher:
@@ -113,11 +120,17 @@ class FeedPublisher:
 
 
 class FeedPublisherThread:
-    """A FeedPublisher in a daemon thread of its own; ``put`` from any thread, in order."""
+    """A FeedPublisher in a daemon thread of its own; ``put`` from any thread, in order.
 
-    def __init__(self, publisher: FeedPublisher) -> None:
+    An event that cannot be published is lost, and counted in ``mirror_drifts``; the ones after it are published.
+    """
+
+    def __init__(self, publisher: FeedPublisher, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Take over ``publisher``: from ``start`` on nobody else may call it."""
         self._publisher = publisher
+        self._clock = clock
+        self._losses = 0
+        self._behind_since_s: float | None = None
         self.endpoint = publisher.endpoint
         self._lock = Lock()
         self._events: deque[Sequence[Event]] = deque()
@@ -130,8 +143,14 @@ class FeedPublisherThread:
 
     @property
     def mirror_drifts(self) -> int:
-        """How many digests of the caches were of other blocks than those that were published (any thread)."""
-        return self._publisher.sequencer.mirror_drifts
+        """How often other blocks were published than the caches hold, by their digests or by a loss (any thread)."""
+        return self._publisher.sequencer.mirror_drifts + self._losses
+
+    def healthy(self) -> bool:
+        """Say whether the thread publishes what it is handed (any thread)."""
+        behind_since_s = self._behind_since_s
+        late = behind_since_s is not None and self._clock() - behind_since_s > UNHEALTHY_AFTER_S
+        return not late and (self._thread.ident is None or self._thread.is_alive())
 
     def start(self) -> None:
         """Start publishing."""
@@ -142,7 +161,12 @@ class FeedPublisherThread:
         with self._lock:
             if self._stopping:
                 return
+            if len(self._events) >= MAX_WAITING_BATCHES:
+                self._events.clear()
+                self._losses += 1
             self._events.append(events)
+            if self._behind_since_s is None:
+                self._behind_since_s = self._clock()
             self._ring()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -179,12 +203,23 @@ class FeedPublisherThread:
                         self._woken = False
                         stopping = self._stopping
                         batches, self._events = self._events, deque()
-                    for events in batches:
-                        self._publisher.publish(events)
-                busy = self._publisher.answer()
+                    self._publish(batches)
+                try:
+                    busy = self._publisher.answer()
+                except Exception:
+                    logger.exception("a snapshot of %s was not sent", self._publisher.sequencer.replica_id)
+                    busy = False
                 if stopping:
                     return
-        except Exception:
-            logger.exception("the feed publisher of %s stopped", self._publisher.sequencer.replica_id)
         finally:
             self._publisher.close()
+
+    def _publish(self, batches: Iterable[Sequence[Event]]) -> None:
+        for events in batches:
+            try:
+                self._publisher.publish(events)
+            except Exception:
+                logger.exception("events of %s were not published", self._publisher.sequencer.replica_id)
+                self._losses += 1
+            else:
+                self._behind_since_s = None

@@ -137,9 +137,11 @@ class Replica:
             return {}
 
     def check_health(self) -> None:
-        """Raise when the engine's loop died or stalled, so that Serve replaces this replica."""
+        """Raise when the engine's loop or the feed died or stalled, so that Serve replaces this replica."""
         if not self._engine.healthy():
             raise RuntimeError("the engine loop died or stalled")
+        if not self._feed.healthy():
+            raise RuntimeError("the feed publishes nothing: routers do not know what this replica holds")
 
     async def describe(self) -> dict[str, Any]:
         """Who this is; also what an ingress calls once to bring its router to life."""
