@@ -183,8 +183,12 @@ class Dispatcher:
         )
         try:
             stream = self._stream.remote(wire.encode(call), route=route, decision=None)
-        except BackPressureError as error:
-            raise _queue_full(1.0) from error
+        except Exception as error:
+            if trace is not None:
+                trace.end(reservation.decision)
+            if isinstance(error, BackPressureError):
+                raise _queue_full(1.0) from error
+            raise
         finished = answered = False
         try:
             async for data in stream:

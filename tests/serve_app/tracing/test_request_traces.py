@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import BackPressureError
 
 from router.protocol.request import RoutedRequest
 from serve_app.engine.protocol import EngineOutput
@@ -124,6 +125,28 @@ def test_a_lost_call_has_a_span_beside_its_successors() -> None:
     decisions = [span for span in recorded.spans() if span.name == "decision"]
     assert [span.parent_id for span in decisions] == [span.span_id for span in calls]
     assert decisions[0].attributes["warmpath.replica"] != decisions[1].attributes["warmpath.replica"]
+
+
+@pytest.mark.parametrize(
+    "refusal", [BackPressureError(num_queued_requests=1, max_queued_requests=1), ValueError("not a handle's error")]
+)
+def test_a_call_that_serve_refuses_at_once_has_a_span_that_ends(refusal: Exception) -> None:
+    recorded = Recorded()
+
+    class Refusing(FakeHandle):
+        def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> Any:
+            if not self.calls:
+                self.calls.append((wire.decode_call(payload), route))
+                raise refusal
+            return super().remote(payload, route=route, decision=decision)
+
+    handle = Refusing(answer, tracer=recorded.tracer)
+    if isinstance(refusal, BackPressureError):
+        assert ids(of_request(recorded, handle)) == whole()
+    else:
+        with pytest.raises(ValueError, match="not a handle"):
+            of_request(recorded, handle)
+    assert len([span for span in recorded.spans() if span.name == "call"]) == len(handle.calls)
 
 
 def test_a_request_that_is_not_traced_carries_nothing() -> None:
