@@ -30,11 +30,12 @@ serve: $(STAMP)  ## start http://127.0.0.1:8000 with two replicas of SmolLM2-135
 test: $(STAMP)  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: $(STAMP)  ## ruff, mypy strict, import layering
+lint: $(STAMP)  ## ruff, mypy strict, import layering, what a fresh clone would break on
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_tree.py
 
 venv-vllm: $(VLLM_STAMP)  ## .venv-vllm with vLLM's CPU build, for `engine: vllm` without a GPU (about 4 GB)
 

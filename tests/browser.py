@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-HOW = "the page's tests need Chromium and its driver: apt-get install chromium; pip install 'warmpath[browser]'"
+HOW = "the page's tests need Chromium and its driver: apt-get install chromium; pip install '.[browser]'"
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_the_wheel_holds_what_the_tree_has_and_nothing_else(wheel: Path) -> None
 def test_it_has_pyprojects_version_and_a_command(installed: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run(installed, "-m", "serve_app.cli.entry", "--version").stdout == f"warmpath {version}\n"
-    entry_points = next(installed.glob("warmpath-*.dist-info/entry_points.txt")).read_text()
+    entry_points = next(installed.glob("warmpath_serve-*.dist-info/entry_points.txt")).read_text()
     assert "warmpath = serve_app.cli.entry:main" in entry_points
     where = run(installed, "-c", "import serve_app, router, cluster; print(serve_app.__file__)").stdout
     assert where.strip() == str(installed / "serve_app" / "__init__.py")

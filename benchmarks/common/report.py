@@ -20,7 +20,7 @@ from rich.progress import track
 
 from serve_app.config.vllm import MISSING, vllm_missing
 
-PACKAGES = ("warmpath", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
+PACKAGES = ("warmpath-serve", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
 
 T = TypeVar("T")
 

@@ -46,4 +46,4 @@ class WarmpathEngine:
 
 
 if __name__ == "__main__":
-    serve(WarmpathEngine, lambda: version("warmpath"))
+    serve(WarmpathEngine, lambda: version("warmpath-serve"))

@@ -41,7 +41,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"warmpath {version('warmpath')}")
+        print(f"warmpath {version('warmpath-serve')}")
         raise typer.Exit
 
 

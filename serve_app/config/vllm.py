@@ -8,8 +8,8 @@ CPU_BLOCK_SIZE = 32
 """What `block_size` is by default where vLLM has no GPU: there it computes in multiples of this."""
 
 MISSING = (
-    "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install 'warmpath[vllm]'`; on a "
-    "CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
+    "engine=vllm needs vLLM 0.32 in the environment of the replicas: on a GPU run `pip install '.[vllm]'` in a clone; "
+    "on a CPU run `make venv-vllm`, then start with .venv-vllm/bin/warmpath"
 )
 
 

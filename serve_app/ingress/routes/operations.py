@@ -14,7 +14,7 @@ from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.routes.handler import Front, guarded, takes
 
-VERSION = metadata.version("warmpath")
+VERSION = metadata.version("warmpath-serve")
 
 router = APIRouter(tags=["operations"])
 

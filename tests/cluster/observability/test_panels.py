@@ -75,7 +75,7 @@ def test_the_dashboard_has_the_tables_queries() -> None:
 
 def test_the_dashboard_is_made_from_the_table() -> None:
     """By Grafana's SDK, byte for byte."""
-    pytest.importorskip("grafana_foundation_sdk", reason="pip install 'warmpath[boards]'")
+    pytest.importorskip("grafana_foundation_sdk", reason="pip install '.[boards]'")
     from cluster.observability.grafana import dashboard_json
 
     assert (FOLDER / DASHBOARD).read_text() == dashboard_json(ROWS)

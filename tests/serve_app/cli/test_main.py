@@ -37,7 +37,7 @@ def test_serve_refuses_what_it_cannot_start() -> None:
 def test_the_version_and_the_settings_are_told() -> None:
     """And nothing is started."""
     runner = CliRunner()
-    assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath')}\n"
+    assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
     assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
 

@@ -25,7 +25,7 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
     monkeypatch.setattr(main, "vllm_missing", lambda: True)
     told = CliRunner().invoke(main.app, ["serve", "--engine", "vllm"])
     assert told.exit_code == 2
-    assert "warmpath[vllm]" in told.output
+    assert "pip install '.[vllm]'" in told.output
     assert "make venv-vllm" in " ".join(told.output.split())
 
 

@@ -152,7 +152,7 @@ def test_a_wrong_base_url_is_told_the_right_path(path: str, advice: str) -> None
 
 
 def test_the_version_is_told_to_everybody() -> None:
-    assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath")}
+    assert get("/version", AppConfig(tenants=[ACME])).json() == {"version": version("warmpath-serve")}
 
 
 class Usage:

@@ -1,0 +1,47 @@
+"""What a fresh clone would break on: tracked links, tracked files that are ignored, and a name that is not ours.
+
+PyPI's `warmpath` is another project's; ours is `warmpath-serve`. Run by `make lint`, from the root of the checkout.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+INSTALLS = re.compile(r"""pip3? install[^`&|;\n]*[\s"']warmpath(?!-serve)(?=[\s"'`\[=<>~]|$)""")
+
+
+def problems(root: Path) -> list[str]:
+    """Return a sentence for each thing that is wrong with the checkout at ``root``."""
+
+    def git(*arguments: str) -> list[str]:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        return [line for line in done.stdout.split("\0") if line]
+
+    staged = [line.split(maxsplit=3) for line in git("ls-files", "-sz")]
+    links = [path for mode, _, _, path in staged if mode == "120000"]
+    ignored = git("ls-files", "-ciz", "--exclude-standard")
+    found = [f"{path}: a tracked link leads nowhere in another clone; remove it from git" for path in links]
+    found += [f"{path}: tracked, though .gitignore names it; remove it from git" for path in ignored]
+    for _, _, _, path in staged:
+        file = root / path
+        if path in links or not file.is_file():
+            continue
+        try:
+            lines = file.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path}:{number}: PyPI's warmpath is another project; write pip install . or '.[EXTRA]'"
+            for number, line in enumerate(lines, 1)
+            if INSTALLS.search(line)
+        ]
+    return found
+
+
+if __name__ == "__main__":
+    wrong = problems(Path.cwd())
+    print("\n".join(wrong), file=sys.stderr)
+    sys.exit(bool(wrong))
