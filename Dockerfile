@@ -16,7 +16,6 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY router router
 COPY serve_app serve_app
 COPY cluster cluster
-COPY benchmarks benchmarks
 # constraints.txt is of the install without vLLM, which has pins of its own.
 ARG EXTRAS=""
 ARG CONSTRAINTS=constraints.txt

@@ -21,9 +21,9 @@ from serve_app.replica.replica import Replica
 
 REPLICA_NAME = "Replica"
 
-REPLICA_POLICY = "cluster.autoscaling_controller:ReplicaPolicy"
-INGRESS_POLICY = "cluster.autoscaling_controller:IngressFiguresPolicy"
-"""Named, not imported: they are above, and run in Serve's controller."""
+REPLICA_POLICY = "serve_app.autoscaling.controller:ReplicaPolicy"
+INGRESS_POLICY = "serve_app.autoscaling.controller:IngressFiguresPolicy"
+"""Named, not imported: they run in Serve's controller."""
 
 
 def build_app(args: Mapping[str, Any] | AppConfig) -> Application:

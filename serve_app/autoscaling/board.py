@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from ray.util.metrics import Counter, Gauge
 
-from cluster.autoscaling_policy import CONTROL_PERIOD_S, Decision, State, decide
-from cluster.autoscaling_signals import signals
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
 from router.serve.notices import post
+from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
+from serve_app.autoscaling.signals import signals
 
 logger = logging.getLogger("ray.serve")
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.autoscaling_signals import OLD_AFTER_S, signals
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
+from serve_app.autoscaling.signals import OLD_AFTER_S, signals
 
 REPLICA = ReplicaFigures(
     version=1, arrived_tokens=1e6, queued_tokens=8000, prefill_tokens_per_s=4000, running=10, waiting=2, slots=16,

@@ -1,7 +1,7 @@
 """The policies that Ray Serve's controller calls ten times a second; ``build_app`` names them by string.
 
 A policy that raised would stop the controller's work for all applications, so nothing leaves here but a number. Serve
-pickles this module by value: what has to be shared or kept is in ``cluster.autoscaling_board``.
+pickles this module by value: what has to be shared or kept is in ``serve_app.autoscaling.board``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from cluster.autoscaling_board import Raw, board_of
+from serve_app.autoscaling.board import Raw, board_of
 
 _FAULT_EVERY_S = 60.0
 

@@ -11,10 +11,10 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingPolicy
 
-from cluster import autoscaling_board
-from cluster.autoscaling_policy import CONTROL_PERIOD_S
 from serve_app.app import INGRESS_POLICY, REPLICA_POLICY, _autoscaling
-from tests.cluster.test_autoscaling_signals import INGRESS, REPLICA
+from serve_app.autoscaling import board
+from serve_app.autoscaling.policy import CONTROL_PERIOD_S
+from tests.serve_app.autoscaling.test_signals import INGRESS, REPLICA
 
 DEPLOYMENT = DeploymentID(name="Replica", app_name="app")
 
@@ -27,11 +27,11 @@ class Clock:
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that the test moves, no Ray to tell, and a board of its own."""
     monkeypatch.setattr("time.monotonic", lambda: Clock.now_s)
-    monkeypatch.setattr(autoscaling_board, "_boards", {})
-    monkeypatch.setattr(autoscaling_board, "post", lambda *_: None)
+    monkeypatch.setattr(board, "_boards", {})
+    monkeypatch.setattr(board, "post", lambda *_: None)
     for name in ("Gauge", "Counter"):
         silent = SimpleNamespace(set=lambda *_: None, inc=lambda *_: None)
-        monkeypatch.setattr(autoscaling_board, name, lambda *_, silent=silent, **__: silent)
+        monkeypatch.setattr(board, name, lambda *_, silent=silent, **__: silent)
 
 
 @dataclass

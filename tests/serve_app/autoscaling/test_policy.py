@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.autoscaling_policy import CONTROL_PERIOD_S, Decision, State, decide
-from cluster.autoscaling_signals import Bounds, Signals
+from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
+from serve_app.autoscaling.signals import Bounds, Signals
 
 BOUNDS = Bounds(1, 64, 2.0, 10.0, 600.0)
 PERIODS = int(BOUNDS.downscale_delay_s / CONTROL_PERIOD_S)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import Literal
 
-from cluster.autoscaling_signals import Bounds, Signals
+from serve_app.autoscaling.signals import Bounds, Signals
 
 CONTROL_PERIOD_S = 5.0
 
