@@ -235,29 +235,19 @@ class Engine(Protocol):
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
 
     def export_prefix(
-        self,
-        scope: PrefixScope,
-        token_ids: TokenArray,
-        block_hashes: bytes,
-        first: int = 0,
-        most_blocks: int | None = None,
-        *,
-        demote: bool = False,
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
     ) -> KvChain | None:
-        """Return the KV of the longest cached prefix, in whole blocks from ``first`` on, ``most_blocks`` at most.
+        """Return the KV of the longest cached part of a prefix, in blocks from ``first`` on, ``most_blocks`` at most.
 
-        ``block_hashes``: the prefix's packed chain; what it does not name is not looked for. ``demote``: another
-        replica takes the prefix over, so that what nobody else uses of it is evicted first here. Any thread, but it
-        waits for the loop. None when there is none.
+        What its chain does not name is not looked for. ``demote``: another replica takes the prefix over, so that what
+        nobody else uses of it is evicted first here. Any thread, but it waits for the loop. None when there is none.
         """
 
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> int:
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Take a prompt's blocks from ``first`` on, if they are exactly those; return how many leading ones are held.
 
-        ``token_ids`` and ``block_hashes``: the prompt's own. Any thread, but it waits for the loop. Raises a
-        TransferError, taking nothing.
+        ``prefix``: the prompt's own, whose tenant pays. Any thread, but it waits for the loop. Raises a TransferError,
+        taking nothing.
         """
 
     def hot_prefixes(self) -> HotPrefixes:
@@ -266,7 +256,7 @@ class Engine(Protocol):
     def cache_room(self) -> CacheRoom:
         """Return what would fit from elsewhere. Any thread, but it waits for the loop."""
 
-    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Pin a prefix that another replica kept; None where not all of it is here, or its time is over.
 
         Any thread, but it waits for the loop.

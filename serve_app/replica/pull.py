@@ -264,10 +264,5 @@ async def copy_part(
     if not isinstance(part, KvChain):
         return part
     # A copy into the pool that has begun is finished, whatever becomes of a deadline.
-    held = await asyncio.shield(asyncio.to_thread(import_part, engine, part, prefix, first))
+    held = await asyncio.shield(asyncio.to_thread(engine.import_part, part, prefix, first))
     return held, part.header.blocks
-
-
-def import_part(engine: Engine, part: KvChain, prefix: HashedTokens, first: int) -> int:
-    """Take blocks of a prefix from ``first`` on; return how many leading ones are held. See ``Engine.import_part``."""
-    return engine.import_part(part, prefix.scope, prefix.token_ids, prefix.chain, first, prefix.tenant)

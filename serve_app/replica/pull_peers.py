@@ -19,6 +19,7 @@ from router.protocol.request import NoReplicaLeft
 from router.serve.request_router import deployment_key
 from router.serve.running_replicas import running_replicas
 from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
 from serve_app.replica.pull import HolderLost, PulledPart, Puller, PullSettings, WantedPart
@@ -93,7 +94,10 @@ class Exports:
     def _export(self, wanted: WantedPart) -> KvChain | None:
         token_ids = np.frombuffer(wanted.token_ids, dtype="<i4")
         return self._engine.export_prefix(
-            wanted.scope, token_ids, wanted.block_hashes, wanted.first, wanted.most_blocks, demote=wanted.demote
+            HashedTokens(wanted.scope, token_ids, wanted.block_hashes),
+            wanted.first,
+            wanted.most_blocks,
+            demote=wanted.demote,
         )
 
 

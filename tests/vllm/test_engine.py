@@ -19,6 +19,7 @@ from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from router.protocol.events import Event
 from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
@@ -389,7 +390,7 @@ def arrives(both: Both, asked: EngineRequest, part: KvChain, first: int = 0) -> 
     both.vllm.submit(replace(asked, remote_kv=remote), collector)
     try:
         chain = extend_chain(asked.root, 0, asked.token_ids, BLOCK)
-        return both.vllm.import_part(part, asked.scope, asked.token_ids, chain, first, "t"), collector
+        return both.vllm.import_part(part, HashedTokens(asked.scope, asked.token_ids, chain, "t"), first), collector
     finally:
         remote.end()
         both.vllm.wake()
@@ -410,8 +411,8 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     wanted = run_all(both.vllm, [asked]).tokens["asked"]
     chain = extend_chain(asked.root, 0, ids, BLOCK)
     eventually(lambda: both.vllm.known_blocks(chain, 31) == 31)
-    parts = [both.vllm.export_prefix(scope, ids, chain, first, 16) for first in (0, 16)]
-    assert both.vllm.export_prefix(scope, ids, chain, 31) is None
+    parts = [both.vllm.export_prefix(HashedTokens(scope, ids, chain), first, 16) for first in (0, 16)]
+    assert both.vllm.export_prefix(HashedTokens(scope, ids, chain), 31) is None
     one, two = parts
     assert one is not None and two is not None
     assert [one.header.blocks, two.header.blocks] == [16, 15]
@@ -419,8 +420,8 @@ def test_kv_that_left_and_came_back_gives_the_same_tokens(
     assert both.heard.held() == set()
     remote, collector = RemoteKv(31 * BLOCK), Collector()
     both.vllm.submit(replace(asked, remote_kv=remote), collector)
-    assert both.vllm.import_part(one, scope, ids, chain, 0, "t") == 16
-    assert both.vllm.import_part(two, scope, ids, chain, 16, "t") == 31
+    assert both.vllm.import_part(one, HashedTokens(scope, ids, chain, "t"), 0) == 16
+    assert both.vllm.import_part(two, HashedTokens(scope, ids, chain, "t"), 16) == 31
     assert not collector.finish, "it waits for all of it"
     remote.end()
     both.vllm.wake()
@@ -442,7 +443,7 @@ def test_a_copy_goes_before_what_waits(both: Both) -> None:
     collector = Collector()
     for item in asked:
         both.vllm.submit(item, collector)
-    part = both.vllm.export_prefix(PrefixScope("tiny"), held, chain)
+    part = both.vllm.export_prefix(HashedTokens(PrefixScope("tiny"), held, chain))
     ended = len(collector.finish)
     collector.wait([item.request_id for item in asked], 120)
     assert part is not None and part.header.blocks == 10
@@ -462,11 +463,11 @@ def test_what_is_offered_can_be_taken_over(both: Both) -> None:
     hot = both.vllm.hot_prefixes()
     assert [hot.prefix(number).scope for number in range(len(hot.runs))] == scopes[::-1]
     prefixes = [hot.prefix(number) for number in range(len(hot.runs))]
-    parts = [both.vllm.export_prefix(prefix.scope, prefix.token_ids, prefix.chain) for prefix in prefixes]
+    parts = [both.vllm.export_prefix(prefix) for prefix in prefixes]
     reset(both.vllm)
     for prefix, part in zip(prefixes, parts, strict=True):
         assert part is not None
-        assert both.vllm.import_part(part, prefix.scope, prefix.token_ids, prefix.chain, 0, prefix.tenant) == 6
+        assert both.vllm.import_part(part, prefix, 0) == 6
     for scope in scopes:
         assert run_all(both.vllm, [request("r", ids, scope=scope)]).cached["r"] == 6 * BLOCK
     reset(both.vllm)
@@ -516,12 +517,12 @@ def test_saves_stay_until_a_reset_or_their_end(both: Both) -> None:
     assert run_all(both.vllm, [saved]).cached["s"] == 0
     prefix = hot.prefix(ours.run)
     eventually(lambda: both.vllm.known_blocks(prefix.chain, 10) == 10)
-    assert both.vllm.keep_save(ours, prefix) == "pinned"
-    assert both.vllm.keep_save(ours, prefix) == "present"
+    assert both.vllm.take_over_pin(ours, prefix) == "pinned"
+    assert both.vllm.take_over_pin(ours, prefix) == "present"
     flood(both, 720)
     assert run_all(both.vllm, [saved]).cached["s"] == 320
     reset(both.vllm)
-    assert both.vllm.keep_save(ours, prefix) is None, "it is gone"
+    assert both.vllm.take_over_pin(ours, prefix) is None, "it is gone"
 
 
 def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
@@ -532,10 +533,13 @@ def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
     wanted = run_all(both.vllm, [asked]).tokens["mine"]
     chain = extend_chain(asked.root, 0, ids, BLOCK)
     eventually(lambda: both.vllm.known_blocks(chain, 6) == 6)
-    part = both.vllm.export_prefix(asked.scope, ids, chain)
+    part = both.vllm.export_prefix(HashedTokens(asked.scope, ids, chain))
     assert part is not None
     other_scope = PrefixScope("tiny", salt=b"other")
-    assert both.vllm.export_prefix(other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK)) is None
+    assert (
+        both.vllm.export_prefix(HashedTokens(other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK)))
+        is None
+    )
     reset(both.vllm)
     broken = part.payload.copy()
     broken[3, 7] ^= 1
@@ -554,7 +558,9 @@ def test_kv_of_others_is_refused_and_computed(both: Both) -> None:
         arrives(both, request("other", both.prompt(200, seed=401), 8), part)
     reset(both.vllm)
     with pytest.raises(TransferError):
-        both.vllm.import_part(part, other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK), 0, "t")
+        both.vllm.import_part(
+            part, HashedTokens(other_scope, ids, extend_chain(root_of(other_scope), 0, ids, BLOCK), "t"), 0
+        )
     assert run_all(both.vllm, [asked]).cached["mine"] == 0
     reset(both.vllm)
     held, collector = arrives(both, asked, part)

@@ -15,20 +15,23 @@ import numpy as np
 
 from router.protocol.block_hash import ChainHasher, hash_blocks
 from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
+from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.core.cache_teller import CacheTeller
+from serve_app.engine.core.cache_announcer import CacheAnnouncer
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
-from serve_app.engine.kv.moves import PrefixMoves
+from serve_app.engine.kv.migration import CacheMigration
 from serve_app.engine.kv.prompt_saves import PromptSaves
 from serve_app.engine.kv.tier_loader import open_tiers
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, Clock, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import EngineSettings
@@ -38,8 +41,7 @@ from serve_app.engine.step import Runner, run_step
 class TorchEngine:
     """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
 
-    The inbox's condition guards the load view too; scheduler and cache belong to the loop. Export and import are
-    ``PrefixTransfer``'s own, questions of caches that move ``PrefixMoves``'.
+    The inbox's condition guards the load view too; scheduler and cache belong to the loop.
     """
 
     def __init__(
@@ -77,18 +79,16 @@ class TorchEngine:
             save = self._tier_loader.spiller.save
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
         self._saves = PromptSaves(self._cache, self._meters, save)
-        transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        self.export_prefix, self.import_part = transfer.export_prefix, transfer.import_part
-        moves = PrefixMoves(self._cache, self._scheduler, self._saves, self._loop.call, clock)
-        self.hot_prefixes, self.cache_room, self.keep_save = moves.hot_prefixes, moves.cache_room, moves.keep_save
+        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
+        self._migration = CacheMigration(self._cache, self._scheduler, self._saves, self._loop.call, clock)
         self._outputs = OutputProcessor(
             self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
             self._cache.enabled, Outbox(self._meters),
         )  # fmt: skip
         tiers = self._tier_loader.tiers if self._tier_loader is not None else None
-        self.tell_cache = CacheTeller(
+        self._announcer = CacheAnnouncer(
             self._cache.index, tiers, self.deliver, self._outputs.outbox, event_sink, self._loop.call
-        ).tell_cache
+        )
         self._load_reporter = LoadReporter(self.settings)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
@@ -157,6 +157,32 @@ class TorchEngine:
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by other weights of tenants from now on, by name; what others have pinned ends. Waits for the step."""
         self._loop.call(lambda: self._set_tenant_shares(shares))
+
+    def tell_cache(self, *, anew: bool = False) -> None:
+        """Send a digest of what is held after all events so far; ``anew``: and before it everything that is held."""
+        self._announcer.tell_cache(anew=anew)
+
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """See ``protocol.Engine``."""
+        return self._transfer.export_prefix(prefix, first, most_blocks, demote=demote)
+
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
+        """See ``protocol.Engine``. Raises a TransferError, taking nothing."""
+        return self._transfer.import_part(part, prefix, first)
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return all that the pool holds, pinned prefixes and the hottest first."""
+        return self._migration.hot_prefixes()
+
+    def cache_room(self) -> CacheRoom:
+        """Return what would fit from elsewhere."""
+        return self._migration.cache_room()
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
+        return self._migration.take_over_pin(saved, prefix)
 
     @property
     def kv_block_bytes(self) -> int:

@@ -7,11 +7,12 @@ engine's loop, a bounded number of bytes between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
+from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -50,26 +51,18 @@ class PrefixTransfer:
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
 
     def export_prefix(
-        self,
-        scope: PrefixScope,
-        token_ids: TokenArray,
-        block_hashes: bytes,
-        first: int = 0,
-        most_blocks: int | None = None,
-        *,
-        demote: bool = False,
+        self, prefix: HashedTokens, first: int, most_blocks: int | None, *, demote: bool
     ) -> KvChain | None:
-        """Return the blocks of the longest prefix of ``token_ids`` in pool and host memory, from block ``first`` on.
+        """Return the blocks of the longest part of ``prefix`` in pool and host memory, from block ``first`` on.
 
-        ``block_hashes``: the packed chain of all blocks that are looked for. ``most_blocks`` bounds them. None when
-        there are none. Those of the pool cannot be evicted meanwhile, and with ``demote`` they are the first to be
-        evicted afterwards, as far as no other prefix or sequence uses them.
+        ``most_blocks`` bounds them. None when there are none. Those of the pool cannot be evicted meanwhile, and with
+        ``demote`` they are the first to be evicted afterwards, as far as no other prefix or sequence uses them.
         """
         size = self._cache.block_size
-        ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        scope, ids = prefix.scope, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         if most_blocks is not None:
             ids = ids[: (first + most_blocks) * size]
-        chain = block_hashes[: len(ids) // size * HASH_BYTES]
+        chain = prefix.chain[: len(ids) // size * HASH_BYTES]
         tokens = HashedTokens(scope, ids, chain)
         payload = np.empty((max(len(chain) // HASH_BYTES - first, 0), self._runner.kv_format.block_bytes), np.uint8)
         blocks: list[int] | None = None
@@ -115,20 +108,18 @@ class PrefixTransfer:
         held_ids, hashes = ids[: end * size], chain[: end * HASH_BYTES]
         return KvChain(make_header(self._runner.kv_format, scope, held_ids, hashes, payload, first), payload)
 
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> int:
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Publish the blocks from ``first`` on of the chain that is wanted (``verify_part``), as far as room goes.
 
-        Returns how many leading blocks are held then. New ones go on the account of ``tenant``. Nothing is taken where
+        Returns how many leading blocks are held then. New ones go on the account of its tenant. Nothing is taken where
         blocks before ``first`` are missing now. Raises a TransferError, taking nothing.
         """
         if not self._cache.enabled:
             return 0
-        verify_part(part, self._runner.kv_format, scope, token_ids, block_hashes, first)
+        verify_part(part, self._runner.kv_format, prefix.scope, prefix.token_ids, prefix.chain, first)
         end = first + part.header.blocks
-        ids = token_ids[: end * self._cache.block_size]
-        wanted = HashedTokens(scope, ids, block_hashes[: end * HASH_BYTES], tenant)
+        ids = prefix.token_ids[: end * self._cache.block_size]
+        wanted = replace(prefix, token_ids=ids, chain=prefix.chain[: end * HASH_BYTES])
         while True:
             held, new = self._on_loop(lambda: self._take(part, wanted, first))
             if not new or held >= end:

@@ -18,9 +18,13 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, extend_chain
 from router.protocol.events import LoadReport, StatsReport
+from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.protocol import (
     AdapterSpec,
+    CacheRoom,
     Clock,
     EngineError,
     EngineOutput,
@@ -43,7 +47,7 @@ from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job_runner import JobRunner
-from serve_app.engine.vllm.transfer.moves import VllmMoves
+from serve_app.engine.vllm.transfer.migration import VllmMigration
 from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
 from serve_app.engine.vllm.unmapped import refuse_unmapped
 
@@ -101,7 +105,7 @@ class VllmEngine:
                 self.known_blocks,
                 self._events.root_of,
             )
-        self._moves = moves = VllmMoves(
+        self._migration = VllmMigration(
             self.facts.num_blocks,
             self._events,
             transfer,
@@ -110,8 +114,6 @@ class VllmEngine:
             lambda: round(self.facts.num_blocks * self._load.kv_usage),
             clock=clock,
         )
-        self.export_prefix, self.import_part = moves.export_prefix, moves.import_part
-        self.hot_prefixes, self.cache_room, self.keep_save = moves.hot_prefixes, moves.cache_room, moves.keep_save
         self._labels = (*settings.labels, ("engine", "vllm"))
 
     def start(self) -> None:
@@ -153,7 +155,7 @@ class VllmEngine:
         if self._events is not None:
             chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
             known = self._events.requested(chain, (len(ids) - 1) // size) * size
-            self._moves.note_owner(request.root, request.scope, request.tenant)
+            self._migration.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
         with self._lock:
@@ -210,6 +212,28 @@ class VllmEngine:
         with self._lock:
             self._live.tenants = len(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
+
+    def export_prefix(
+        self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
+    ) -> KvChain | None:
+        """See ``protocol.Engine``; ``demote`` changes nothing in vLLM's order."""
+        return self._migration.export_prefix(prefix, first, most_blocks)
+
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
+        """See ``protocol.Engine``. Raises a TransferError, taking nothing, or EngineError."""
+        return self._migration.import_part(part, prefix, first)
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return all that the pool holds, pinned prefixes and the hottest first."""
+        return self._migration.hot_prefixes()
+
+    def cache_room(self) -> CacheRoom:
+        """Return what would fit from elsewhere."""
+        return self._migration.cache_room()
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
+        return self._migration.take_over_pin(saved, prefix)
 
     @property
     def kv_block_bytes(self) -> int:

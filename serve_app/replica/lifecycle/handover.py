@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from router.protocol.block_hash import HASH_BYTES, split_chain
@@ -252,9 +252,9 @@ class HandOver:
         while promised and receiver.known[number] < run.blocks:
             first = before + receiver.known[number]
             count = min(step, promised, run.blocks - receiver.known[number])
-            ids = prefix.token_ids[: (first + count) * self._size]
+            wanted = replace(prefix, token_ids=prefix.token_ids[: (first + count) * self._size])
             started_s = time.monotonic()
-            part = await asyncio.to_thread(self._engine.export_prefix, prefix.scope, ids, prefix.chain, first, count)
+            part = await asyncio.to_thread(self._engine.export_prefix, wanted, first, count)
             if part is None:
                 return "gone", promised
             try:

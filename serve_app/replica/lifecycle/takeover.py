@@ -17,7 +17,6 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix,
 from serve_app.engine.protocol import AdapterSpec, CacheRoom, Engine
 from serve_app.replica.lifecycle.prewarm import HotOffer
 from serve_app.replica.lifecycle.receipt import MoveMeters
-from serve_app.replica.pull import import_part
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Takeover:
         async with self._turn:
             part = await coming
             try:
-                held = await asyncio.to_thread(import_part, self._engine, part, prefix, first)
+                held = await asyncio.to_thread(self._engine.import_part, part, prefix, first)
             except TransferError as error:
                 logger.warning("KV that a leaving replica handed over was refused: %s", error)
                 self._meters.refused_blocks += part.header.blocks
@@ -75,6 +74,6 @@ class Takeover:
 
     async def keep(self, saved: SavedPrefix, prefix: HashedTokens) -> bool:
         """Keep an explicit save of a replica that leaves; return whether it is kept here now."""
-        outcome = await asyncio.to_thread(self._engine.keep_save, saved, prefix) or "gone"
+        outcome = await asyncio.to_thread(self._engine.take_over_pin, saved, prefix) or "gone"
         self._meters.taken_saves[outcome] += 1
         return outcome in ("pinned", "present")

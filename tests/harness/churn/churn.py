@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks.common.random_adapters import make_adapters
 from router.protocol.block_hash import PrefixScope, hash_blocks
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.engine.core.build import build_engine
@@ -146,10 +147,10 @@ class Churn:
         root = scope.root(SECRET)
         ids = self._traffic.prefix(tenant, family)
         hashes = hash_blocks(root, ids, self._engine_settings.block_size)
-        chain = self.engine.export_prefix(scope, ids, hashes, demote=self._random.random() < 0.5)
+        chain = self.engine.export_prefix(HashedTokens(scope, ids, hashes), demote=self._random.random() < 0.5)
         if chain is not None:
             self.engine.reset_prefix_cache(tiers=False)
-            self.done["blocks imported"] += self.engine.import_part(chain, scope, ids, hashes, 0, tenant)
+            self.done["blocks imported"] += self.engine.import_part(chain, HashedTokens(scope, ids, hashes, tenant), 0)
             self.done["moved"] += 1
 
     def _refused(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvChain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.replica import pull as pull_module
@@ -165,7 +166,7 @@ def test_a_holder_evicts_first_what_a_pull_took_over(piece_blocks: int, make_eng
         run_all(first, [request("shared", shared, 1)])
         run_all(first, [request("moves", moves, 1)])
         chains = [hash_blocks(SCOPE.root(SECRET), ids, 16) for ids in (shared, moves)]
-        assert first.export_prefix(SCOPE, moves, chains[1]) is not None
+        assert first.export_prefix(HashedTokens(SCOPE, moves, chains[1])) is not None
         assert [first.known_blocks(chain, 8) for chain in chains] == [6, 8]
         monkeypatch.setattr(pull_module, "PIECE_BYTES", piece_blocks * second.kv_block_bytes)
         puller = Puller(second, Holder(first).fetch, 16, SETTINGS)

@@ -15,8 +15,9 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_at, hash_blocks
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
 
 
@@ -55,15 +56,13 @@ class VllmTransfer:
         self._root_of = root_of
         self._numbers = itertools.count()
 
-    def export_prefix(
-        self, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, most_blocks: int | None
-    ) -> KvChain | None:
+    def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
         """Return the blocks from ``first`` on that vLLM holds of a prefix, ``most_blocks`` at most; None for none."""
         size = self._format.block_size
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
-        ids = np.ascontiguousarray(token_ids, dtype=np.int32)
-        end = self._known_blocks(block_hashes, min(most, len(ids) // size))
-        chain = block_hashes[: end * HASH_BYTES]
+        scope, ids = prefix.scope, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
+        end = self._known_blocks(prefix.chain, min(most, len(ids) // size))
+        chain = prefix.chain[: end * HASH_BYTES]
         root = self._root(chain, ids) if end > first and not scope.public_blocks else b""
         if not root:
             return None
@@ -76,24 +75,23 @@ class VllmTransfer:
         finally:
             file.unlink(missing_ok=True)
         end = first + len(payload)
-        held_ids, hashes = ids[: end * size], block_hashes[: end * HASH_BYTES]
+        held_ids, hashes = ids[: end * size], prefix.chain[: end * HASH_BYTES]
         header = make_header(self._format, scope, held_ids, hashes, payload, first)
         return KvChain(msgspec.structs.replace(header, root=root), payload)
 
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int
-    ) -> int:
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Load the blocks from ``first`` on of the chain that is wanted; return how many leading ones are held then.
 
         Where blocks before ``first`` were evicted meanwhile vLLM computes the prefix, and fewer than ``first`` is said.
         Raises a TransferError, taking nothing, for what is not that.
         """
-        verify_part(part, self._format, scope, token_ids, block_hashes, first)
+        scope, token_ids = prefix.scope, prefix.token_ids
+        verify_part(part, self._format, scope, token_ids, prefix.chain, first)
         end, size = first + part.header.blocks, self._format.block_size
         root = part.header.root
         if scope.public_blocks or end > self._most_blocks:
             raise TransferError("vLLM cannot hold it")
-        if not root or hash_blocks(root, token_ids[: end * size], size) != block_hashes[: end * HASH_BYTES]:
+        if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the tokens that were asked for")
         file = self._file()
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from router.protocol.events import BlocksStored, Event
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest, Save
 from tests.serve_app.conftest import MakeEngine
@@ -41,7 +42,7 @@ def test_it_hits_what_is_there_and_announces_nothing(make_engine: MakeEngine) ->
     assert not any(isinstance(event, BlocksStored) for event in events[told:])
     assert engine._cache.pool.used_blocks == 0
     ids = passing("p", 1).token_ids
-    offered = engine.export_prefix(SCOPE, ids, engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids))
+    offered = engine.export_prefix(HashedTokens(SCOPE, ids, engine._cache.prompt_chain(SCOPE, SCOPE.root(SECRET), ids)))
     assert offered is not None and offered.header.blocks == 10
     assert run_all(engine, [storing("s", 1)]).tokens["s"] == got[0].tokens["p"]
 

@@ -11,6 +11,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, TokenArray, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
@@ -259,15 +260,15 @@ def test_an_export_goes_on_in_host_memory(first: int, tmp_path: Path, make_engin
     hashes = hash_blocks(SCOPE.root(SECRET), ids, 16)
     for one in (engine, plain):
         run_all(one, [request("a", ids, 1)])
-    expected = plain.export_prefix(SCOPE, ids, hashes, first)
+    expected = plain.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
     assert expected is not None
     for other in range(6):  # evicts the prompt from its end
-        exported = engine.export_prefix(SCOPE, ids, hashes, first)
+        exported = engine.export_prefix(HashedTokens(SCOPE, ids, hashes), first)
         assert exported is not None
         assert exported.header == expected.header
         assert np.array_equal(exported.payload, expected.payload)
         run_all(engine, [request(f"other {other}", prompt(90, 20 + other), 1)])
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     stranger = PrefixScope("tiny", salt=b"stranger")
-    assert engine.export_prefix(stranger, ids, hash_blocks(stranger.root(SECRET), ids, 16), first) is None
-    assert engine.export_prefix(stranger, ids, hashes, first) is None
+    assert engine.export_prefix(HashedTokens(stranger, ids, hash_blocks(stranger.root(SECRET), ids, 16)), first) is None
+    assert engine.export_prefix(HashedTokens(stranger, ids, hashes), first) is None

@@ -10,6 +10,7 @@ import pytest
 from router.protocol.block_hash import hash_blocks, split_chain
 from router.protocol.events import BlocksStored, Event
 from serve_app.cache.kv_chain import FormatMismatch, KvChain, WrongChain, WrongScope
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
@@ -21,14 +22,16 @@ ROOT = SCOPE.root(SECRET)
 
 
 def export(engine: TorchEngine, ids: np.ndarray) -> KvChain:
-    chain = engine.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
+    chain = engine.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
     assert chain is not None
     return chain
 
 
 def import_whole(engine: TorchEngine, chain: KvChain, ids: np.ndarray, root: bytes = ROOT, **scope: bytes) -> int:
     """Take a chain from its start, as somebody who asked for ``ids`` under this root; return the blocks held then."""
-    return engine.import_part(chain, replace(SCOPE, **scope), ids, hash_blocks(root, ids, 16), 0, "default")
+    return engine.import_part(
+        chain, HashedTokens(replace(SCOPE, **scope), ids, hash_blocks(root, ids, 16), "default"), 0
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -43,7 +46,7 @@ def test_an_import_gives_the_same_tokens_for_less_work(dtype: str, make_engine: 
     assert got.cached["b"] == 192
     assert sample(second, "warmpath_prompt_tokens_computed_total") == 8
     told = [event for event in events if isinstance(event, BlocksStored)]
-    chain = second.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
+    chain = second.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
     assert chain is not None
     assert told[0] == BlocksStored(chain.header.hashes)
     assert sample(second, "warmpath_kv_cache_blocks", state="used") == 0
@@ -103,10 +106,10 @@ def test_what_is_not_proven_is_refused(make_engine: MakeEngine) -> None:
 def test_nothing_cached_nothing_exported(make_engine: MakeEngine) -> None:
     engine = make_engine()
     hashes = hash_blocks(ROOT, prompt(100), 16)
-    assert engine.export_prefix(SCOPE, prompt(100), hashes) is None
+    assert engine.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
     off = make_engine(enable_prefix_caching=False)
     run_all(off, [request("a", prompt(100), 1)])
-    assert off.export_prefix(SCOPE, prompt(100), hashes) is None
+    assert off.export_prefix(HashedTokens(SCOPE, prompt(100), hashes)) is None
     run_all(engine, [request("a", prompt(100), 1)])
     assert import_whole(off, export(engine, prompt(100)), prompt(100)) == 0
 
@@ -127,7 +130,7 @@ def test_export_and_import_while_generating(
         ids = prompt(150, 50 + turn)
         expected = reference("qwen3", ids, 4)
         assert run_all(first, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected
-        chain = first.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
+        chain = first.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
         if chain is not None:
             import_whole(second, chain, ids)
         assert run_all(second, [request(f"x{turn}", ids, 4)]).tokens[f"x{turn}"] == expected

@@ -9,6 +9,7 @@ import pytest
 
 from router.protocol.block_hash import hash_blocks
 from serve_app.cache.kv_chain import FormatMismatch
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from tests.serve_app.conftest import MakeEngine, Reference
 from tests.serve_app.engine.speculative.test_speculative import acceptance
@@ -47,11 +48,11 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     ids = prompt(160)
     first = make_engine(speculative_model=draft, num_speculative_tokens=3, speculative_fingerprint="d")
     run_all(first, [request("a", ids, 1)])
-    chain = first.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
+    chain = first.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
     assert chain is not None
     assert [part.model for part in chain.header.format.parts] == ["", "d"]
     second = make_engine(speculative_model=draft, num_speculative_tokens=3, speculative_fingerprint="d")
-    assert second.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default") == 10
+    assert second.import_part(chain, HashedTokens(SCOPE, ids, chain.header.hashes, "default"), 0) == 10
     more = np.append(ids, np.int32(5))
     got = run_all(second, [request("b", more, 20)])
     assert got.cached["b"] == 160
@@ -59,4 +60,4 @@ def test_the_drafters_kv_travels_with_the_bases(draft: str, make_engine: MakeEng
     assert acceptance(second) == 1.0
     for other in (make_engine(), make_engine(speculative_model=draft, speculative_fingerprint="another")):
         with pytest.raises(FormatMismatch, match="parts"):
-            other.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default")
+            other.import_part(chain, HashedTokens(SCOPE, ids, chain.header.hashes, "default"), 0)

@@ -12,6 +12,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import FormatMismatch
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
@@ -194,7 +195,7 @@ def test_what_the_head_keeps_goes_down_up_and_across_with_the_bases_kv(
     tiers = TierSettings(host_bytes=8 << 20, load_ratio=1e9)
     engine = make(heads["plain"], tiers=tiers, num_blocks=24, max_num_seqs=4, speculative_fingerprint="h")
     run_all(engine, [request("warm", ids, 1)])
-    chain = engine.export_prefix(SCOPE, ids, hash_blocks(ROOT, ids, 16))
+    chain = engine.export_prefix(HashedTokens(SCOPE, ids, hash_blocks(ROOT, ids, 16)))
     assert chain is not None
     assert [part.model for part in chain.header.format.parts] == ["", "h", "h"]
     for i in range(2):
@@ -209,13 +210,13 @@ def test_what_the_head_keeps_goes_down_up_and_across_with_the_bases_kv(
     assert got.cached["hit"] == 144
     watch.check(dense, {0: whole(ids, got.tokens["hit"])})
     other = make(heads["plain"], speculative_fingerprint="h")
-    assert other.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default") == 9
+    assert other.import_part(chain, HashedTokens(SCOPE, ids, chain.header.hashes, "default"), 0) == 9
     watch = Watch(other)
     assert run_all(other, [request("hit", ids, 12)]).tokens == got.tokens
     watch.check(dense, {0: whole(ids, got.tokens["hit"])})
     for stranger in (make(), make(heads["few_tokens"], speculative_fingerprint="g")):
         with pytest.raises(FormatMismatch, match="parts"):
-            stranger.import_part(chain, SCOPE, ids, chain.header.hashes, 0, "default")
+            stranger.import_part(chain, HashedTokens(SCOPE, ids, chain.header.hashes, "default"), 0)
 
 
 def test_adapters_and_a_head_go_together(base: Path, heads: dict[str, Path], make: MakeEagle, tmp_path: Path) -> None:

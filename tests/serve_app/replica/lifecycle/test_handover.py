@@ -103,7 +103,7 @@ def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
     def engine(num_blocks: int) -> TorchEngine:
         made = make_engine(num_blocks)
         made._cache._clock = made._cache.quota._clock = lambda: now_s[0]
-        object.__setattr__(made.hot_prefixes.__self__, "clock", lambda: now_s[0])
+        object.__setattr__(made._migration, "clock", lambda: now_s[0])
         return made
 
     peer, leaving = engine(10), engine(64)
@@ -244,7 +244,7 @@ def test_a_target_fetches_a_part_when_it_is_its_turn() -> None:
     """Until then it is a reference, whose bytes are elsewhere."""
     leaving = filled([[0] * 40])
     prefix = leaving.hot_prefixes().prefix(0)
-    part = leaving.export_prefix(prefix.scope, prefix.token_ids, prefix.chain)
+    part = leaving.export_prefix(prefix)
     assert part is not None
     local = Local({"peer": make_engine()})
     begun: asyncio.Queue[asyncio.Event] = asyncio.Queue()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
 from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.engine.vllm.transfer.block_rows import BlockRows, UnevenLayers
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
 from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
@@ -115,7 +116,7 @@ def test_what_leaves_is_what_is_held_of_the_chain(
     ids = prompt(blocks * SIZE + 2)
     pool = Pool(tmp_path_factory.mktemp("pool") / "p", [(root_of(SCOPE), ids)])
     chain = extend_chain(root_of(SCOPE), 0, ids, SIZE)
-    part = pool.transfer.export_prefix(SCOPE, ids, chain, first, most)
+    part = pool.transfer.export_prefix(HashedTokens(SCOPE, ids, chain), first, most)
     end = blocks if most is None else min(blocks, first + most)
     if end <= first:
         assert part is None
@@ -124,14 +125,17 @@ def test_what_leaves_is_what_is_held_of_the_chain(
     assert part is not None
     assert np.array_equal(part.payload, pool.rows.read(range(first, end)))
     assert not list(pool.directory.glob("kv-[0-9]*"))
-    assert pool.transfer.export_prefix(OTHER, ids, extend_chain(root_of(OTHER), 0, ids, SIZE), first, most) is None
+    assert (
+        pool.transfer.export_prefix(HashedTokens(OTHER, ids, extend_chain(root_of(OTHER), 0, ids, SIZE)), first, most)
+        is None
+    )
 
 
 def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
     ids = prompt(6 * SIZE)
     chain = extend_chain(root_of(SCOPE), 0, ids, SIZE)
     holder = Pool(tmp_path / "holder", [(root_of(SCOPE), ids)])
-    part = holder.transfer.export_prefix(SCOPE, ids, chain, 0, None)
+    part = holder.transfer.export_prefix(HashedTokens(SCOPE, ids, chain), 0, None)
     assert part is not None
     asker = Pool(tmp_path / "asker")
     broken = part.payload.copy()
@@ -150,8 +154,8 @@ def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
         (part, SCOPE, ids, chain, 1),
     ):
         with pytest.raises(TransferError):
-            asker.transfer.import_part(wrong, scope, tokens, hashes, first)
+            asker.transfer.import_part(wrong, HashedTokens(scope, tokens, hashes), first)
     assert not asker.jobs
-    asker.transfer.import_part(part, SCOPE, ids, chain, 0)
+    asker.transfer.import_part(part, HashedTokens(SCOPE, ids, chain), 0)
     assert asker.known(chain, 6) == 6
     assert not list(asker.directory.glob("kv-[0-9]*"))

@@ -30,7 +30,7 @@ from serve_app.engine.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMoves:
+class CacheMigration:
     """One engine's answers."""
 
     cache: PrefixCache
@@ -66,10 +66,10 @@ class PrefixMoves:
         # What is promised to running sequences comes out of the coldest idle blocks once nothing is free.
         return CacheRoom(max(0, free), idle_heats(entries, idle, self.clock())[4 * max(0, -free) :])
 
-    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Pin a prefix that another replica kept, with what is left of its time; None where it is not all here."""
 
-        def keep() -> PinOutcome | None:
+        def take_over() -> PinOutcome | None:
             ids = np.append(prefix.token_ids, np.int32(0))  # no last token here that has to be computed
             blocks = self.cache.match(prefix.scope, ids, prefix.chain)
             if len(blocks) * self.cache.block_size < len(prefix.token_ids):
@@ -78,4 +78,4 @@ class PrefixMoves:
 
         if not self.cache.enabled or (saved.ttl_s or math.inf) <= saved.unread_s:
             return None
-        return self.on_loop(keep)
+        return self.on_loop(take_over)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import (
@@ -43,7 +43,7 @@ class Held(Protocol):
         """Return it by owner, parents first."""
 
 
-class VllmMoves:
+class VllmMigration:
     """One engine's answers; the names are those of ``protocol.Engine``.
 
     ``held`` None: nothing is cached. ``transfer`` None: nothing leaves or enters. ``wait`` runs what belongs to the
@@ -79,35 +79,22 @@ class VllmMoves:
             if len(self._owners) > self._num_blocks:
                 self._owners.popitem(last=False)
 
-    def export_prefix(
-        self,
-        scope: PrefixScope,
-        token_ids: TokenArray,
-        block_hashes: bytes,
-        first: int = 0,
-        most_blocks: int | None = None,
-        *,
-        demote: bool = False,
-    ) -> KvChain | None:
-        """Return the blocks from ``first`` on that are held of a prefix. ``demote`` changes nothing in vLLM's order."""
-        if self._transfer is None:
-            return None
-        return self._transfer.export_prefix(scope, token_ids, block_hashes, first, most_blocks)
+    def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
+        """Return the blocks from ``first`` on that are held of a prefix."""
+        return self._transfer.export_prefix(prefix, first, most_blocks) if self._transfer is not None else None
 
-    def import_part(
-        self, part: KvChain, scope: PrefixScope, token_ids: TokenArray, block_hashes: bytes, first: int, tenant: str
-    ) -> int:
+    def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
         """Load blocks of a prefix that another vLLM handed out; return how many leading ones are held then.
 
         Raises a TransferError, taking nothing, or EngineError.
         """
         if self._transfer is None:
             raise TransferError("this vLLM takes no KV from elsewhere")
-        held = self._transfer.import_part(part, scope, token_ids, block_hashes, first)
-        self.note_owner(part.header.root, scope, tenant)
+        held = self._transfer.import_part(part, prefix, first)
+        self.note_owner(part.header.root, prefix.scope, prefix.tenant)
         return held
 
-    def keep_save(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Keep a prefix that another replica kept; None where not all of it is here, or its time is over."""
         blocks = len(prefix.chain) // HASH_BYTES
         if self._held is None or not blocks or (saved.ttl_s or math.inf) <= saved.unread_s:

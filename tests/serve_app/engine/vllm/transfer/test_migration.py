@@ -19,7 +19,7 @@ from serve_app.engine.vllm.events.held_blocks import OwnerOf
 from serve_app.engine.vllm.events.translator import Translator
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.transfer.job import Job
-from serve_app.engine.vllm.transfer.moves import VllmMoves
+from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.serve_app.engine.tiny import root_of
 from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
 
@@ -40,7 +40,9 @@ class Pool:
         self.translator = Translator(SIZE, BLOCKS, clock=lambda: self.now_s)
         self.used = 0
         self.saves = VllmSaves(BLOCKS, SIZE, {}, self.run, EngineMeters(), lambda: self.now_s)
-        self.moves = VllmMoves(BLOCKS, self, None, self.saves, asyncio.run, lambda: self.used, clock=lambda: self.now_s)
+        self.migration = VllmMigration(
+            BLOCKS, self, None, self.saves, asyncio.run, lambda: self.used, clock=lambda: self.now_s
+        )
 
     async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         return 0
@@ -60,7 +62,7 @@ class Pool:
         chain = extend_chain(root, 0, np.array(tokens, np.int32), SIZE)
         self.translator.held.hit(chain, self.translator.known_blocks(chain, (len(tokens) - 1) // SIZE))
         if owned:
-            self.moves.note_owner(root, scope, "t")
+            self.migration.note_owner(root, scope, "t")
         begun = self.model.begin(root, scope.lora or None, list(tokens), len(tokens))
         assert begun is not None
         self.model.end(begun[0])
@@ -68,7 +70,7 @@ class Pool:
 
     def held(self, *scopes: PrefixScope) -> set[bytes]:
         """Our hashes of what is held under these scopes' roots."""
-        known = {entry.block_hash: entry.scope for entry in self.translator.held.entries(self.moves._owners.get)}
+        known = {entry.block_hash: entry.scope for entry in self.translator.held.entries(self.migration._owners.get)}
         return {block_hash for block_hash in self.model.held() if known.get(block_hash) in scopes}
 
 
@@ -81,7 +83,7 @@ def test_what_is_offered_is_what_is_held_and_parents_come_first(
     for scope, tokens, known in prompts:
         pool.compute(scope, tokens, owned=known)
         owned |= {scope} if known else set()
-    hot = pool.moves.hot_prefixes()
+    hot = pool.migration.hot_prefixes()
     told = [one for run in hot.runs for one in split_chain(run.hashes)]
     assert len(told) == len(set(told))
     assert set(told) == {one for one in pool.held(*owned) if one in told} == pool.held(*owned & set(SCOPES[:2]))
@@ -100,7 +102,7 @@ def test_what_is_used_goes_first() -> None:
     pool.compute(SCOPES[0], [0, 0, 0, 0, 1])
     pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
     pool.compute(SCOPES[0], [1, 1, 1, 1, 1])
-    first, *others = pool.moves.hot_prefixes().runs
+    first, *others = pool.migration.hot_prefixes().runs
     assert first.token_ids == np.zeros(4, "<i4").tobytes()
     assert all(other.heat < first.heat for other in others)
 
@@ -114,12 +116,12 @@ def test_saves_go_first_and_stay_saves() -> None:
     chain = extend_chain(root_of(SCOPES[0]), 0, np.ones(4, np.int32), SIZE)
     saved = SavedPrefix(b"k", "t", 60.0, 40.0, 0)
     prefix = HashedTokens(SCOPES[0], np.ones(4, np.int32), chain)
-    assert pool.moves.keep_save(saved, prefix) == "pinned"
-    assert pool.moves.keep_save(replace(saved, key=b"over", unread_s=60.0), prefix) is None
+    assert pool.migration.take_over_pin(saved, prefix) == "pinned"
+    assert pool.migration.take_over_pin(replace(saved, key=b"over", unread_s=60.0), prefix) is None
     unknown = replace(prefix, chain=extend_chain(root_of(SCOPES[1]), 0, np.ones(4, np.int32), SIZE))
-    assert pool.moves.keep_save(replace(saved, key=b"unknown"), unknown) is None
+    assert pool.migration.take_over_pin(replace(saved, key=b"unknown"), unknown) is None
     pool.saves.pins.add(b"gone", [block_number(chain[:16]), 5], None, pool.now_s)
-    hot = pool.moves.hot_prefixes()
+    hot = pool.migration.hot_prefixes()
     assert (hot.runs[0].kind, hot.runs[0].hashes) == ("save", chain)
     assert hot.saves == (saved,)
 
@@ -127,23 +129,23 @@ def test_saves_go_first_and_stay_saves() -> None:
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
     """Blocks in use hold no room; those that hold a prefix give way to a hotter one."""
     pool = Pool()
-    assert pool.moves.cache_room().blocks_for(0.0) == BLOCKS
+    assert pool.migration.cache_room().blocks_for(0.0) == BLOCKS
     pool.compute(SCOPES[0], [0] * 7)
     pool.compute(SCOPES[0], [0] * 7)
     pool.compute(SCOPES[2], [1] * 5)
-    room = pool.moves.cache_room()
+    room = pool.migration.cache_room()
     assert room.free_blocks == BLOCKS - 5
     assert (room.blocks_for(0.0), room.blocks_for(1.5), room.blocks_for(9.0)) == (7, 9, 12)
     pool.used = 9
-    room = pool.moves.cache_room()
+    room = pool.migration.cache_room()
     assert (room.free_blocks, room.blocks_for(9.0)) == (0, 3)
     pool.used = 12
-    assert pool.moves.cache_room().blocks_for(9.0) == 0
+    assert pool.migration.cache_room().blocks_for(9.0) == 0
 
 
 def test_owners_are_remembered_within_bounds() -> None:
     """As many as the pool could hold beginnings of, the last to be asked for."""
     pool = Pool()
     for number in range(3 * BLOCKS):
-        pool.moves.note_owner(bytes([number]), SCOPES[0], "t")
-    assert list(pool.moves._owners) == [bytes([number]) for number in range(2 * BLOCKS, 3 * BLOCKS)]
+        pool.migration.note_owner(bytes([number]), SCOPES[0], "t")
+    assert list(pool.migration._owners) == [bytes([number]) for number in range(2 * BLOCKS, 3 * BLOCKS)]

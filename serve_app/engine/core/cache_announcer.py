@@ -15,7 +15,7 @@ from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.protocol import EventSink
 
 
-class CacheTeller:
+class CacheAnnouncer:
     """Tells ``sink`` of an engine's pool and the tiers below it. ``deliver`` sends the events that are waiting."""
 
     def __init__(
