@@ -220,6 +220,7 @@ class FeedPublisherThread:
                 self._publisher.publish(events)
             except Exception:
                 logger.exception("events of %s were not published", self._publisher.sequencer.replica_id)
-                self._losses += 1
+                with self._lock:
+                    self._losses += 1
             else:
                 self._behind_since_s = None

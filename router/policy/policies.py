@@ -22,7 +22,8 @@ BOUNDED_LOAD = 1.25
 """Bounded hashing: how far over the mean a replica's requests may be."""
 
 SGLANG_RELATIVE_LOAD, SGLANG_ABSOLUTE_LOAD, SGLANG_MATCH_RATIO = 1.1, 32.0, 0.5
-"""sglang-router's defaults."""
+"""Kinder to the rule than sglang-router's own defaults, 1.5, 64 and 0.3: its mean TTFT in `benchmarks simulate`
+is 3 to 5 % shorter with these."""
 
 Policy = Callable[[RoutingView, int | None], list[Candidate]]
 

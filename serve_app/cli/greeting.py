@@ -16,7 +16,13 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
     operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
     body = json.dumps(
-        {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
+        {
+            "model": model_name,
+            "stream": True,
+            "messages": [{"role": "user", "content": "Hello"}],
+            "temperature": 0,
+            "max_tokens": 32,
+        }
     )
     lines = [
         f"warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})"
@@ -35,8 +41,8 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
         "",
         "from openai import OpenAI",
         f'client = OpenAI(base_url="{url}/v1", api_key="{key}")',
-        f'stream = client.chat.completions.create(model="{model_name}", stream=True, max_tokens=32,',
-        '                                        messages=[{"role": "user", "content": "Hello"}])',
+        f'stream = client.chat.completions.create(model="{model_name}", stream=True, temperature=0,',
+        '                                        max_tokens=32, messages=[{"role": "user", "content": "Hello"}])',
         'for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)',
         "",
         f"A chat, and the cache map: {url}/",

@@ -22,8 +22,6 @@ class EngineSettings:
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
     ``admission``: what is reserved for a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
-    ``load_format`` "dummy": weights are drawn at random where the model will run; only the config is read. No setting
-    of the app reaches it: it is for benchmarks of models whose weights are not there.
     ``attention_backend``: "runs", "sdpa", or "auto"; see ``runner.model_runner.choose_backend``.
     """
 
@@ -37,7 +35,6 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
     attention_backend: str = "auto"
     num_threads: int = 0
     speculative_model: str = ""

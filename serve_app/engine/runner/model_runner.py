@@ -38,8 +38,6 @@ from serve_app.engine.step import Segment, SegmentResult
 _KERNELS_KEPT = "4096"
 """oneDNN keeps 1,024 compiled kernels by default, fewer than the shapes of a ragged workload."""
 
-_DUMMY_SEED = 20
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,7 +91,7 @@ class ModelRunner:
         self.device = choose_device(settings.device)
         self.dtype = choose_dtype(settings.dtype, self.device)
         self.config: Any = served_config(Path(model_path))
-        model = load_model(model_path, self.config, self.dtype, self.device, random=settings.load_format == "dummy")
+        model = load_model(model_path, self.config, self.dtype, self.device)
         refuse_unsupported(self.config, model)
         self.model = model.eval()
         layers, kv_heads, head_dim = kv_shape(self.config)
@@ -174,27 +172,19 @@ class ModelRunner:
             return step, self.forward(step)
 
 
-def load_model(
-    path: str | Path, config: Any, dtype: torch.dtype, device: torch.device, *, random: bool = False
-) -> torch.nn.Module:
+def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Load a local checkpoint onto ``device``.
 
-    ``random``: only its config is read, and weights are drawn on the device, the same ones for the same device.
     Raises UnsupportedModel where its files lack weights that its config asks for: transformers would draw them.
     """
     model: torch.nn.Module
-    if random:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
-            torch.manual_seed(_DUMMY_SEED)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    else:
-        model, told = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
+    model, told = AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
+    )
+    missing = sorted(told["missing_keys"])
+    if missing:
+        raise UnsupportedModel(
+            f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of what that needs "
+            f"({missing[0]}, ...); one of the two belongs to another model"
         )
-        missing = sorted(told["missing_keys"])
-        if missing:
-            raise UnsupportedModel(
-                f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of what that needs "
-                f"({missing[0]}, ...); one of the two belongs to another model"
-            )
     return model.to(device)

@@ -26,15 +26,14 @@ class Faulty(FeedPublisher):
         super().__init__("replica")
         self.broken = False
         self.published: list[Event] = []
-        self.calls = 0
         self.called, self.free = Signal(), Signal()
         self.free.set()
 
     def publish(self, events: Iterable[Event]) -> None:
-        self.calls += 1
+        broken = self.broken  # as it was when the call began: a test changes it once it has seen the call
         self.called.set()
         assert self.free.wait(PATIENCE_S)
-        if self.broken:
+        if broken:
             raise ValueError("an event that cannot be encoded")
         super().publish(events := list(events))
         self.published += events

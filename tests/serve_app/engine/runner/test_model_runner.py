@@ -87,21 +87,3 @@ def test_bfloat16_takes_every_path_without_a_failed_step(
     assert {len(tokens) for tokens in got.tokens.values()} == {40}
     assert [got.cached[f"r{i}"] for i in range(4)] == [288, 288, 288, 0]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_dummy_load_needs_a_config_alone_and_draws_the_same_weights(tmp_path: Path, device: torch.device) -> None:
-    """No weights on disk, before or after; the dtype asked for; the caller's random numbers untouched."""
-    LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
-    ).save_pretrained(tmp_path)
-    settings = EngineSettings(num_blocks=4, dtype="float32", device=str(device), load_format="dummy")
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    one, two = ModelRunner(tmp_path, settings), ModelRunner(tmp_path, settings)
-    assert torch.equal(torch.rand(1), expected)
-    for (name, mine), (_, other) in zip(one.model.named_parameters(), two.model.named_parameters(), strict=True):
-        assert torch.equal(mine, other), name
-        assert (mine.dtype, mine.device.type) == (torch.float32, device.type), name
-    assert one.model.get_input_embeddings().weight.std() > 0.01
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
