@@ -140,7 +140,9 @@ def _whole(cluster: LocalCluster) -> bool:
         alive = {one["name"] for one in cluster.processes("Replica")}
     except (httpx.HTTPError, RuntimeError):
         return False
-    return state.status_code == 200 and alive == {
+    if state.status_code != 200 or len(alive) != REPLICAS:
+        return False  # Serve's status counts a replica of a dead node as running until the controller notices.
+    return alive == {
         one["replica_id"] for one in state.json()["replicas"] if not one["away"] and one["report_age_s"] is not None
     }
 
