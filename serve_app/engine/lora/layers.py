@@ -1,13 +1,12 @@
 """LoRA on a packed step: every row gets its own sequence's adapter, over an unmodified transformers model.
 
-Forward hooks on linear layers add the adapters' products. A step is cut into ranges of neighbouring rows; each range
-has the adapters that it needs side by side in one pair of products, and a mask keeps every row to its own. A step
-without adapters has no hooks.
+Forward hooks on linear layers add the adapters' products. All decode rows share one pair of products, in which a mask
+keeps every row to its own adapter; a prefill chunk has a pair of its own. A step without adapters has no hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from serve_app.engine.attention.step_layout import PADDED_ROWS
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
-from serve_app.engine.step import Segment, ceil_div
-
-SMALL_STEP_ROWS = 64
-"""A step of up to this many rows is one range: fewer, larger products cost less than skipping other adapters' rows."""
+from serve_app.engine.step import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +26,6 @@ class StackedAdapters:
     pair: LoraPair
     owners: torch.Tensor
     ranks: tuple[int, ...]
-
-    def add(self, x: torch.Tensor, output: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Add the adapters' product of ``x`` [rows, in] to ``output`` [rows, out]; ``mask``: see ``RowRange.mask``."""
-        hidden = torch.mm(x, self.pair.down.t())
-        if mask is not None:
-            hidden.masked_fill_(mask, 0)
-        output.addmm_(hidden, self.pair.up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +38,35 @@ class AdapterGroup:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows ``first`` to ``last`` - 1 of the step. ``rows``: the number of each row's adapter in the group, -1 for none.
+    """Rows ``first`` to ``last`` - 1 of the step. ``numbers`` [rows]: each row's adapter in the group, -1 for none.
 
-    Without ``rows`` all of them have the group's only adapter.
+    Without ``numbers`` all of them have the group's only adapter.
     """
 
     first: int
     last: int
     group: AdapterGroup
-    rows: torch.Tensor | None
+    numbers: torch.Tensor | None = None
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, stack: StackedAdapters) -> torch.Tensor:
-        """Return where a row meets an adapter that is not its own, [rows, sum of ranks]; once for equal ranks."""
-        assert self.rows is not None
-        found = self.masks.get(stack.ranks)
-        if found is None:
-            found = self.masks[stack.ranks] = self.rows[:, None] != stack.owners[None, :]
-        return found
+    def add(self, name: str, x: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the adapters' products in layer ``name``: of ``x`` [T, in] to ``output`` [T, out], in this range."""
+        stack = self.group.stacks.get(name)
+        if stack is None:
+            return
+        hidden = torch.mm(x[self.first : self.last], stack.pair.down.t())
+        if self.numbers is not None:
+            if stack.ranks not in self.masks:
+                self.masks[stack.ranks] = self.numbers[:, None] != stack.owners[None, :]
+            hidden.masked_fill_(self.masks[stack.ranks], 0)
+        output[self.first : self.last].addmm_(hidden, stack.pair.up)
 
 
 class LoraLayers:
     """The adapters of one model's linear layers. Used by the engine's thread alone; ``slots`` by any."""
 
     def __init__(
-        self,
-        layers: Mapping[str, torch.nn.Linear],
-        slots: LoadedAdapters[AdapterWeights],
-        device: torch.device,
+        self, layers: Mapping[str, torch.nn.Linear], slots: LoadedAdapters[AdapterWeights], device: torch.device
     ) -> None:
         self._layers = layers
         self._slots = slots
@@ -88,32 +77,35 @@ class LoraLayers:
         self._hooks: dict[str, RemovableHandle] = {}
 
     @contextmanager
-    def applied(self, segments: Sequence[Segment], order: Iterable[int], rows: int) -> Iterator[None]:
-        """Apply each segment's adapter to its rows while the context lasts; ``rows`` counts padding too."""
-        spans = _spans(segments, order)
-        if not spans:
+    def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Apply each segment's adapter to its rows while the context lasts; segments in the packed order."""
+        if not any(segment.lora for segment in segments):
             self._detach()
             yield
             return
         self._forget_evicted()
-        self._ranges = tuple(self._range(first, last, spans) for first, last in _cuts(spans, rows))
+        self._ranges = tuple(self._row_ranges(segments))
         self._attach()
         try:
             yield
         finally:
             self._ranges = ()
 
-    def _range(self, first: int, last: int, spans: Sequence[tuple[str, int, int]]) -> RowRange:
-        inside = [span for span in spans if span[1] < last and span[2] > first]
-        group = self._group(tuple(dict.fromkeys(key for key, _, _ in inside)))
-        covered = sum(min(stop, last) - max(start, first) for _, start, stop in inside)
-        if len(group.keys) == 1 and covered == last - first:
-            return RowRange(first, last, group, None)
-        numbers = {key: number for number, key in enumerate(group.keys)}
-        rows = torch.full((last - first,), -1, dtype=torch.int32)
-        for key, start, stop in inside:
-            rows[max(start - first, 0) : stop - first] = numbers[key]
-        return RowRange(first, last, group, rows.to(self._device))
+    def _row_ranges(self, segments: Sequence[Segment]) -> Iterator[RowRange]:
+        """Yield disjoint ranges that cover every row with an adapter; single tokens come first in a packed step."""
+        decodes = [segment.lora for segment in segments if len(segment.token_ids) == 1]
+        keys = tuple(dict.fromkeys(key for key in decodes if key))
+        if keys:
+            group = self._group(keys)
+            number = {key: i for i, key in enumerate(group.keys)}
+            numbers = torch.tensor([number.get(key, -1) for key in decodes], dtype=torch.int32, device=self._device)
+            yield RowRange(0, len(decodes), group, None if {*decodes} == {*group.keys} and len(keys) == 1 else numbers)
+        first = len(decodes)
+        for segment in segments[first:]:
+            last = first + len(segment.token_ids)
+            if segment.lora:
+                yield RowRange(first, last, self._single(segment.lora))
+            first = last
 
     def _group(self, keys: tuple[str, ...]) -> AdapterGroup:
         if len(keys) == 1:
@@ -158,63 +150,18 @@ class LoraLayers:
         def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             x, y = inputs[0].flatten(0, -2), output.view(-1, output.shape[-1])
             for row_range in self._ranges:
-                stack = row_range.group.stacks.get(name)
-                if stack is None:
-                    continue
-                mask = None if row_range.rows is None else row_range.mask(stack)
-                stack.add(x[row_range.first : row_range.last], y[row_range.first : row_range.last], mask)
+                row_range.add(name, x, y)
 
         return add
-
-
-def _spans(segments: Sequence[Segment], order: Iterable[int]) -> list[tuple[str, int, int]]:
-    """Return (key, first row, row after the last) of neighbouring rows with one adapter; base rows are left out."""
-    spans: list[tuple[str, int, int]] = []
-    row = 0
-    for i in order:
-        key, stop = segments[i].lora, row + len(segments[i].token_ids)
-        if key:
-            if spans and spans[-1][0] == key and spans[-1][2] == row:
-                spans[-1] = (key, spans[-1][1], stop)
-            else:
-                spans.append((key, row, stop))
-        row = stop
-    return spans
-
-
-def _cuts(spans: Sequence[tuple[str, int, int]], rows: int) -> list[tuple[int, int]]:
-    """Return (first row, row after the last) of ranges; in a large step multiples of the padding: few shapes.
-
-    Long spans are ranges of their own; short ones that lie close together (decoding rows, mostly) share one.
-    """
-    if rows <= SMALL_STEP_ROWS:
-        return [(spans[0][1], spans[-1][2])]
-    cuts: list[tuple[int, int]] = []
-    small = False
-    for _, start, stop in spans:
-        first = start // PADDED_ROWS * PADDED_ROWS
-        last = min(ceil_div(stop, PADDED_ROWS) * PADDED_ROWS, rows)
-        is_small = stop - start <= SMALL_STEP_ROWS
-        before = cuts[-1][1] if cuts else 0
-        if cuts and small and is_small and first - before <= SMALL_STEP_ROWS:
-            cuts[-1] = (cuts[-1][0], max(last, before))
-        elif last > before:
-            # Rows in two ranges would get their adapter twice.
-            cuts.append((max(first, before), last))
-            small = is_small
-    return cuts
 
 
 def _side_by_side(singles: Sequence[AdapterGroup]) -> AdapterGroup:
     stacks = {}
     for name in dict.fromkeys(name for single in singles for name in single.stacks):
-        having = [(number, found) for number, one in enumerate(singles) if (found := one.stacks.get(name)) is not None]
-        ranks = [0] * len(singles)
-        for number, stack in having:
-            ranks[number] = stack.pair.rank
-        pair = LoraPair(
-            torch.cat([stack.pair.down for _, stack in having]), torch.cat([stack.pair.up for _, stack in having])
-        )
-        owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in having])
-        stacks[name] = StackedAdapters(pair, owners, tuple(ranks))
+        layer = {number: single.stacks[name] for number, single in enumerate(singles) if name in single.stacks}
+        pairs = [stack.pair for stack in layer.values()]
+        owners = torch.cat([torch.full_like(stack.owners, number) for number, stack in layer.items()])
+        ranks = tuple(layer[number].pair.rank if number in layer else 0 for number in range(len(singles)))
+        pair = LoraPair(torch.cat([pair.down for pair in pairs]), torch.cat([pair.up for pair in pairs]))
+        stacks[name] = StackedAdapters(pair, owners, ranks)
     return AdapterGroup(tuple(single.keys[0] for single in singles), stacks)

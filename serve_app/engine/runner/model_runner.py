@@ -168,7 +168,7 @@ class ModelRunner:
     def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:
         """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
         step = self.attention.plan(self.pool, segments)
-        with self._lora.applied(segments, step.order, step.input_ids.shape[1]):
+        with self._lora.applied([segments[i] for i in step.order]):
             return step, self.forward(step)
 
 

@@ -8,14 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.lora.layers import _cuts, _spans
 from serve_app.engine.protocol import Save, UnknownAdapter
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
@@ -275,29 +271,6 @@ def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_en
     assert hooks() == 4, "two layers' q_proj and v_proj"
     run_all(engine, [request("base", prompt(20), 2)])
     assert hooks() == 0
-
-
-segments = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(1, 200)), min_size=1, max_size=12)
-
-
-@given(segments=segments)
-def test_every_row_with_an_adapter_is_in_exactly_one_part(segments: list[tuple[str, int]]) -> None:
-    """A row in no part would lose its adapter, a row in two would get it twice."""
-    parts = [Segment(np.zeros(count, np.int32), 0, [], [], None, lora=key) for key, count in segments]
-    total = sum(count for _, count in segments)
-    rows = total if total <= 64 else -(-total // 16) * 16
-    spans = _spans(parts, range(len(parts)))
-    covered = np.zeros(rows, int)
-    for first, last in _cuts(spans, rows) if spans else ():
-        assert 0 <= first < last <= rows
-        covered[first:last] += 1
-    assert covered.max(initial=0) <= 1
-    row = 0
-    for key, count in segments:
-        if key:
-            assert covered[row : row + count].all()
-            assert any(span[0] == key and span[1] <= row and span[2] >= row + count for span in spans)
-        row += count
 
 
 def test_speculation_and_adapters_go_together(
