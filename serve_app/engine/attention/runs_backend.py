@@ -41,7 +41,7 @@ class RunsBackend:
         rows = query.reshape(tokens, kv_heads, heads // kv_heads, head_dim)
         if plan.decode is not None and plan.decode.rows == tokens:
             return attend_decodes(step, plan.decode, layer, rows, scale).reshape(tokens, heads, head_dim)
-        output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype, device=query.device)
+        output = torch.empty(tokens, kv_heads, heads // kv_heads, head_dim, dtype=query.dtype)
         output[real:] = 0
         if plan.decode is not None:
             output[: plan.decode.rows] = attend_decodes(step, plan.decode, layer, rows[: plan.decode.rows], scale)
@@ -66,8 +66,8 @@ def _prefill(
     key, value = (
         pool[layer].index_select(0, slots).transpose(0, 1)[None] for pool in (paged.pool.keys, paged.pool.values)
     )
-    out = torch.empty(kv_heads, group, count, head_dim, dtype=query.dtype, device=query.device)
-    lse = torch.empty(kv_heads, group, count, device=query.device)
+    out = torch.empty(kv_heads, group, count, head_dim, dtype=query.dtype)
+    lse = torch.empty(kv_heads, group, count)
     for member in range(group):
         found = partial_attention(query[:, :, member].transpose(0, 1)[None], key, value, None, scale, causal=True)
         out[:, member], lse[:, member] = found[0][0], found[1][0]

@@ -20,8 +20,8 @@ def attend_decodes(paged: PagedStep, part: DecodePart, layer: int, rows: torch.T
     count, kv_heads, group, head_dim = rows.shape
     if not part.views and part.lone is None and len(part.gathers) == 1:
         return _gathered(paged, part.gathers[0], layer, rows, scale)[0]
-    outs = torch.zeros(part.partials * count, kv_heads, group, head_dim, dtype=torch.float32, device=rows.device)
-    lses = torch.full((part.partials * count, kv_heads, group), float("-inf"), device=rows.device)
+    outs = torch.zeros(part.partials * count, kv_heads, group, head_dim, dtype=torch.float32)
+    lses = torch.full((part.partials * count, kv_heads, group), float("-inf"))
     for view in part.views:
         run = slice(view.piece.slot, view.piece.slot + view.piece.slots)
         keys, values = paged.pool.keys[layer][run], paged.pool.values[layer][run]
@@ -97,7 +97,7 @@ def _lone(
 def _spread(rows: torch.Tensor) -> torch.Tensor:
     """Return rows [n, kv_heads, group, head_dim] as [n, heads, all key-value heads' width], zero outside their own."""
     count, kv_heads, _, head_dim = rows.shape
-    own = torch.eye(kv_heads, dtype=rows.dtype, device=rows.device)[:, None, :, None]
+    own = torch.eye(kv_heads, dtype=rows.dtype)[:, None, :, None]
     return (rows[:, :, :, None, :] * own).view(count, -1, kv_heads * head_dim)
 
 

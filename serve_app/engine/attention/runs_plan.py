@@ -189,7 +189,7 @@ def _plan_prefill(segment: Segment, row: int, pool: KvPool) -> PrefillPart:
     past, last = segment.start, row + len(segment.token_ids)
     runs = list(runs_of(segment, ceil_div(past, pool.block_size)))
     if len(runs) > PIECES_IN_PLACE:
-        blocks = torch.from_numpy(block_table(segment, past, pool.block_size)).to(pool.tensor.device)
+        blocks = torch.from_numpy(block_table(segment, past, pool.block_size))
         return PrefillPart(row, last, (Piece(0, past),), blocks)
     pieces, left = [], past
     for block, count in runs:
@@ -203,24 +203,22 @@ def _plan_decode(pool: KvPool, segments: Sequence[Segment]) -> DecodePart:
     readers = [RowReads(row) for row in range(len(segments))]
     for reader, segment in zip(readers, segments, strict=True):
         long_runs.add(reader, segment)
-    rows, device = len(readers), pool.tensor.device
+    rows = len(readers)
     shared = list(long_runs.shared())
     alone = [run for run in shared if len(run.readers) == 1]
     lone = None
     if len(alone) > 1:
         shared = [run for run in shared if len(run.readers) > 1]
-        lone = _lone_runs(alone, rows, device)
-    views = tuple(ViewJob(run.piece, *_rows_and_targets(run.readers, rows, device)) for run in shared)
+        lone = _lone_runs(alone, rows)
+    views = tuple(ViewJob(run.piece, *_rows_and_targets(run.readers, rows)) for run in shared)
     gathers = tuple(_gather_jobs(pool, readers))
     return DecodePart(rows, max(reader.partials for reader in readers), views, lone, gathers)
 
 
-def _lone_runs(alone: Sequence[SharedRun], rows: int, device: torch.device) -> LoneRuns:
+def _lone_runs(alone: Sequence[SharedRun], rows: int) -> LoneRuns:
     readers = [run.readers[0] for run in alone]
-    targets = torch.tensor([reader.next_target(rows) for reader in readers], device=device)
-    return LoneRuns(
-        tuple(run.piece for run in alone), torch.tensor([reader.row for reader in readers], device=device), targets
-    )
+    targets = torch.tensor([reader.next_target(rows) for reader in readers])
+    return LoneRuns(tuple(run.piece for run in alone), torch.tensor([reader.row for reader in readers]), targets)
 
 
 def _gather_jobs(pool: KvPool, readers: Sequence[RowReads]) -> Iterator[GatherJob]:
@@ -236,25 +234,21 @@ def _gather_jobs(pool: KvPool, readers: Sequence[RowReads]) -> Iterator[GatherJo
 
 
 def _gather_job(pool: KvPool, readers: Sequence[RowReads], tables: Sequence[list[int]], rows: int) -> GatherJob:
-    device = pool.tensor.device
     width = max(map(len, tables))
     # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
     table = np.array([[*blocks, *[blocks[0]] * (width - len(blocks))] for blocks in tables])
     lengths = np.array([reader.copied_slots for reader in readers])
-    hidden = torch.from_numpy(np.arange(width * pool.block_size)[None, :] >= lengths[:, None]).to(device)
-    mask = torch.zeros(len(readers), 1, 1, width * pool.block_size, dtype=pool.tensor.dtype, device=device)
+    hidden = torch.from_numpy(np.arange(width * pool.block_size)[None, :] >= lengths[:, None])
+    mask = torch.zeros(len(readers), 1, 1, width * pool.block_size, dtype=pool.tensor.dtype)
     mask.masked_fill_(hidden[:, None, None, :], float("-inf"))
-    blocks_index = torch.from_numpy(table.reshape(-1)).to(device)
-    return GatherJob(blocks_index, mask, *_rows_and_targets(readers, rows, device))
+    blocks_index = torch.from_numpy(table.reshape(-1))
+    return GatherJob(blocks_index, mask, *_rows_and_targets(readers, rows))
 
 
-def _rows_and_targets(readers: Sequence[RowReads], rows: int, device: torch.device) -> tuple[Rows, Rows]:
+def _rows_and_targets(readers: Sequence[RowReads], rows: int) -> tuple[Rows, Rows]:
     """Return the readers' rows, and a place for one more result of each."""
-    return (
-        _numbers([reader.row for reader in readers], device),
-        _numbers([reader.next_target(rows) for reader in readers], device),
-    )
+    return _numbers([reader.row for reader in readers]), _numbers([reader.next_target(rows) for reader in readers])
 
 
-def _numbers(wanted: Sequence[int], device: torch.device) -> Rows:
-    return slice(wanted[0], wanted[0] + 1) if len(wanted) == 1 else torch.tensor(wanted, device=device)
+def _numbers(wanted: Sequence[int]) -> Rows:
+    return slice(wanted[0], wanted[0] + 1) if len(wanted) == 1 else torch.tensor(wanted)

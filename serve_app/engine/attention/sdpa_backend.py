@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from serve_app.engine.attention.page_table import PageTable, plan_pages
 from serve_app.engine.attention.paging import KvPool, PagedStep, write_kv
+from serve_app.engine.attention.step_layout import StepLayout, block_table, lay_out, singles_first, upload_step
+from serve_app.engine.attention.upload import Array
 from serve_app.engine.step import Segment, ceil_div
 
 GATHER_TOKENS = 128 * 1024
@@ -17,6 +19,21 @@ GATHER_TOKENS = 128 * 1024
 
 MASK_ENTRIES = 32 * 1024 * 1024
 """Rows times tokens of one mask of a chunk that continues a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Where the n sequences of a step lie, in its order: ``rows`` new tokens of ``tokens`` each, on the host.
+
+    On the device, int32: ``lengths`` [n], the same as ``tokens``; ``blocks`` [n, width]. The first ``singles``
+    sequences have one row.
+    """
+
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    singles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +67,10 @@ class SdpaBackend:
 
     def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
         """Plan a step; see ``AttentionBackend``."""
-        step = plan_pages(pool, segments, self)
-        pages: PageTable = step.plan
+        layout = lay_out(segments, singles_first(segments, by_length=True), pool.block_size)
+        step, (lengths, blocks) = upload_step(pool, layout, self, (layout.ends.astype(np.int32), _table(layout, pool)))
+        rows = tuple(np.diff(layout.first_rows).tolist())
+        pages = _Pages(lengths, blocks, rows, tuple(layout.ends.tolist()), rows.count(1))
         padded = _padded_rows(pages, pool.block_size, pool.tensor.dtype)
         return replace(step, plan=[*padded, *_chunks(pages, pool.block_size)])
 
@@ -70,7 +89,17 @@ class SdpaBackend:
         return output
 
 
-def _padded_rows(pages: PageTable, size: int, dtype: torch.dtype) -> list[_PaddedRows]:
+def _table(layout: StepLayout, pool: KvPool) -> Array:
+    """Return the block ids [n, width], int32; what lies beyond a sequence's own is its first block again."""
+    table = np.empty((len(layout.segments), ceil_div(int(layout.ends.max()), pool.block_size)), dtype=np.int32)
+    for row, segment in enumerate(layout.segments):
+        blocks = block_table(segment, segment.end, pool.block_size)
+        table[row, : len(blocks)] = blocks
+        table[row, len(blocks) :] = blocks[0]
+    return table
+
+
+def _padded_rows(pages: _Pages, size: int, dtype: torch.dtype) -> list[_PaddedRows]:
     """Group rows of like length (they are sorted), so that padding at most doubles what is copied."""
     jobs: list[_PaddedRows] = []
     first = 0
@@ -91,7 +120,7 @@ def _padded_rows(pages: PageTable, size: int, dtype: torch.dtype) -> list[_Padde
     return jobs
 
 
-def _chunks(pages: PageTable, size: int) -> list[_Chunk]:
+def _chunks(pages: _Pages, size: int) -> list[_Chunk]:
     jobs = []
     row = pages.singles
     for i in range(pages.singles, len(pages.rows)):

@@ -66,13 +66,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:
     """Return the named attention backend; "auto": the one for CPUs there, torch's own elsewhere.
 
-    Raises ValueError on an unknown name.
+    Raises ValueError on an unknown name, or one that this device does not have.
     """
+    backends: dict[str, AttentionBackend] = {backend.name: backend for backend in (RUNS, SDPA)}
+    if name not in ("auto", *backends):
+        raise ValueError(f"attention_backend must be auto or one of {', '.join(backends)}, not {name!r}")
+    if name == RUNS.name and device.type != "cpu":
+        raise ValueError(f"attention_backend={name} is for CPUs: leave it out, or set sdpa, on {device.type}")
     if name == "auto":
         return RUNS if device.type == "cpu" else SDPA
-    backends: dict[str, AttentionBackend] = {backend.name: backend for backend in (RUNS, SDPA)}
-    if name not in backends:
-        raise ValueError(f"attention_backend must be auto or one of {', '.join(backends)}, not {name!r}")
     return backends[name]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, Qwen3Config
 
-from serve_app.engine.attention import partial_attention, runs_backend, runs_decode, runs_plan
+from serve_app.engine.attention import runs_decode, runs_plan
 from serve_app.engine.attention.interface import paged_attention
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.attention.runs_backend import RUNS
@@ -33,18 +33,13 @@ def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 @pytest.mark.parametrize("long_run", [8, 10**6], ids=["in place", "gathered"])
 @pytest.mark.parametrize("folded", [1, 10**6], ids=["folded", "streamed"])
 @pytest.mark.parametrize("pieces", [0, 10**6], ids=["past copied", "past in place"])
-@pytest.mark.parametrize("portable", [False, True], ids=["fused", "portable"])
 def test_a_mixed_step_equals_the_formula(
-    long_run: int, folded: int, pieces: int, portable: bool, monkeypatch: pytest.MonkeyPatch
+    long_run: int, folded: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks with and without a past, decodes over shared, forked, contiguous and scattered blocks, all in one step."""
     monkeypatch.setattr(runs_plan, "LONG_RUN_TOKENS", long_run)
     monkeypatch.setattr(runs_decode, "FOLDED_ROWS", folded)
     monkeypatch.setattr(runs_plan, "PIECES_IN_PLACE", pieces)
-    if portable:
-        monkeypatch.setattr(partial_attention, "PORTABLE_SCORES", 400)
-        for module in (runs_backend, runs_decode):
-            monkeypatch.setattr(module, "partial_attention", partial_attention.portable_attention)
     generator = torch.Generator().manual_seed(0)
     pool = KvPool(1, 128, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
     shared = list(range(10, 20))
@@ -92,18 +87,6 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
     heads = (torch.ones(1, h, 1, DIM) for h in (6, 2, 2))
     found, _ = paged_attention(SimpleNamespace(layer_idx=0), *heads, None, paged=step)  # type: ignore[arg-type,misc]
     assert torch.equal(found, torch.ones(1, 1, 6, DIM))
-
-
-def test_partial_results_off_the_cpu_kernel_are_the_same() -> None:
-    """The portable formula used on other devices agrees with the CPU kernel, mask and log-sum-exp included."""
-    generator = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(3, 2, n, 16, generator=generator) for n in (4, 33, 33))
-    mask = torch.zeros(3, 1, 1, 33)
-    mask[0, ..., 20:] = float("-inf")
-    one = partial_attention.partial_attention(query, key, value, mask.expand(3, 2, 4, 33), 0.3)
-    two = partial_attention.portable_attention(query, key, value, mask, 0.3)
-    torch.testing.assert_close(one[0], two[0])
-    torch.testing.assert_close(one[1], two[1])
 
 
 @pytest.mark.parametrize(
