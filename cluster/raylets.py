@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from serve_app.cli.haproxy import PortBounds
 from serve_app.cli.local_ray import keep_token_private, local_environment
+from serve_app.ray_compat import deploy_config, keep_cluster_unlisted, live_actors
 
 APP_NAME = "warmpath"
 HOST = "127.0.0.1"
@@ -31,14 +32,11 @@ class Raylets:
 
     def __init__(self, nodes: int, port: int, object_store_bytes: int, run_dir: Path) -> None:
         import ray
-        import ray._common.utils
-        import ray._private.utils
         from ray import serve
         from ray.cluster_utils import Cluster
 
         # The cluster is for who has its address: others on this machine go on finding the one that they find now.
-        ray._private.utils.write_ray_address = lambda *_: None
-        ray._common.utils.reset_ray_address = lambda *_: None
+        keep_cluster_unlisted()
         self._run_dir = run_dir
         self._port = port
         self._object_store_bytes = object_store_bytes
@@ -84,9 +82,6 @@ class Raylets:
 
         Raises what Serve raises for a wrong config.
         """
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
-
         config = {
             "proxy_location": "HeadOnly",
             "http_options": {"host": HOST, "port": self._port},
@@ -94,7 +89,7 @@ class Raylets:
                 {"name": APP_NAME, "route_prefix": "/", "import_path": "serve_app.app:build_app", **application}
             ],
         }
-        _get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+        deploy_config(config)
 
     def status(self) -> dict[str, Any]:
         """Return Serve's words for the application: ``status``, ``message``, and ``deployments`` by name."""
@@ -115,14 +110,12 @@ class Raylets:
         Kinds: "raylet"; Serve's "controller", "proxy" (what starts HAProxy) and "fallback" (answers while no ingress
         does); "haproxy"; and deployments' names, where ``name`` is the id of the replica.
         """
-        import ray._private.state
-
         found: list[dict[str, Any]] = []
         numbers = {self._nodes[number].node_id: number for number in self._alive()}
         for number in self._alive():
             raylet = self._nodes[number].all_processes["raylet"][0].process
             found.append({"kind": "raylet", "name": f"node{number}", "pid": raylet.pid, "node": number})
-        for actor in ray._private.state.actors(actor_state_name="ALIVE").values():
+        for actor in live_actors():
             kind = _SERVE_ACTORS.get(actor["ActorClassName"])
             name = actor["Name"]
             if name.startswith("SERVE_REPLICA::"):

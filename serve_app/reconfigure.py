@@ -13,10 +13,11 @@ from typing import Any
 
 from ray import serve
 
-from router.serve.notices import clear, post, remove
 from serve_app.config.app import AppConfig
 from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, overlaid
 from serve_app.engine.vllm.refusals import refused_settings
+from serve_app.notices import clear, post, remove
+from serve_app.ray_compat import own_deployment
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class LiveSettings:
         context = serve.get_replica_context()
         self.args = app_config(args)
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = _in_force(self.args, context._deployment_config.user_config)
+        self.config = _in_force(self.args, own_deployment().user_config)
         self.refused = 0
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"

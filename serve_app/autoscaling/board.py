@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from ray.util.metrics import Counter, Gauge
 
 from router.protocol.autoscaling import IngressFigures, ReplicaFigures
-from router.serve.notices import post
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
 from serve_app.autoscaling.signals import signals
+from serve_app.notices import post
 
 logger = logging.getLogger("ray.serve")
 

@@ -34,11 +34,10 @@ from serve_app.cli.processes import end_descendants
 from serve_app.cli.start_failure import StartFailed, innermost, wait_until_running
 from serve_app.cli.supervisor import Launch
 from serve_app.config.app import AppConfig
+from serve_app.ray_compat import NODE_TOO_SLOW, use_outside_of_replicas
 
 APP_NAME = "warmpath"
 HEALTHY_WITHIN_S = 300.0
-_NODE_TOO_SLOW = "node timed out during startup"
-"""Of Ray's message, where its raylet takes longer than 30 s, which cannot be set (ray/_private/node.py, 2.60)."""
 
 
 class Reporter:
@@ -173,7 +172,7 @@ def _start_ray(settings: AppConfig, verbose: bool, reporter: Reporter) -> Path:
     try:
         context = init()
     except Exception as error:
-        if _NODE_TOO_SLOW not in str(error):
+        if NODE_TOO_SLOW not in str(error):
             raise
         reporter.say("done", "[2/4] Ray was not up in the 30 s that it gives itself (a busy machine?): once more")
         ray.shutdown()
@@ -192,7 +191,7 @@ def _drain(timeout_s: float, reporter: Reporter) -> None:
 
     try:
         handle = ray_serve.get_app_handle(APP_NAME)
-        handle._init(_run_router_in_separate_loop=True)  # what throughput mode needs outside of a replica
+        use_outside_of_replicas(handle)
         stopped: list[Any] = handle.broadcast("stop", timeout_s).results(timeout_s=timeout_s + 30)
         ended = sum(stopped)
         if ended:

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 
 import grpc
 import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
@@ -33,6 +33,7 @@ from serve_app.errors import (
 )
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.reservation import Reservation
+from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
 from serve_app.tracing.request import call_trace
 from serve_app.tracing.tracer import Tracer
@@ -228,20 +229,6 @@ class Dispatcher:
                     self._left(reservation.replica_id, route.request_id)
             if trace is not None:
                 trace.end(reservation.decision)
-
-
-def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
-    """Cancel a call to a replica, whatever became of it.
-
-    Where the router runs in the caller's loop, Ray's own ``cancel`` does nothing between the end of the assignment and
-    the moment when the consumer hears of it: too late to cancel the assignment, and the call itself is not known yet.
-    Where it runs in another loop, ``cancel`` raises once more what the assignment raised.
-    """
-    with suppress(Exception):
-        stream.cancel()
-    assigned = stream._replica_result_future
-    if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
-        assigned.result().cancel()
 
 
 class _ReplicaLost(Exception):

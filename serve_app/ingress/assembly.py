@@ -14,7 +14,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from router.serve.core_registry import core_for, decisions_for
-from router.serve.notices import read_kinds
 from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
@@ -48,6 +47,7 @@ from serve_app.live.live import LIVE_NOTICES, Live
 from serve_app.live.peers import Peers
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.misses.detector import MissDetector
+from serve_app.notices import read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.secret import load_secret

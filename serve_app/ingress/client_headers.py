@@ -9,16 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ray.serve._private.constants import (
-    SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
-    SERVE_HTTP_REQUEST_ID_HEADER,
-    SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
-    SERVE_INGRESS_ROUTER_HEADER_PREFIX,
-    SERVE_MULTIPLEXED_MODEL_ID,
-    SERVE_SESSION_ID,
-)
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.ray_compat import header_names
 
 MAX_REQUEST_ID_BYTES = 128
 
@@ -28,17 +22,10 @@ def _plain(name: bytes) -> bytes:
     return name.lower().replace(b"_", b"-")
 
 
-_RAYS = frozenset(
-    _plain(name.encode())
-    for name in (
-        SERVE_HTTP_REQUEST_DISCONNECT_DISABLED_HEADER,
-        SERVE_HTTP_REQUEST_TIMEOUT_S_HEADER,
-        SERVE_MULTIPLEXED_MODEL_ID,
-        SERVE_SESSION_ID,
-    )
-)
-_RAYS_PREFIX = _plain(SERVE_INGRESS_ROUTER_HEADER_PREFIX.encode())
-_REQUEST_ID = SERVE_HTTP_REQUEST_ID_HEADER.encode()
+_ORDERS, _ORDERS_PREFIX, _ID = header_names()
+_RAYS = frozenset(_plain(name.encode()) for name in _ORDERS)
+_RAYS_PREFIX = _plain(_ORDERS_PREFIX.encode())
+_REQUEST_ID = _ID.encode()
 _VALID_REQUEST_ID = re.compile(rb"[!-~]{1,%d}" % MAX_REQUEST_ID_BYTES)
 
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
-from ray.serve.context import _get_serve_request_context
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from serve_app.errors import AuthenticationFailed, InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
+from serve_app.ray_compat import serve_request_id
 
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 65_536
@@ -25,8 +25,7 @@ MIN_BODY_BYTES_PER_S = 65_536
 
 def request_id_of(request: Request) -> str:
     """Return the id that Serve answers with as ``x-request-id``: the client's own, or one Serve made."""
-    context = _get_serve_request_context()
-    return str(context.request_id or request.headers.get("x-request-id", ""))[:128]
+    return (serve_request_id() or request.headers.get("x-request-id", ""))[:128]
 
 
 def credentials(request: Request) -> str | None:

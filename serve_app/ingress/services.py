@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from router.core import RoutingCore
 from router.protocol.samples import Sample
-from router.serve.notices import read, read_kinds
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.format import AnswerFormat
@@ -44,6 +43,7 @@ from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import Live
+from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.tenants.tenants import Tenant, Tenants

@@ -12,9 +12,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import ray
 from ray.exceptions import RayError
-from ray.serve._private.constants import SERVE_NAMESPACE
+
+from serve_app.ray_compat import find_serve_actor
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def actor_lives(name: str) -> bool:
     if not name:
         return True
     try:
-        ray.get_actor(name, namespace=SERVE_NAMESPACE)
+        find_serve_actor(name)
     except ValueError:
         return False
     except RayError:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 import ray
 from ray import serve
 
-from router.serve import notices
+from serve_app import notices
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, Kind, SavedPrefix
 from serve_app.config.app import AppConfig
 from serve_app.engine.protocol import Engine
+from serve_app.ray_compat import own_deployment
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.lifecycle.departure import Departure
 from serve_app.replica.lifecycle.handover import HandOver
@@ -106,7 +107,7 @@ class Lifecycle:
 
     def _leave(self, decided_s: float) -> None:
         """Begin to hand over beside the streams that run."""
-        timeout_s = serve.get_replica_context()._deployment_config.graceful_shutdown_timeout_s
+        timeout_s = own_deployment().graceful_shutdown_timeout_s
         self._deadline_s = decided_s + timeout_s
         self._alarm = self._loop.call_at(max(self._loop.time(), self._deadline_s - STREAMS_END_S), self._end)
         self._receipt = Receipt()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from serve_app.generation.dispatch import cancel_call
+from serve_app.ray_compat import cancel_call
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, called, generation
 
 

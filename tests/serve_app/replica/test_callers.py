@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import ray
 from ray.exceptions import RpcError
 
 from serve_app.replica import callers
@@ -62,7 +63,7 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
             raise said
         return name
 
-    monkeypatch.setattr(callers.ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray, "get_actor", get_actor)
     assert callers.actor_lives("x") is lives
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from ray.experimental import internal_kv
+
+from serve_app.ray_compat import kv_delete, kv_get, kv_keys, kv_put
 
 KEPT = 32
 """Notices of one kind that an application keeps."""
@@ -21,25 +22,20 @@ _NAMESPACE = b"warmpath"
 
 def post(app_name: str, kind: str, name: str, notice: dict[str, Any]) -> None:
     """Put up a notice, in place of the earlier one of that name; ``at_s``, the wall clock's time, is added."""
-    internal_kv._internal_kv_put(
-        _key(app_name, kind, name),
-        msgspec.json.encode({**notice, "at_s": time.time()}),
-        overwrite=True,
-        namespace=_NAMESPACE,
-    )
+    kv_put(_key(app_name, kind, name), msgspec.json.encode({**notice, "at_s": time.time()}), _NAMESPACE)
     for old, _ in _notices(app_name, kind)[KEPT:]:
-        internal_kv._internal_kv_del(old, namespace=_NAMESPACE)
+        kv_delete(old, _NAMESPACE)
 
 
 def remove(app_name: str, kind: str, name: str) -> None:
     """Take a notice down; one that is not there is ignored."""
-    internal_kv._internal_kv_del(_key(app_name, kind, name), namespace=_NAMESPACE)
+    kv_delete(_key(app_name, kind, name), _NAMESPACE)
 
 
 def clear(app_name: str, kind: str) -> None:
     """Take down every notice of a kind."""
     for key, _ in _notices(app_name, kind):
-        internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+        kv_delete(key, _NAMESPACE)
 
 
 def read(app_name: str, kind: str) -> list[dict[str, Any]]:
@@ -58,8 +54,8 @@ def _key(app_name: str, kind: str, name: str = "") -> bytes:
 
 def _notices(app_name: str, kind: str) -> list[tuple[bytes, dict[str, Any]]]:
     found: list[tuple[bytes, dict[str, Any]]] = []
-    for key in internal_kv._internal_kv_list(_key(app_name, kind), namespace=_NAMESPACE):
-        value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    for key in kv_keys(_key(app_name, kind), _NAMESPACE):
+        value = kv_get(key, _NAMESPACE)
         if value is not None:  # removed by its writer in the meantime
             found.append((key, msgspec.json.decode(value)))
     return sorted(found, key=lambda each: each[1]["at_s"], reverse=True)

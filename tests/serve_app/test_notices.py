@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.experimental import internal_kv
 
-from router.serve.notices import KEPT, clear, post, read, remove
+from serve_app.notices import KEPT, clear, post, read, remove
 
 
 @pytest.fixture(autouse=True)
