@@ -8,7 +8,7 @@ thread may call any method.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy
 from random import Random
 from threading import Lock
@@ -25,13 +25,12 @@ from router.observe.state import regret_state, router_state, sane_stats, shadow_
 from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
-from router.policy.policies import POLICIES, least_loaded
+from router.policy.policies import POLICIES, Policy, least_loaded
 from router.policy.recheck import MAX_SENT_BACK
-from router.policy.replication import Replication
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, Reason, RoutedRequest
-from router.settings import DEFAULT_POLICY, RouterSettings
+from router.settings import RouterSettings
 
 
 class RoutingCore:
@@ -61,7 +60,7 @@ class RoutingCore:
         self._shadow_s = 0.0
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads = self._known.loads
-        self._replication = Replication(self.settings.block_size)
+        self._policy = self._new_policy(self.settings.policy)
         self._overhead = TtftOverhead()
         self._times = RequestTimes()
         self._working_set = WorkingSet()
@@ -112,22 +111,27 @@ class RoutingCore:
         with self._lock:
             before, self.settings = self.settings, settings
             self._counted = self.counters.of_policy(settings.policy)
+            if (before.policy, before.block_size) != (settings.policy, settings.block_size):
+                self._policy = self._new_policy(settings.policy)
             if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
                 self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._known.forget_blocks(settings.block_size, settings.max_blocks)
-                self._replication = Replication(settings.block_size)
 
     def update_replicas(
-        self, replica_ids: Iterable[str], away: Collection[str] = ()
+        self,
+        replica_ids: Iterable[str],
+        away: Collection[str] = (),
+        labels: Mapping[str, Mapping[str, str]] | None = None,
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Make the replica set equal to ``replica_ids`` and return who was added and who was removed.
 
         ``away``: replicas that may be back soon. What is known of them is kept, and is kept up to date by their
-        feeds; no request goes there. Those that were not known before are ignored.
+        feeds; no request goes there. Those that were not known before are ignored. ``labels``: of their nodes.
         """
         with self._lock:
             added, removed = self._known.update(replica_ids, away)
+            self._known.labels = labels or {}
             for replica_id in removed:
                 self.counters.decisions_by_replica.pop(replica_id, None)
         return added, removed
@@ -158,7 +162,7 @@ class RoutingCore:
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
         """Return the policy's whole ranking without reserving anything."""
         with self._lock:
-            return POLICIES[self.settings.policy](self._view_of(request, blocked), None)
+            return self._policy.rank(self._view_of(request, blocked, self._clock()))
 
     def holders(self, request: RoutedRequest) -> dict[str, int]:
         """Return how many leading prompt tokens each replica can reuse, of those that can reuse any."""
@@ -199,10 +203,16 @@ class RoutingCore:
         with self._lock:
             now_s = self._clock()
             self._known.expire(now_s)
-            view = self._view_of(request, self._blocked() if blocked is None else blocked)
-            views = {policy: view._replace(turn=self._turn + 1, rng=copy(self._rng)) for policy in policies}
+            view = self._view_of(request, self._blocked() if blocked is None else blocked, now_s)
+            acting = {self.settings.policy: self._policy}
+            rankings = {
+                name: (acting.get(name) or self._new_policy(name)).rank(
+                    view._replace(turn=self._turn + 1, rng=copy(self._rng))
+                )
+                for name in policies
+            }
             tiers = self.directory.tiers(self._reusable_chain(request), view.match)
-            return explain(views, tiers, now_s, self._replication)
+            return explain(view, rankings, tiers)
 
     def record_delivered(
         self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
@@ -251,18 +261,15 @@ class RoutingCore:
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
         self._known.expire(now_s)
         self._turn += 1
-        view = self._view_of(request, blocked)
-        if view.match and self.settings.policy == DEFAULT_POLICY:
-            chosen = self._replication.choose(view, now_s, count=not request.sent_back)
-        else:
-            chosen = next(iter(POLICIES[self.settings.policy](view, 1)), None)
+        view = self._view_of(request, blocked, now_s)
+        chosen = self._policy.choose(view)
         if chosen is None:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = chosen
         estimated = estimate(view, replica_id)
         if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(view, replica_id, estimated, now_s)
+            self._shadow_s = self._shadow.compare(view, replica_id, estimated)
         selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimated
         queued: int | None = None
         if self._may_be_sent_back(request, replica_id, reason):
@@ -288,13 +295,13 @@ class RoutingCore:
         """Say whether the replica may have more to do than is known here, and can be believed when it says so."""
         return (
             self.loads.active_routers > 1
-            and self.settings.policy == DEFAULT_POLICY
+            and self._policy.may_reroute
             and reason != "only_replica"
             and request.sent_back < MAX_SENT_BACK
             and not self._known.is_silent(replica_id)
         )
 
-    def _view_of(self, request: RoutedRequest, blocked: Collection[str]) -> RoutingView:
+    def _view_of(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> RoutingView:
         """Return all that a policy needs to know of this request."""
         chain, known = self._reusable_chain(request), self._known
         match = known.directory.match(chain)
@@ -305,8 +312,9 @@ class RoutingCore:
         adapter_s = known.adapters.wait_s(request.adapter, self.loads)
         scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(
-            request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s
-        )
+            request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s,
+            now_s, known.labels, not request.sent_back,
+        )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:
         away = self._known.away
@@ -317,6 +325,9 @@ class RoutingCore:
         usable = max(request.prompt_tokens - 1, 0) // self.settings.block_size * HASH_BYTES
         chain = request.block_hashes
         return chain[:usable] if len(chain) > usable else chain
+
+    def _new_policy(self, name: str) -> Policy:
+        return POLICIES[name](self.settings.block_size)
 
     def _new_shadow(self) -> ShadowPolicy | None:
         policy, block_size = self.settings.shadow_policy, self.settings.block_size

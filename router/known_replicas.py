@@ -5,7 +5,7 @@ In: replica sets, feed events, reservations that end. Decides nothing. Not threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
@@ -22,8 +22,9 @@ _SILENT = "silent"
 class KnownReplicas:
     """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
 
-    ``away``: replicas that may be back soon and get nothing; ``stats``: the latest StatsReport of each that sent one;
-    ``is_live``: who knows whether a replica's feed is complete; ``resync``: who can ask it for a snapshot.
+    ``away``: replicas that may be back soon and get nothing; ``labels``: of each one's node, for policies; ``stats``:
+    the latest StatsReport of each that sent one; ``is_live``: who knows whether a replica's feed is complete;
+    ``resync``: who can ask it for a snapshot.
     """
 
     def __init__(self, router_id: str, block_size: int, max_blocks: int) -> None:
@@ -31,6 +32,7 @@ class KnownReplicas:
         self.adapters = LoraResidency()
         self.stats: dict[str, StatsReport] = {}
         self.away: frozenset[str] = frozenset()
+        self.labels: Mapping[str, Mapping[str, str]] = {}
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()

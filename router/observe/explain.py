@@ -11,9 +11,6 @@ from typing import Any
 from router.observe.state import replica_load_state
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import Estimate, estimate
-from router.policy.policies import POLICIES
-from router.policy.replication import Replication
-from router.settings import DEFAULT_POLICY
 
 _BECAUSE = {
     "only_replica": "it is the only replica that can take the request",
@@ -27,25 +24,14 @@ _BECAUSE = {
 
 
 def explain(
-    views: Mapping[str, RoutingView],
-    tiers: Mapping[str, Mapping[str, int]],
-    now_s: float,
-    replication: Replication,
+    view: RoutingView, rankings: Mapping[str, list[Candidate]], tiers: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Return replicas in the order of the first policy of ``views``, and each policy's winner; JSON-able.
+    """Return replicas in the order of the first of ``rankings``, and each policy's winner; JSON-able.
 
-    ``views``: by policy, of the same request. ``tiers``: tokens of each matched prefix by tier. ``replication``: has
-    the last word on the default policy's.
+    ``rankings``: by policy, of the request in ``view``. ``tiers``: tokens of each matched prefix by tier.
     """
-    view = next(iter(views.values()))
     request, match, loads, adapter_s = view.request, view.match, view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
-    rankings = {policy: POLICIES[policy](own, None) for policy, own in views.items()}
-    ranked = rankings.get(DEFAULT_POLICY)
-    if ranked and match:
-        first = replication.choose(views[DEFAULT_POLICY], now_s, count=False)
-        assert first is not None
-        rankings[DEFAULT_POLICY] = [first, *(other for other in ranked if other.replica_id != first.replica_id)]
     order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]
     return {
@@ -66,7 +52,7 @@ def explain(
                 "work_s": estimates[replica_id].work_s,
                 "estimated_ttft_s": estimates[replica_id].estimated_ttft_s,
                 "blocked": replica_id in view.blocked,
-                **replica_load_state(replica_id, loads, now_s),
+                **replica_load_state(replica_id, loads, view.now_s),
                 "policies": {policy: _place(replica_id, ranked) for policy, ranked in rankings.items()},
             }
             for replica_id in order

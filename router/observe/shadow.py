@@ -16,9 +16,7 @@ from router.observe.counters import DECISION_BUCKETS_S
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import Estimate, estimate
 from router.policy.policies import POLICIES
-from router.policy.replication import Replication
 from router.protocol.samples import Histogram
-from router.settings import DEFAULT_POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -47,26 +45,23 @@ class ShadowPolicy:
 
     def __init__(self, policy: str, block_size: int, clock: Callable[[], float], rng: Random) -> None:
         self.policy = policy
-        self._replication = Replication(block_size)
+        self._policy = POLICIES[policy](block_size)
         self._clock = clock
         self.counters = ShadowCounters()
         self._rng = rng
         self._turn = 0
 
-    def compare(self, view: RoutingView, acting_replica_id: str, acting: Estimate, now_s: float) -> float:
+    def compare(self, view: RoutingView, acting_replica_id: str, acting: Estimate) -> float:
         """Decide about a request that ``acting_replica_id`` is about to get, and count the difference.
 
-        ``view``, ``now_s``: the acting policy's. Returns the seconds it took. Never raises.
+        ``view``: the acting policy's. Returns the seconds it took. Never raises.
         """
         started_s = self._clock()
         try:
             self._turn += 1
             own = view._replace(turn=self._turn, rng=self._rng)
-            if own.match and self.policy == DEFAULT_POLICY:
-                chosen = self._replication.choose(own, now_s)
-                assert chosen is not None
-            else:
-                chosen = POLICIES[self.policy](own, 1)[0]
+            chosen = self._policy.choose(own)
+            assert chosen is not None, "the acting policy has chosen one, so somebody can take the request"
             estimated = estimate(own, chosen.replica_id)
         except Exception:
             self.counters.faults += 1

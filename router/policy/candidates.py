@@ -42,7 +42,8 @@ class RoutingView(NamedTuple):
     knows. ``pending``: tokens that an unfinished prefill of the same prefix will have cached, by replica. ``closed``:
     further rows that cannot take it. ``adapter_s``: by row, the seconds that the request waits there for its LoRA
     adapter; None: nowhere, or for as long everywhere. ``overhead_s``: what a first token takes beside the work, the
-    same everywhere; it is part of estimates and of no score.
+    same everywhere; it is part of estimates and of no score. ``now_s``: the router's clock. ``labels``: of each
+    replica's node, as Ray has them. ``counted``: False where the same request was counted before.
     """
 
     request: RoutedRequest
@@ -56,6 +57,9 @@ class RoutingView(NamedTuple):
     closed: npt.NDArray[np.bool_] | None = None
     adapter_s: Floats | None = None
     overhead_s: float = 0.0
+    now_s: float = 0.0
+    labels: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    counted: bool = True
 
     @property
     def best_tokens(self) -> int:

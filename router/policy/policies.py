@@ -1,22 +1,18 @@
-"""The scoring rules, pure functions view -> ranked candidates: estimated time to first token, and baselines.
+"""The policies: estimated time to first token, and baselines. A new one is a rule here and its name in `settings.py`.
 
-Turn and randomness come in the view. A policy returns replicas that may take the request, best first, at most
-``limit`` of them; an empty list means "wait".
+A rule is a pure function view -> ranked candidates; turn, randomness and the moment come in the view. It returns
+replicas that may take the request, best first, at most ``limit`` of them; an empty list means "wait".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 
-import numpy as np
-
-from router.load.load_table import Floats
 from router.policy.candidates import Candidate, RoutingView, listed, open_rows, rendezvous, scored, uncached_tokens
-from router.policy.pull_cost import work_tokens
-
-TIE_TOLERANCE = 0.01
-"""Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
+from router.policy.replication import Replication
+from router.policy.ttft_scores import TIE_TOLERANCE, ttft_scores
 
 BOUNDED_LOAD = 1.25
 """Bounded hashing: how far over the mean a replica's requests may be."""
@@ -25,7 +21,7 @@ SGLANG_RELATIVE_LOAD, SGLANG_ABSOLUTE_LOAD, SGLANG_MATCH_RATIO = 1.1, 32.0, 0.5
 """Kinder to the rule than sglang-router's own defaults, 1.5, 64 and 0.3: its mean TTFT in `benchmarks simulate`
 is 3 to 5 % shorter with these."""
 
-Policy = Callable[[RoutingView, int | None], list[Candidate]]
+Rule = Callable[[RoutingView, int | None], list[Candidate]]
 
 
 def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidate]:
@@ -42,30 +38,6 @@ def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidat
     """
     scores_s, work = ttft_scores(view)
     return scored(scores_s, work, view, limit, TIE_TOLERANCE)
-
-
-def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
-    """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, whoever may take it."""
-    loads = view.loads
-    work = work_tokens(view)
-    if view.settings.shortest_first:
-        # ahead + own x (1 + behind), put so that it needs the fewest steps: committed + others x (1 - e^-x) + own
-        shorter = work * loads.falloff
-        np.expm1(shorter, shorter)
-        scores = work + loads.committed_tokens
-        scores -= shorter * loads.overtakable_tokens
-    else:
-        scores = loads.queued_tokens + work
-    left_to_peers = loads.left_to_peers
-    if left_to_peers is not None and len(scores):
-        # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
-        equal = np.count_nonzero(scores <= scores.min() * (1.0 + TIE_TOLERANCE))
-        if equal < min(loads.active_routers, len(scores)):
-            scores += left_to_peers * work.min()
-    scores *= loads.seconds_per_token
-    if view.adapter_s is not None:
-        scores += view.adapter_s
-    return scores, work
 
 
 def lmetric(view: RoutingView, limit: int | None = None) -> list[Candidate]:
@@ -138,12 +110,56 @@ def sglang(view: RoutingView, limit: int | None = None) -> list[Candidate]:
     return scored(scores, uncached, view, limit)
 
 
-POLICIES: dict[str, Policy] = {
-    "estimated_ttft": estimated_ttft,
-    "lmetric": lmetric,
-    "bounded_hash": bounded_hash,
-    "sglang": sglang,
-    "power_of_two": power_of_two,
-    "round_robin": round_robin,
-    "least_loaded": least_loaded,
+class Policy:
+    """A rule that remembers nothing: a whole policy.
+
+    ``may_reroute``: whether a replica that has more to do than was known here may return its requests.
+    """
+
+    may_reroute = False
+
+    def __init__(self, rule: Rule, block_size: int) -> None:
+        self.block_size = block_size
+        self._rule = rule
+
+    def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
+        """Return the ranking of a request that goes nowhere."""
+        return self._rule(view, limit)
+
+    def choose(self, view: RoutingView) -> Candidate | None:
+        """Choose for a request that will go there; None while nobody can take it."""
+        return next(iter(self.rank(view, 1)), None)
+
+
+class EstimatedTtft(Policy):
+    """The default: ``estimated_ttft``, and more holders for prefixes that many requests ask for."""
+
+    may_reroute = True
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(estimated_ttft, block_size)
+        self._replication = Replication(block_size)
+
+    def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
+        """Return the ranking, first the replica that ``choose`` would choose; the demand stays as it is."""
+        first = self._replication.choose(view._replace(counted=False)) if view.match else None
+        if first is None:
+            return super().rank(view, limit)
+        others = (other for other in super().rank(view, None) if other.replica_id != first.replica_id)
+        return [first, *others][:limit]
+
+    def choose(self, view: RoutingView) -> Candidate | None:
+        """Choose, and count the demand for the request's prefix."""
+        return self._replication.choose(view) if view.match else super().choose(view)
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "estimated_ttft": EstimatedTtft,
+    "lmetric": partial(Policy, lmetric),
+    "bounded_hash": partial(Policy, bounded_hash),
+    "sglang": partial(Policy, sglang),
+    "power_of_two": partial(Policy, power_of_two),
+    "round_robin": partial(Policy, round_robin),
+    "least_loaded": partial(Policy, least_loaded),
 }
+"""By name, what makes a policy for blocks of so many tokens."""

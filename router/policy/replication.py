@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from router.policy.candidates import Candidate, RoutingView, rendezvous, scored
-from router.policy.policies import TIE_TOLERANCE, ttft_scores
 from router.policy.pull_cost import pulls_faster
+from router.policy.ttft_scores import TIE_TOLERANCE, ttft_scores
 from router.protocol.block_hash import HASH_BYTES
 
 HOLDER_UTILISATION = 0.5
@@ -84,11 +84,11 @@ class Replication:
         self._block_size = block_size
         self.demand = PrefixDemand()
 
-    def choose(self, view: RoutingView, now_s: float, *, count: bool = True) -> Candidate | None:
+    def choose(self, view: RoutingView) -> Candidate | None:
         """Choose the replica when some replica already has part of the prefix: the best by score, or another one.
 
         Another one where the best would be a holder too many, or where the prefix needs one more holder. None: nobody
-        can take it. ``count``: False only asks, and leaves the demand as it is.
+        can take it. A view that is not ``counted`` leaves the demand as it is.
         """
         scores_s, work = ttft_scores(view)
         ranked = scored(scores_s, work, view, 1, TIE_TOLERANCE)
@@ -104,14 +104,14 @@ class Replication:
             chosen = next(iter(within), chosen)
         another: str | None = None
         if view.loads.num_pulling:
-            another = self.one_more_holder(view, chosen.replica_id, now_s, count=count)
+            another = self.one_more_holder(view, chosen.replica_id)
         if another is not None:
             for candidate in scored(scores_s, work, view, None, TIE_TOLERANCE):
                 if candidate.replica_id == another:
                     return candidate._replace(reason="hot_prefix")
         return chosen
 
-    def one_more_holder(self, view: RoutingView, chosen_id: str, now_s: float, *, count: bool = True) -> str | None:
+    def one_more_holder(self, view: RoutingView, chosen_id: str) -> str | None:
         """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
 
         It is the one with the least work, of equals the first in the prefix's rendezvous order, so that routers
@@ -123,12 +123,12 @@ class Replication:
             return None
         work_s = max(request.prompt_tokens - best, 1) * loads.replicas[chosen_id].seconds_per_token
         work_s = (work_s if work_s < _MOST_WORK_S else _MOST_WORK_S) * loads.active_routers
-        rate_of = self.demand.add if count else self.demand.rate_with
+        rate_of = self.demand.add if view.counted else self.demand.rate_with
         hashes = request.block_hashes
         depth = 1 << (-(-settings.min_pull_tokens // size) - 1).bit_length()
         hot = []
         while depth * size <= best:
-            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, now_s)
+            rate = rate_of(hashes[HASH_BYTES * (depth - 1) : HASH_BYTES * depth], work_s, view.now_s)
             if rate > HOLDER_UTILISATION:
                 hot.append((depth, rate))
             elif rate < _WORTH_LOOKING * HOLDER_UTILISATION:

@@ -29,6 +29,9 @@ logger = logging.getLogger("ray.serve")
 FEED_METADATA = "feed"
 """The key of ``record_replica_metadata()`` under which a replica advertises ``FeedEndpoint.to_dict()``."""
 
+LABELS_METADATA = "labels"
+"""The key under which it advertises the labels that its node was given when Ray was started there."""
+
 AWAY_S = 10.0
 """How long a replica that left the set is kept in mind: one that takes new settings is out of it meanwhile, and its
 cache is not. One that leaves for good can hand out KV until it ends."""
@@ -71,7 +74,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
             self._event_loop.call_later(AWAY_S, self._forget, name, replica)
         if self._among_peers:
             return
-        added, _ = self._core.update_replicas(self._by_name, self._away)
+        labels = {name: replica.replica_metadata.get(LABELS_METADATA, {}) for name, replica in self._by_name.items()}
+        added, _ = self._core.update_replicas(self._by_name, self._away, labels)
         if self._subscriber is None:  # here, because only here the router is sure to run in its own loop
             self._subscriber = FeedSubscriber(self._core.apply, self._core.counters.feed)
             self._core.follow(self._subscriber.is_live, self._full, self._subscriber.resync)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.policy.policies import POLICIES
+from router.policy.policies import POLICIES, Policy
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import RouterSettings
@@ -133,7 +134,7 @@ def test_a_fault_in_the_shadow_goes_no_further(monkeypatch: pytest.MonkeyPatch) 
     def broken(*_: object) -> list[object]:
         raise RuntimeError("no")
 
-    monkeypatch.setitem(POLICIES, "sglang", broken)
+    monkeypatch.setitem(POLICIES, "sglang", partial(Policy, broken))
     core = core_with("estimated_ttft", "sglang")
     assert decisions(core, [1, 2]) == decisions(core_with("estimated_ttft"), [1, 2])
     assert core.shadow is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from math import exp
 from random import Random
 from typing import get_args
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView, rendezvous
 from router.policy.estimate import estimate
-from router.policy.policies import POLICIES
+from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest
-from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings
+from router.settings import DEFAULT_POLICY, POLICY_NAMES, PolicySettings, RouterSettings
 
 NAMES = [f"replica-{number}" for number in range(6)]
 
@@ -44,7 +46,8 @@ def rank(
     **context: object,
 ) -> list[Candidate]:
     facts = {"turn": 1, "rng": Random(7), **context}
-    return POLICIES[policy](RoutingView(asked or request(), match or {}, loads, **facts), limit)  # type: ignore[arg-type]
+    view = RoutingView(asked or request(), match or {}, loads, **facts)  # type: ignore[arg-type]
+    return POLICIES[policy](16).rank(view, limit)
 
 
 def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
@@ -240,3 +243,19 @@ def test_least_loaded_goes_by_waiting_time() -> None:
     """The shortest queue of tokens first."""
     names = [c.replica_id for c in rank("least_loaded", loads_of((500, 0, 1), (0, 9, 0), (50, 0, 1)))]
     assert names == [NAMES[1], NAMES[2], NAMES[0]]
+
+
+def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rule needs of a node is a label that Ray was given there. (docs/routing.md)"""
+
+    def prefers_nvme(view: RoutingView, limit: int | None = None) -> list[Candidate]:
+        ranked = POLICIES["estimated_ttft"](16).rank(view)
+        return sorted(ranked, key=lambda one: view.labels.get(one.replica_id, {}).get("disk") != "nvme")[:limit]
+
+    monkeypatch.setitem(POLICIES, "lmetric", partial(Policy, prefers_nvme))
+    core = RoutingCore("me", RouterSettings(policy="lmetric"), clock=lambda: 0.0, rng=Random(0))
+    core.update_replicas("abc", labels={"b": {"disk": "nvme"}})
+    chosen = {decision.replica_id for _ in range(6) if (decision := core.decide(request()))}
+    assert chosen == {"b"}
+    core.update_replicas("abc", labels={"c": {"disk": "nvme"}})
+    assert core.rank(request())[0].replica_id == "c"
