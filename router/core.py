@@ -26,7 +26,7 @@ from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded
-from router.policy.recheck import MAX_SENT_BACK
+from router.policy.recheck import MAX_REROUTES
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import Event, LoadReport, StatsReport
 from router.protocol.request import Decision, Reason, RoutedRequest
@@ -182,15 +182,15 @@ class RoutingCore:
         with self._lock:
             self._known.release(decision.reservation)
 
-    def sent_back(self, decision: Decision, load: LoadReport) -> None:
+    def rerouted(self, decision: Decision, load: LoadReport) -> None:
         """Take back a decision that a replica did not follow, and learn the load that it told instead.
 
-        The same request may be decided about again, with ``RoutedRequest.sent_back`` one higher.
+        The same request may be decided about again, with ``RoutedRequest.rerouted`` one higher.
         """
         with self._lock:
             self._known.release(decision.reservation)
             self._known.told(decision.replica_id, load, self._clock())
-            self.counters.sent_back += 1
+            self.counters.rerouted += 1
 
     def explain(
         self, request: RoutedRequest, policies: Collection[str], blocked: Collection[str] | None = None
@@ -272,13 +272,13 @@ class RoutingCore:
             self._shadow_s = self._shadow.compare(view, replica_id, estimated)
         selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimated
         queued: int | None = None
-        if self._may_be_sent_back(request, replica_id, reason):
+        if self._may_reroute(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
         number = self.loads.reserve(replica_id, uncached, now_s)
         if request.block_hashes and request.store_kv:
             self._known.pending.add(request.placement_key, number, replica_id, request.block_hashes)
         best = view.best_tokens
-        if not request.sent_back:  # a request is counted once, however often it is decided about
+        if not request.rerouted:  # a request is counted once, however often it is decided about
             # For autoscaling only what more replicas would change.
             self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
@@ -291,13 +291,13 @@ class RoutingCore:
             now_s,
         )  # fmt: skip
 
-    def _may_be_sent_back(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
+    def _may_reroute(self, request: RoutedRequest, replica_id: str, reason: Reason) -> bool:
         """Say whether the replica may have more to do than is known here, and can be believed when it says so."""
         return (
             self.loads.active_routers > 1
             and self._policy.may_reroute
             and reason != "only_replica"
-            and request.sent_back < MAX_SENT_BACK
+            and request.rerouted < MAX_REROUTES
             and not self._known.is_silent(replica_id)
         )
 
@@ -313,7 +313,7 @@ class RoutingCore:
         scoring, closed, overhead_s = self.settings.scoring, self._closed(blocked), self._overhead.seconds
         return RoutingView(
             request, match, self.loads, self._turn, self._rng, scoring, closed, pending, None, adapter_s, overhead_s,
-            now_s, known.labels, not request.sent_back,
+            now_s, known.labels, not request.rerouted,
         )  # fmt: skip
 
     def _closed(self, blocked: Collection[str]) -> Collection[str]:

@@ -29,7 +29,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     pulled_tokens: int = 0
-    sent_back: int = 0
+    rerouted: int = 0
 
     def summary(self) -> dict[str, float]:
         """Return the figures of the benchmark's contract. ``hit_rate`` counts pulled tokens as cached ones."""
@@ -41,7 +41,7 @@ class Outcome:
             "ttft_p50_s": percentile(times, 50),
             "ttft_p90_s": percentile(times, 90),
             "ttft_p99_s": percentile(times, 99),
-            "sent_back_rate": self.sent_back / len(times),
+            "rerouted_rate": self.rerouted / len(times),
             "requests": len(times),
         }
 
@@ -83,7 +83,7 @@ class Cluster:
             door = self._rng.choice(doors)
             self.clock.at(request.trace.arrival_s / self.settings.speed, partial(door.send, request, self._submit))
         self.clock.run()
-        self.outcome.sent_back = sum(door.core.counters.sent_back for door in doors)
+        self.outcome.rerouted = sum(door.core.counters.rerouted for door in doors)
         return self.outcome
 
     def _submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:

@@ -53,23 +53,23 @@ class FrontDoor:
         """Take one feed message."""
         self.core.apply(replica_id, EPOCH, events)
 
-    def send(self, request: SimulatedRequest, submit: Submit, sent_back: int = 0) -> None:
-        """Send a request to a replica that takes it. ``sent_back``: how often one has sent it back."""
-        decision = self._decide(request, sent_back)
+    def send(self, request: SimulatedRequest, submit: Submit, rerouted: int = 0) -> None:
+        """Send a request to a replica that takes it. ``rerouted``: how often one has sent it back."""
+        decision = self._decide(request, rerouted)
         load = submit(request, decision)
         if load is not None:
-            self._clock.after(self._resend_s, partial(self._send_again, request, submit, decision, load, sent_back + 1))
+            self._clock.after(self._resend_s, partial(self._send_again, request, submit, decision, load, rerouted + 1))
 
     def _send_again(
-        self, request: SimulatedRequest, submit: Submit, decision: Decision, load: LoadReport, sent_back: int
+        self, request: SimulatedRequest, submit: Submit, decision: Decision, load: LoadReport, rerouted: int
     ) -> None:
-        self.core.sent_back(decision, load)
-        self.send(request, submit, sent_back)
+        self.core.rerouted(decision, load)
+        self.send(request, submit, rerouted)
 
-    def _decide(self, request: SimulatedRequest, sent_back: int) -> Decision:
+    def _decide(self, request: SimulatedRequest, rerouted: int) -> Decision:
         tokens = request.trace.prompt_tokens
         routed = RoutedRequest(
-            str(request.number), request.block_hashes, tokens, request.placement_key, sent_back=sent_back
+            str(request.number), request.block_hashes, tokens, request.placement_key, rerouted=rerouted
         )
         blocked = self._refused_by_tree(request) if self._tree is not None else ()
         decision = self.core.decide(routed, blocked)

@@ -59,7 +59,7 @@ def simulate(
 
 def _line(name: str, row: dict[str, float]) -> str:
     times = " ".join(f"{figure} {row[f'ttft_{figure}_s']:7.3f}" for figure in ("mean", "p50", "p90", "p99"))
-    rates = f"hit rate {row['hit_rate']:.3f}  pulled {row['pulled_rate']:.3f}  sent back {row['sent_back_rate']:.2f}"
+    rates = f"hit rate {row['hit_rate']:.3f}  pulled {row['pulled_rate']:.3f}  sent back {row['rerouted_rate']:.2f}"
     return f"{name:36} {rates}  TTFT {times} s"
 
 

@@ -105,7 +105,7 @@ class RouterCounters:
     all_full: int = 0
     faults: int = 0
     rejected: int = 0
-    sent_back: int = 0
+    rerouted: int = 0
     feed: FeedCounters = field(default_factory=FeedCounters)
 
     def of_policy(self, policy: str) -> PolicyCounters:

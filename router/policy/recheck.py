@@ -10,7 +10,7 @@ from router.load.replica_load import DEFAULT_PREFILL_TOKENS_PER_S
 from router.protocol.events import LoadReport
 from router.protocol.request import Decision
 
-MAX_SENT_BACK = 8
+MAX_REROUTES = 8
 """A request that was sent back so often is taken by whoever gets it next."""
 
 WORTH_ASKING_S = 0.02

@@ -31,7 +31,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     cold requests together (system-prompt key, or derived from a client's ``prompt_cache_key``).
     ``avoid``: replicas that already failed this request; ``dead``: those of them whose KV is gone with them.
     ``adapter``: the key of its LoRA adapter, "" for none.
-    ``tenant``: whose it is, for the turns of those that wait. ``sent_back``: how often a replica has sent it back
+    ``tenant``: whose it is, for the turns of those that wait. ``rerouted``: how often a replica has sent it back
     because more was queued there than the router believed. ``store_kv`` False: it leaves nothing in a replica's cache.
     """
 
@@ -42,7 +42,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, gc=False):
     avoid: tuple[str, ...] = ()
     adapter: str = ""
     tenant: str = ""
-    sent_back: int = 0
+    rerouted: int = 0
     store_kv: bool = True
     dead: tuple[str, ...] = ()
 

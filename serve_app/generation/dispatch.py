@@ -98,10 +98,10 @@ class Dispatcher:
         received: list[int] = []
         dead: tuple[str, ...] = ()
         cached_reported = False
-        losses = refusals = moves = sent_back = 0
+        losses = refusals = moves = rerouted = 0
         while losses < MAX_ATTEMPTS:
             current = _resumed(generation, received, self._block_size) if received else generation
-            route = route_of(current, losses + refusals + moves + sent_back, avoid, dead, sent_back)
+            route = route_of(current, losses + refusals + moves + rerouted, avoid, dead, rerouted)
             reservation = Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
@@ -110,8 +110,8 @@ class Dispatcher:
                         if chunk.error == "unavailable":
                             raise _ReplicaLeaves(chunk.message)
                         if chunk.load is not None:
-                            reservation.sent_back(chunk.load)
-                            sent_back += 1
+                            reservation.rerouted(chunk.load)
+                            rerouted += 1
                             break
                         _raise_for(chunk)
                         received.extend(chunk.token_ids)
@@ -244,11 +244,11 @@ def route_of(
     attempt: int = 0,
     avoid: tuple[str, ...] = (),
     dead: tuple[str, ...] = (),
-    sent_back: int = 0,
+    rerouted: int = 0,
 ) -> RoutedRequest:
     """Return a generation's routing view.
 
-    ``avoid``: replicas that lost it in earlier attempts, and ``dead`` those that did not just leave; ``sent_back``: how
+    ``avoid``: replicas that lost it in earlier attempts, and ``dead`` those that did not just leave; ``rerouted``: how
     many attempts ended at once, with a replica that had more to do than was known.
     """
     return RoutedRequest(
@@ -259,7 +259,7 @@ def route_of(
         avoid=avoid,
         adapter=generation.scope.lora,
         tenant=generation.tenant,
-        sent_back=sent_back,
+        rerouted=rerouted,
         store_kv=generation.store_kv,
         dead=dead,
     )

@@ -33,10 +33,10 @@ class Reservation:
                     self.decision, cached_tokens, ttft_s, route.block_hashes, stored=route.store_kv
                 )
 
-    def sent_back(self, load: LoadReport) -> None:
+    def rerouted(self, load: LoadReport) -> None:
         """The replica has more to do than was known: learn it, and free what was reserved there."""
         if self._take() and self.decision is not None:
-            self._core.sent_back(self.decision, load)
+            self._core.rerouted(self.decision, load)
 
     def leave(self) -> None:
         """Whoever asked is gone: free what was reserved, and have nothing sent that was not."""

@@ -26,13 +26,14 @@ from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
+from serve_app.generation.aborts import Aborts
 from serve_app.generation.dispatch import Dispatcher
-from serve_app.generation.leavers import Leavers
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.memory import return_large_buffers
 from serve_app.ingress.observe.explain import Explainer
@@ -41,7 +42,6 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
-from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import LIVE_NOTICES, Live
 from serve_app.live.peers import Peers
@@ -77,7 +77,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
-    metrics, traffic, stopping = IngressMetrics(), UsageTable(), Stopping()
+    metrics, traffic, drain = IngressMetrics(), UsageTable(), Drain()
     lengths = limits_of(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)
     preparer = Preparer(
@@ -108,7 +108,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     )
     dispatcher = Dispatcher(
         replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer, live.delivered,
-        Leavers(replica).note,
+        Aborts(replica).note,
     )  # fmt: skip
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
@@ -143,7 +143,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         guard=RouteGuard(
             tenants,
             metrics,
-            stopping,
+            drain,
             allowed_hosts=config.allowed_hosts,
             limits=limits,
         ),
@@ -163,14 +163,14 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             metrics,
             traffic,
             front_door,
-            stopping,
+            drain,
             request_timeout_s=config.request_timeout_s,
             ledger=ledger,
             prompts=prompt_traffic,
             misses=misses if config.explain_misses and config.enable_prefix_caching else None,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
-        stopping=stopping,
+        drain=drain,
         history=MessageHistory(complete=config.ingress_replicas == 1),
         usage=UsageBook(ledger, broadcast.ingresses),
         live=live,

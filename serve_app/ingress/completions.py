@@ -26,10 +26,10 @@ from serve_app.generation.request_usage import RequestUsage
 from serve_app.generation.tool_calls.forced import forced_calls
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.answers import Answer, events, warning_headers, whole
+from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.http import TimedStream, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.tracing import trace_of
-from serve_app.ingress.stopping import LAST_EVENT_S, Stopping
 from serve_app.misses.detector import MissDetector
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
@@ -57,7 +57,7 @@ class Completions:
         metrics: IngressMetrics,
         traffic: UsageTable,
         front_door: FrontDoor,
-        stopping: Stopping,
+        drain: Drain,
         *,
         request_timeout_s: float,
         ledger: Ledger | None = None,
@@ -74,7 +74,7 @@ class Completions:
         self._metrics = metrics
         self._traffic = traffic
         self._front_door = front_door
-        self._stopping = stopping
+        self._drain = drain
         self.request_timeout_s = request_timeout_s
 
     async def respond(
@@ -158,7 +158,7 @@ class Completions:
         if trace is not None:
             trace.stage("read")
         try:
-            async with self._stopping.limit(deadline_s - time.perf_counter()):
+            async with self._drain.limit(deadline_s - time.perf_counter()):
                 await arrival.turn(wanted.choices)
                 if trace is not None:
                     trace.stage("wait")
@@ -198,7 +198,7 @@ class Completions:
             async with aclosing(pieces):
                 while True:
                     try:
-                        async with self._stopping.limit(deadline_s - time.perf_counter()):
+                        async with self._drain.limit(deadline_s - time.perf_counter()):
                             piece = await anext(pieces)
                     except StopAsyncIteration:
                         return
@@ -250,8 +250,8 @@ class Completions:
                 self._front_door.learn(name, body_bytes, uncached_tokens)
 
     def _out_of_time(self, timeout_s: float) -> WarmpathError:
-        if self._stopping.over:
-            return self._stopping.broken_off()
+        if self._drain.over:
+            return self._drain.broken_off()
         return GenerationFailed(f"The answer took over {timeout_s:.0f} s; ask for fewer tokens.", code="timeout")
 
 

@@ -14,9 +14,9 @@ from serve_app.api.format import RenderError, RenderLimits
 from serve_app.errors import AuthenticationFailed, GenerationFailed, Overloaded, PermissionDenied, WarmpathError
 from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.ingress.browsers import refuse_foreign_page
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.http import credentials, error_headers, json_response, request_id_of
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant, Tenants
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RouteGuard:
         self,
         tenants: Tenants,
         metrics: IngressMetrics,
-        stopping: Stopping,
+        drain: Drain,
         *,
         allowed_hosts: Collection[str] | None = None,
         limits: TenantLimits | None = None,
@@ -38,7 +38,7 @@ class RouteGuard:
         self.allowed_hosts = allowed_hosts
         self._tenants = tenants
         self._metrics = metrics
-        self._stopping = stopping
+        self._drain = drain
 
     def tenant(self, request: Request) -> Tenant:
         """Return who asks, remembered for the counters. Raises AuthenticationFailed."""
@@ -97,7 +97,7 @@ class RouteGuard:
         try:
             refuse_foreign_page(request, self.allowed_hosts)
             if request.method == "POST":
-                self._stopping.refuse()
+                self._drain.refuse()
             response = await work()
             self._count(request, endpoint, response.status_code)
             return response

@@ -52,7 +52,7 @@ class Ingress:
     async def stop(self, timeout_s: float) -> int:
         """Refuse requests, wait for answers under way, end those that take longer; returns how many those were."""
         self._services.live.close()
-        ended = await self._services.stopping.run(timeout_s)
+        ended = await self._services.drain.run(timeout_s)
         await self._services.usage.flush()
         if self._services.tracer is not None:
             await asyncio.to_thread(self._services.tracer.close)

@@ -31,6 +31,7 @@ from serve_app.generation.prepare import Limits, Preparer
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
 from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
@@ -40,7 +41,6 @@ from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
 from serve_app.ingress.prompts.admin import PromptAdmin
-from serve_app.ingress.stopping import Stopping
 from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import Live
 from serve_app.notices import read, read_kinds
@@ -90,7 +90,7 @@ class Services:
     explainer: Explainer
     completions: Completions
     health: Health
-    stopping: Stopping
+    drain: Drain
     history: MessageHistory
     usage: UsageBook
     live: Live

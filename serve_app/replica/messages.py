@@ -25,7 +25,7 @@ from serve_app.engine.protocol import (
     TokenMatcher,
 )
 
-ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "busier"]
+ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "rerouted"]
 
 
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
@@ -86,7 +86,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
     ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk. ``load``:
-    what the replica has to do, where that is more than the router believed ("busier"). ``logprobs``: one a token.
+    what the replica has to do, where that is more than the router believed ("rerouted"). ``logprobs``: one a token.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -40,7 +40,7 @@ from serve_app.reconfigure import LiveSettings
 from serve_app.replica import messages as wire
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.autoscaling_stats import replica_figures, version_of
-from serve_app.replica.callers import Callers
+from serve_app.replica.call_tracker import CallTracker
 from serve_app.replica.grammars import ReplicaMatchers
 from serve_app.replica.lifecycle.lifecycle import Lifecycle, Lost
 from serve_app.replica.lifecycle.prewarm import HotOffer
@@ -111,8 +111,8 @@ class Replica:
         )
         self._ending.callback(asyncio.create_task(reports).cancel)
         self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
-        self._callers = Callers(self._engine.cancel)
-        self._ending.callback(asyncio.create_task(self._callers.watch()).cancel)
+        self._calls = CallTracker(self._engine.cancel)
+        self._ending.callback(asyncio.create_task(self._calls.watch()).cancel)
         self._ending.push_async_callback(self._lifecycle.finish)
 
     @property
@@ -162,7 +162,7 @@ class Replica:
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
         """End generations that nobody waits for. ``target``: see ``export_kv``."""
         if target == self._replica_id:
-            self._callers.left(request_ids)
+            self._calls.left(request_ids)
 
     async def offer_hot(self, most_blocks: int, *, target: str) -> HotOffer | Lost:
         """Say what is hottest here, to a replica that joins. ``target``: see ``export_kv``, here and below."""
@@ -209,7 +209,7 @@ class Replica:
         call = wire.decode_call(payload)
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             load = load_now(self._engine, self._adapters, self._puller)
-            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="busier", load=load))
+            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=load))
             return
         try:
             matcher = await self._matchers.matcher(call.grammar, call.tenant) if call.grammar else None
@@ -230,7 +230,7 @@ class Replica:
                 request = replace(request, remote_kv=remote_kv)
         stream = TokenStream(call.interval_s, trace)
         self._streams[call.request_id] = stream
-        self._callers.began(call.caller, call.request_id)
+        self._calls.began(call.caller, call.request_id)
         ended = False
         try:
             try:
@@ -247,7 +247,7 @@ class Replica:
                 yield wire.encode(chunk)
         finally:
             self._streams.pop(call.request_id, None)
-            self._callers.ended(call.caller, call.request_id)
+            self._calls.ended(call.caller, call.request_id)
             if trace is not None:
                 trace.end()
             if not ended or self._lifecycle.over:

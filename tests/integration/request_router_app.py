@@ -28,10 +28,10 @@ from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
+from serve_app.generation.aborts import Aborts
 from serve_app.generation.dispatch import cancel_call
-from serve_app.generation.leavers import Leavers
 from serve_app.generation.reservation import Reservation
-from serve_app.replica.callers import Callers
+from serve_app.replica.call_tracker import CallTracker
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
 BURSTS, LOOKS = 20, 300
@@ -66,8 +66,8 @@ class Holder:
             time.sleep(0.05)
         self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.endless: set[str] = set()
-        self.callers = Callers(self.endless.discard, lambda _: True)
-        self.watching = asyncio.create_task(self.callers.watch())
+        self.calls = CallTracker(self.endless.discard, lambda _: True)
+        self.watching = asyncio.create_task(self.calls.watch())
         self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
         self.feed.start()
         idle = LoadReport(0, 0, 0, 400, 400, 100_000.0, 0.01)
@@ -96,19 +96,19 @@ class Holder:
     async def generate_for_ever(self, *, route: RoutedRequest, decision: Decision | None) -> AsyncIterator[int]:
         """Yield until the caller leaves."""
         self.endless.add(route.request_id)
-        self.callers.began("", route.request_id)
+        self.calls.began("", route.request_id)
         try:
             while route.request_id in self.endless:
                 yield 1
                 await asyncio.sleep(0.02)
         finally:
             self.endless.discard(route.request_id)
-            self.callers.ended("", route.request_id)
+            self.calls.ended("", route.request_id)
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
         """End what nobody waits for, as a replica does."""
         assert target == self.replica_id
-        self.callers.left(request_ids)
+        self.calls.left(request_ids)
 
     async def running(self) -> int:
         """Say how many calls without an end run here."""
@@ -157,7 +157,7 @@ class Ingress:
         rng = Random(1)
         handle = self.holders.options(method_name="generate_for_ever", stream=True)
 
-        leavers = Leavers(self.holders)
+        aborts = Aborts(self.holders)
 
         async def listen(route: RoutedRequest) -> None:
             stream, reservation = handle.remote(route=route, decision=None), Reservation(core, self.decisions, route)
@@ -168,7 +168,7 @@ class Ingress:
                 cancel_call(stream)
                 reservation.leave()
                 if reservation.replica_id:
-                    leavers.note(reservation.replica_id, route.request_id)
+                    aborts.note(reservation.replica_id, route.request_id)
 
         async def visit(patience_s: float) -> None:
             chain = rng.randbytes(16)

@@ -60,9 +60,9 @@ def test_what_a_replica_told_is_not_believed_once_it_is_silent() -> None:
     asked = case.decide("b")
     case.now_s += SILENT_S
     case.core.release(case.decide("a"))  # only decisions look at the time
-    case.core.sent_back(asked, load(1_000_000, case.now_s))
+    case.core.rerouted(asked, load(1_000_000, case.now_s))
     assert case.core.loads.queue_ahead("a") == 0
-    assert (case.core.counters.sent_back, case.core.loads.open_reservations) == (1, 0)
+    assert (case.core.counters.rerouted, case.core.loads.open_reservations) == (1, 0)
 
 
 def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
@@ -71,7 +71,7 @@ def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
     for _ in range(6):
         asked = case.decide("b")
         assert asked.replica_id == "a"
-        case.core.sent_back(asked, load(1000, case.now_s))
+        case.core.rerouted(asked, load(1000, case.now_s))
         case.now_s += SILENT_S / 5
     assert case.decide("b").selected_cached_tokens == 0
     assert case.core.directory.match(CHAIN) == {}

@@ -35,7 +35,7 @@ def router_samples(core: RoutingCore) -> list[Sample]:
         ("warmpath_router_all_full_total", (), float(counters.all_full)),
         ("warmpath_router_faults_total", (), float(counters.faults)),
         ("warmpath_router_rejected_total", (), float(counters.rejected)),
-        ("warmpath_router_sent_back_total", (), float(counters.sent_back)),
+        ("warmpath_router_sent_back_total", (), float(counters.rerouted)),
         ("warmpath_feed_messages_total", (), float(counters.feed.messages)),
         ("warmpath_feed_gaps_total", (), float(counters.feed.gaps)),
         ("warmpath_feed_snapshots_total", (), float(counters.feed.snapshots)),

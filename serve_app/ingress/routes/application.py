@@ -22,13 +22,13 @@ from serve_app.api.openai.response import openai_error
 from serve_app.api.openai.responses.request import ResponsesBody
 from serve_app.errors import NotFound, WarmpathError
 from serve_app.ingress.adapter_admin import LoadAdapterBody, UnloadAdapterBody
+from serve_app.ingress.drain import CountAnswers
 from serve_app.ingress.http import json_response, request_id_of
 from serve_app.ingress.observe.explain import ExplainBody
 from serve_app.ingress.observe.tracing import TraceRequests
 from serve_app.ingress.prompts.admin import PromptBody
 from serve_app.ingress.routes import adapters, anthropic, events, models, openai, operations, page, prompts, usage
 from serve_app.ingress.services import Services
-from serve_app.ingress.stopping import CountAnswers
 
 OPENAPI_PATH = "/openapi.json"
 BODIES = (
@@ -61,7 +61,7 @@ def make_application(services: Services) -> FastAPI:
     )
     if services.tracer is not None:
         application.add_middleware(TraceRequests, tracer=services.tracer)
-    application.add_middleware(CountAnswers, stopping=services.stopping)
+    application.add_middleware(CountAnswers, drain=services.drain)
     application.state.services = services
     for router in ROUTERS:
         application.include_router(router)

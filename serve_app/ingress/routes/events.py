@@ -37,7 +37,7 @@ async def events(request: Request, services: Front) -> Response:
 
     In the query: `once` (true: the snapshot alone, as JSON).
     """
-    services.stopping.refuse()
+    services.drain.refuse()
     viewer = services.guard.viewer(request)
     if viewer is not None:
         services.guard.tenant(request)  # whose request it is, for the counters

@@ -23,7 +23,7 @@ router = APIRouter(tags=["operations"])
 async def health(services: Front) -> Response:
     """200 once a request can be answered, and was routed knowing what every replica holds."""
     ready, replicas = services.health.now()
-    stopping = services.stopping.begun
+    stopping = services.drain.begun
     status = "stopping" if stopping else "ok" if ready else "starting"
     return json_response({"status": status, "replicas": replicas}, 200 if ready and not stopping else 503)
 

@@ -99,7 +99,7 @@ def test_what_another_router_sent_is_seen_by_who_is_sent_there_too() -> None:
     settings = ClusterSettings(replicas=8, blocks=400, routers=4, feed_delay_s=0.5, decode_weight=0.0)
     cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=False))
     outcome = cluster.run(prepare([*warm_up, *burst]))
-    assert outcome.sent_back > 0
+    assert outcome.rerouted > 0
     assert sorted(outcome.ttft_s) == list(range(68))
     assert max(outcome.ttft_s[n] for n in range(64, 68)) < 2 * 5000 / 5000
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.policy.recheck import MAX_SENT_BACK, WORTH_ASKING_S, is_outdated
+from router.policy.recheck import MAX_REROUTES, WORTH_ASKING_S, is_outdated
 from router.protocol.events import LoadReport, RouterShare
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES, RouterSettings
@@ -24,8 +24,8 @@ def decision(queued: int | None, work_s: float = 0.0) -> Decision:
     return Decision("a", "me", 1, 0, 0, "cold", work_s, queued_tokens=queued)
 
 
-def request(number: int, sent_back: int = 0) -> RoutedRequest:
-    return RoutedRequest(f"q{number}", b"", 1000, number.to_bytes(16), sent_back=sent_back)
+def request(number: int, rerouted: int = 0) -> RoutedRequest:
+    return RoutedRequest(f"q{number}", b"", 1000, number.to_bytes(16), rerouted=rerouted)
 
 
 def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] = ("r0", "r1")) -> list[RoutingCore]:
@@ -42,10 +42,10 @@ def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] =
 def test_who_has_no_more_than_believed_takes_the_request(queued: int, believed: int, work_s: float) -> None:
     """Less work than believed is no reason to ask again, nor is a little more; a longer estimate bears more."""
     chosen = decision(believed, work_s)
-    sent_back = is_outdated(chosen, load(queued))
+    rerouted = is_outdated(chosen, load(queued))
     if queued <= believed + WORTH_ASKING_S * RATE:
-        assert not sent_back
-    if sent_back:
+        assert not rerouted
+    if rerouted:
         assert is_outdated(chosen, load(queued + 1))
         assert is_outdated(decision(believed, work_s / 2), load(queued))
     assert not is_outdated(decision(None), load(queued))
@@ -65,10 +65,10 @@ def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
     assert not is_outdated(one, load(0))
     now = load(1000, RouterShare("first", one.reservation, 1000), taken_at_s=1.0)
     assert is_outdated(other, now)
-    second.sent_back(other, now)
+    second.rerouted(other, now)
     assert second.loads.open_reservations == 0
     assert second.loads.queue_ahead(one.replica_id) == 1000
-    again = second.decide(request(7, sent_back=1))
+    again = second.decide(request(7, rerouted=1))
     assert again is not None and again.replica_id != one.replica_id
     assert not is_outdated(again, load(0))
 
@@ -81,26 +81,26 @@ def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
     assert chosen is not None and chosen.replica_id == "r1"
     now = load(20_000, taken_at_s=1.0)
     assert is_outdated(chosen, now)
-    core.sent_back(chosen, now)
+    core.rerouted(chosen, now)
     core.apply("r1", "e", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
-    again = core.decide(request(1, sent_back=1))
+    again = core.decide(request(1, rerouted=1))
     assert again is not None and (again.replica_id, again.queued_tokens) == ("r1", 20_000)
     assert not is_outdated(again, now)
 
 
-def test_a_request_is_sent_back_so_often_and_counted_once() -> None:
-    """After MAX_SENT_BACK it is taken whatever is queued; the router's counts have it once."""
+def test_a_request_is_rerouted_so_often_and_counted_once() -> None:
+    """After MAX_REROUTES it is taken whatever is queued; the router's counts have it once."""
     core, _ = cores("me", "you")
-    for sent_back in range(MAX_SENT_BACK):
-        chosen = core.decide(request(1, sent_back))
+    for rerouted in range(MAX_REROUTES):
+        chosen = core.decide(request(1, rerouted))
         assert chosen is not None and chosen.queued_tokens is not None
-        core.sent_back(chosen, load(chosen.queued_tokens + 1000, taken_at_s=float(sent_back)))
-    last = core.decide(request(1, MAX_SENT_BACK))
+        core.rerouted(chosen, load(chosen.queued_tokens + 1000, taken_at_s=float(rerouted)))
+    last = core.decide(request(1, MAX_REROUTES))
     assert last is not None and last.queued_tokens is None
     core.release(last)
     reasons = core.counters.by_policy[DEFAULT_POLICY].by_reason.values()
     assert sum(counted.decisions for counted in reasons) == 1
-    assert core.counters.sent_back == MAX_SENT_BACK
+    assert core.counters.rerouted == MAX_REROUTES
     assert core.loads.open_reservations == 0
 
 

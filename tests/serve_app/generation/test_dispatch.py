@@ -110,7 +110,7 @@ def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
         if not busy:
             busy.append(replica)
             load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=1.0)
-            yield wire.GenerateChunk(replica_id=replica, error="busier", load=load)
+            yield wire.GenerateChunk(replica_id=replica, error="rerouted", load=load)
             return
         assert replica not in busy
         async for chunk in answer(call, route, replica):
@@ -118,10 +118,10 @@ def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
 
     handle = FakeHandle(chunks)
     assert ids(run(handle)) == whole()
-    assert [route.sent_back for _, route in handle.calls] == [0, 1]
+    assert [route.rerouted for _, route in handle.calls] == [0, 1]
     assert len({route.request_id for _, route in handle.calls}) == 2
     assert handle.core.loads.queue_ahead(busy[0]) == 1_000_000
-    assert (handle.core.counters.sent_back, handle.after_first_token) == (1, [])
+    assert (handle.core.counters.rerouted, handle.after_first_token) == (1, [])
 
 
 @pytest.mark.parametrize("public_blocks", [1, 2])

@@ -25,11 +25,11 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Limits, Preparer
 from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.completions import Completions
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
-from serve_app.ingress.stopping import Stopping
 from serve_app.misses.detector import MissDetector
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
@@ -78,7 +78,7 @@ def scripted(path: Path, tracer: Tracer | None = None) -> Iterator[tuple[str, Sc
     """Serve a checkpoint's tokenizer on loopback; yield the base URL and the script."""
     info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
     script, secret = Script(tokenizer), b"s" * 32
-    tenants, metrics, stopping, shares = Tenants((), secret), IngressMetrics(), Stopping(), Shares({})
+    tenants, metrics, drain, shares = Tenants((), secret), IngressMetrics(), Drain(), Shares({})
     front_door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
@@ -87,11 +87,11 @@ def scripted(path: Path, tracer: Tracer | None = None) -> Iterator[tuple[str, Sc
         "tenants": tenants,
         "tokenizer": tokenizer,
         "preparer": preparer,
-        "stopping": stopping,
+        "drain": drain,
         "history": MessageHistory(),
         "front_door": front_door,
         "workers": FairWorkers(shares),
-        "guard": RouteGuard(tenants, metrics, stopping),
+        "guard": RouteGuard(tenants, metrics, drain),
         "base_model": model_body("demo", 0, 8192),
         "tracer": tracer,
         "completions": Completions(
@@ -102,7 +102,7 @@ def scripted(path: Path, tracer: Tracer | None = None) -> Iterator[tuple[str, Sc
             metrics,
             UsageTable(),
             front_door,
-            stopping,
+            drain,
             request_timeout_s=120,
             misses=MissDetector(tokenizer.text_of, FairWorkers(shares), lambda: 1, metrics.missed),
         ),

@@ -26,8 +26,8 @@ from serve_app.fairness.shares import Shares
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.completions import Completions
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable
 
@@ -72,7 +72,7 @@ class Bench:
             IngressMetrics(),
             UsageTable(),
             self.door,
-            Stopping(),
+            Drain(),
             request_timeout_s=60,
         )
         self.wanted = parse_chat(

@@ -13,9 +13,9 @@ from serve_app.api.openai.response import openai_error, openai_limits
 from serve_app.config.tenants import TenantConfig
 from serve_app.errors import InvalidRequest
 from serve_app.fairness.rate_limits import TenantLimits
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
-from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenant, Tenants, make_api_key
 
 KEY, DIGEST = make_api_key()
@@ -45,7 +45,7 @@ def test_a_request_is_authenticated_once(header: str | None, has_tenants: bool, 
     configs = [TenantConfig(name="acme", key_sha256=[DIGEST])] if has_tenants else []
     tenants = CountingTenants(configs, b"s" * 32)
     metrics = IngressMetrics()
-    guard = RouteGuard(tenants, metrics, Stopping())
+    guard = RouteGuard(tenants, metrics, Drain())
     headers = [(b"authorization", header.encode())] if header else []
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": headers})
 
@@ -70,7 +70,7 @@ def test_answers_tell_a_tenant_what_is_left_of_its_own_limits() -> None:
         TenantConfig.model_validate({"name": "acme", "key_sha256": [DIGEST], "requests_per_second": 5}),
         TenantConfig.model_validate({"name": "zeta", "key_sha256": [zeta_digest]}),
     ]
-    guard = RouteGuard(Tenants(configs, b"s" * 32), metrics, Stopping(), limits=TenantLimits(configs))
+    guard = RouteGuard(Tenants(configs, b"s" * 32), metrics, Drain(), limits=TenantLimits(configs))
 
     def told(key: str, *, fails: bool) -> set[str]:
         headers = [(b"authorization", f"Bearer {key}".encode())]

@@ -17,11 +17,11 @@ from serve_app.checkpoints.adapter_registry import AdapterEntry, AdapterRegistry
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import AdapterSpec
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import BODIES, make_application
 from serve_app.ingress.services import Services
-from serve_app.ingress.stopping import Stopping
 from serve_app.tenants.tenants import Tenants, make_api_key
 from serve_app.usage.counts import Counts, UsageKey
 from serve_app.usage.report import Rows
@@ -40,12 +40,12 @@ def get(
 ) -> httpx.Response:
     """Ask an application that has nothing behind it but its settings and the guard."""
     tenants = Tenants(config.tenants, b"s" * 32, operator_key_sha256=config.operator_key_sha256)
-    guard = RouteGuard(tenants, IngressMetrics(), Stopping(), allowed_hosts=config.allowed_hosts)
+    guard = RouteGuard(tenants, IngressMetrics(), Drain(), allowed_hosts=config.allowed_hosts)
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
     registry = AdapterRegistry("demo")
     registry.merge(adapters)
     parts |= {"config": config, "tenants": tenants, "guard": guard, "adapters": registry}
-    parts |= {"stopping": Stopping(), "usage": usage}
+    parts |= {"drain": Drain(), "usage": usage}
     services = Services(**parts | {"base_model": model_body("demo", 0, 4096)})
 
     async def ask() -> httpx.Response:
@@ -249,7 +249,7 @@ def test_pages_of_other_sites_post_nowhere(path: str) -> None:
 def test_docs_go_when_tenants_come() -> None:
     """The application is made once; what is published follows the settings."""
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-    services = Services(**parts | {"config": AppConfig(), "stopping": Stopping()})
+    services = Services(**parts | {"config": AppConfig(), "drain": Drain()})
     application = make_application(services)
 
     async def statuses() -> list[int]:

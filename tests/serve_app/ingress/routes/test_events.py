@@ -17,12 +17,12 @@ import uvicorn
 
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
+from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes import events as route
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
-from serve_app.ingress.stopping import Stopping
 from serve_app.live.live import Live
 from serve_app.tenants.tenants import Tenants, make_api_key
 from tests.serve_app.live.test_live import Ingresses
@@ -40,10 +40,10 @@ class Stage:
         configs = [TenantConfig(name=name, key_sha256=[KEYS[name][1]]) for name in tenants]
         operators = [KEYS["operator"][1]] if tenants else []
         self.tenants = Tenants(configs, b"s" * 32, operator_key_sha256=operators)
-        self.stopping = Stopping()
+        self.drain = Drain()
         parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
-        parts |= {"config": AppConfig(model="demo"), "tenants": self.tenants, "stopping": self.stopping}
-        parts["guard"] = RouteGuard(self.tenants, IngressMetrics(), self.stopping)
+        parts |= {"config": AppConfig(model="demo"), "tenants": self.tenants, "drain": self.drain}
+        parts["guard"] = RouteGuard(self.tenants, IngressMetrics(), self.drain)
         self.live: Live
         self._parts = parts
         self._started = threading.Event()
@@ -179,7 +179,7 @@ def test_a_stop_waits_for_no_stream(stage: Stage) -> None:
     with stream(stage, "a") as mine, stream(stage, "b") as stuck:
         following(stuck, "snapshot")
         stage.call(stage.live.close)
-        ended = asyncio.run_coroutine_threadsafe(stage.stopping.run(PATIENCE_S), stage._loop).result(PATIENCE_S)
+        ended = asyncio.run_coroutine_threadsafe(stage.drain.run(PATIENCE_S), stage._loop).result(PATIENCE_S)
         assert ended == 0
         assert following(mine, "end")["reason"] == "stopping"
         assert httpx.get(stage.url + PATH, headers=auth("a")).status_code == 503

@@ -8,17 +8,17 @@ import pytest
 import ray
 from ray.exceptions import RpcError
 
-from serve_app.replica import callers
-from serve_app.replica.callers import Callers
+from serve_app.replica import call_tracker
+from serve_app.replica.call_tracker import CallTracker
 
 
 def test_requests_of_a_dead_caller_end_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that its engine had not taken yet when its caller was found dead; nobody is watched without requests."""
-    monkeypatch.setattr(callers, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(call_tracker, "LOOK_EVERY_S", 0.0)
     dead: set[str] = set()
     asked: list[str] = []
     cancelled: list[str] = []
-    watched = Callers(cancelled.append, lambda name: bool(asked.append(name)) or name not in dead)
+    watched = CallTracker(cancelled.append, lambda name: bool(asked.append(name)) or name not in dead)
 
     async def looked() -> None:
         """Wait until everybody has been looked after twice from now on."""
@@ -64,14 +64,14 @@ def test_nobody_is_dead_while_ray_does_not_say_so(
         return name
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    assert callers.actor_lives("x") is lives
+    assert call_tracker.actor_lives("x") is lives
 
 
 def test_requests_that_nobody_waits_for_end_whether_they_have_begun_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that its engine had not taken yet; a request of another name does not, and of the ended none is kept."""
-    monkeypatch.setattr(callers, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(call_tracker, "LOOK_EVERY_S", 0.0)
     cancelled: list[str] = []
-    watched = Callers(cancelled.append, lambda _: True)
+    watched = CallTracker(cancelled.append, lambda _: True)
 
     async def run() -> None:
         watching = asyncio.create_task(watched.watch())

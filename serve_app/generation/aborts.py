@@ -23,7 +23,7 @@ TELL_AFTER_S = 0.5
 TELL_TIMEOUT_S = 30.0
 
 
-class Leavers:
+class Aborts:
     """Collects the calls that were left, by replica; with none there is nothing to do. One event loop uses it."""
 
     def __init__(self, handle: DeploymentHandle) -> None:

@@ -7,18 +7,18 @@ import asyncio
 import pytest
 
 from serve_app.errors import Overloaded
-from serve_app.ingress.stopping import CountAnswers, Stopping
+from serve_app.ingress.drain import CountAnswers, Drain
 
 
 def test_nothing_is_refused_before_a_stop() -> None:
     """And everything after it."""
 
     async def run() -> None:
-        stopping = Stopping()
-        stopping.refuse()
-        assert await stopping.run(600) == 0
+        drain = Drain()
+        drain.refuse()
+        assert await drain.run(600) == 0
         with pytest.raises(Overloaded) as error:
-            stopping.refuse()
+            drain.refuse()
         assert error.value.code == "server_stopping"
         assert error.value.retry_after_s
 
@@ -29,24 +29,24 @@ def test_answers_that_end_in_time_are_waited_for() -> None:
     """All of them, and none is ended."""
 
     async def run() -> None:
-        stopping, release = Stopping(), [asyncio.Event(), asyncio.Event()]
+        drain, release = Drain(), [asyncio.Event(), asyncio.Event()]
 
         async def answer(event: asyncio.Event) -> None:
-            with stopping.answering():
-                async with stopping.limit(600):
+            with drain.answering():
+                async with drain.limit(600):
                     await event.wait()
 
         answers = [asyncio.create_task(answer(event)) for event in release]
         await asyncio.sleep(0)
-        stop = asyncio.create_task(stopping.run(600))
+        stop = asyncio.create_task(drain.run(600))
         for event in release:
             await asyncio.sleep(0.01)
             assert not stop.done()
             event.set()
         assert await stop == 0
         await asyncio.gather(*answers)
-        assert stopping.begun
-        assert not stopping.over
+        assert drain.begun
+        assert not drain.over
 
     asyncio.run(run())
 
@@ -55,23 +55,23 @@ def test_answers_that_take_longer_end_with_an_error() -> None:
     """What they wait for now, and what they would wait for next."""
 
     async def run() -> None:
-        stopping, ended = Stopping(), []
+        drain, ended = Drain(), []
 
         async def answer() -> None:
-            with stopping.answering():
+            with drain.answering():
                 for _ in range(2):
                     try:
-                        async with stopping.limit(600):
+                        async with drain.limit(600):
                             await asyncio.Event().wait()
                     except TimeoutError:
-                        ended.append(stopping.broken_off().code)
+                        ended.append(drain.broken_off().code)
 
         task = asyncio.create_task(answer())
         await asyncio.sleep(0)
-        assert await stopping.run(0) == 1
+        assert await drain.run(0) == 1
         await task
         assert ended == ["server_stopping"] * 2
-        assert stopping.over
+        assert drain.over
 
     asyncio.run(run())
 
@@ -80,14 +80,14 @@ def test_a_limit_is_a_timeout_without_a_stop() -> None:
     """Its own time ends it; other errors pass."""
 
     async def run() -> None:
-        stopping = Stopping()
+        drain = Drain()
         with pytest.raises(TimeoutError):
-            async with stopping.limit(0):
+            async with drain.limit(0):
                 await asyncio.Event().wait()
         with pytest.raises(StopAsyncIteration):
-            async with stopping.limit(600):
+            async with drain.limit(600):
                 raise StopAsyncIteration
-        assert not stopping.over
+        assert not drain.over
 
     asyncio.run(run())
 
@@ -96,7 +96,7 @@ def test_an_answer_counts_until_its_last_byte() -> None:
     """Also one that ends with an exception."""
 
     async def run() -> None:
-        stopping, sending = Stopping(), asyncio.Event()
+        drain, sending = Drain(), asyncio.Event()
 
         async def app(scope: object, receive: object, send: object) -> None:
             await sending.wait()
@@ -105,9 +105,9 @@ def test_an_answer_counts_until_its_last_byte() -> None:
         async def unused(*_: object) -> dict[str, object]:
             return {}
 
-        answer = asyncio.create_task(CountAnswers(app, stopping)({"type": "http"}, unused, unused))  # type: ignore[arg-type]
+        answer = asyncio.create_task(CountAnswers(app, drain)({"type": "http"}, unused, unused))  # type: ignore[arg-type]
         await asyncio.sleep(0)
-        stop = asyncio.create_task(stopping.run(600))
+        stop = asyncio.create_task(drain.run(600))
         await asyncio.sleep(0.01)
         assert not stop.done()
         sending.set()

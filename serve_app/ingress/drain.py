@@ -20,7 +20,7 @@ LAST_EVENT_S = 2.0
 CODE = "server_stopping"
 
 
-class Stopping:
+class Drain:
     """``begun``: whether requests are refused; ``over``: whether those that run are ended."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Stopping:
 
 
 class Limit:
-    """One block's time, known to ``Stopping`` while it runs."""
+    """One block's time, known to ``Drain`` while it runs."""
 
     def __init__(self, running: set[asyncio.Timeout], timeout: asyncio.Timeout) -> None:
         self._running = running
@@ -102,14 +102,14 @@ class Limit:
 class CountAnswers:
     """ASGI middleware: every HTTP request is an answer under way until all of it was sent."""
 
-    def __init__(self, app: ASGIApp, stopping: Stopping) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
-        self._stopping = stopping
+        self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with self._stopping.answering():
+        with self._drain.answering():
             await self._app(scope, receive, send)

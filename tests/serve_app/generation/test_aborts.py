@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from serve_app.generation import leavers as leavers_module
-from serve_app.generation.leavers import Leavers
+from serve_app.generation import aborts as aborts_module
+from serve_app.generation.aborts import Aborts
 from tests.serve_app.generation.fake_replicas import FakeHandle, answer, generation
 
 
@@ -31,19 +31,19 @@ class Replicas:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leavers_module, "TELL_AFTER_S", 0.01)
+    monkeypatch.setattr(aborts_module, "TELL_AFTER_S", 0.01)
 
 
 def test_each_replica_is_told_of_its_own_once_and_a_dead_one_harms_nobody() -> None:
     async def run() -> None:
         replicas: Any = Replicas()
-        leavers = Leavers(replicas)
+        aborts = Aborts(replicas)
         for replica_id, request_id in (("a", "1"), ("b", "2"), ("a", "3")):
-            leavers.note(replica_id, request_id)
+            aborts.note(replica_id, request_id)
         assert sorted([await replicas.told.get(), await replicas.told.get()]) == [("a", ["1", "3"]), ("b", ["2"])]
-        leavers.note("a", "4")
+        aborts.note("a", "4")
         assert await replicas.told.get() == ("a", ["4"])
-        while leavers._telling:  # noqa: ASYNC110 (nobody announces it)
+        while aborts._telling:  # noqa: ASYNC110 (nobody announces it)
             await asyncio.sleep(0)
         assert replicas.told.empty()
 

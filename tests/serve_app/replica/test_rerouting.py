@@ -50,7 +50,7 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
 def test_old_news_is_answered_with_the_load() -> None:
     """The whole load as the feed would tell it, in what a chunk carries over the wire."""
     chunk = asked(Decision("me", "router", 1, 0, 0, "cold", queued_tokens=0))
-    assert (chunk.error, chunk.replica_id) == ("busier", "me")
+    assert (chunk.error, chunk.replica_id) == ("rerouted", "me")
     assert chunk.load == structs.replace(LOAD, pull_tokens_per_s=7.0, adapter_load_s=0.5)
 
 

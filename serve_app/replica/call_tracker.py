@@ -40,7 +40,7 @@ def actor_lives(name: str) -> bool:
     return True
 
 
-class Callers:
+class CallTracker:
     """Ids of the requests under way, by caller. ``cancel`` ends one; ``lives`` may block."""
 
     def __init__(self, cancel: Callable[[str], None], lives: Callable[[str], bool] = actor_lives) -> None:
