@@ -21,11 +21,9 @@ import pytest
 import yaml
 
 from benchmarks.common.server import instance
-from cluster.observability.build import FOLDER
-from cluster.observability.panel import WINDOW
-from cluster.observability.panels import ROWS
 from serve_app.cli.local_ray import held_port
 from serve_app.tenants.tenants import make_api_key
+from tests.harness.boards import FOLDER, SERIES, WINDOW
 from tests.integration.conftest import PATIENCE_S, alone, eventually
 
 PROMETHEUS = shutil.which("prometheus")
@@ -149,9 +147,7 @@ def has_data(client: httpx.Client, promql: str) -> bool:
 
 def test_every_panel_shows_something(url: str, tmp_path: Path) -> None:
     """Under a load that makes replicas pull and evict, a tenant be refused, and a third replica join."""
-    left = {
-        (panel.title, series.legend): series.promql for row in ROWS for panel in row.panels for series in panel.series
-    }
+    left = {(series.title, series.legend): series.promql for series in SERIES}
     with prometheus(url, tmp_path) as client:
 
         def all_shown() -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.observability.alerts import ALERTS, Alert
-from cluster.observability.build import FOLDER
+from tests.harness.boards import ALERTS, FOLDER
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
@@ -117,7 +116,7 @@ CASES = {
 
 
 def test_each_alert_has_a_case() -> None:
-    assert list(CASES) == [alert.name for alert in ALERTS]
+    assert list(CASES) == [alert["alert"] for alert in ALERTS]
 
 
 @needs_promtool
@@ -135,7 +134,7 @@ def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
     tests = [
         _promtool_test(alert, series, fires=fires)
         for alert in ALERTS
-        for fires, series in ((True, CASES[alert.name].fires), (False, CASES[alert.name].silent))
+        for fires, series in ((True, CASES[alert["alert"]].fires), (False, CASES[alert["alert"]].silent))
     ]
     file = tmp_path / "alerts_test.yaml"
     rules = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
@@ -144,19 +143,19 @@ def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def _promtool_test(alert: Alert, series: dict[str, str], *, fires: bool) -> dict[str, Any]:
-    case = CASES[alert.name]
+def _promtool_test(alert: dict[str, Any], series: dict[str, str], *, fires: bool) -> dict[str, Any]:
+    case = CASES[alert["alert"]]
     labels = dict(case.labels)
-    summary = alert.summary
+    texts = dict(alert["annotations"])
     for label, value in case.labels:
-        summary = summary.replace("{{ $labels." + label + " }}", value)
+        texts["summary"] = texts["summary"].replace("{{ $labels." + label + " }}", value)
     expected = {
-        "exp_labels": {"severity": alert.severity, **labels},
-        "exp_annotations": {"summary": summary, "description": alert.what_to_do},
+        "exp_labels": {**alert["labels"], **labels},
+        "exp_annotations": texts,
     }
     asked = {
         "eval_time": f"{case.minutes}m",
-        "alertname": alert.name,
+        "alertname": alert["alert"],
         "exp_alerts": [expected] if fires else [],
     }
     given = [{"series": name, "values": values} for name, values in series.items()]

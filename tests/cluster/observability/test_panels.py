@@ -1,22 +1,16 @@
-"""The dashboard and the rules ask for what there is, and the files are made from the tables."""
+"""The dashboard and the rules ask for what there is. (docs/observability.md)"""
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
-import yaml
 
-from cluster.observability.alerts import ALERTS
-from cluster.observability.build import DASHBOARD, FOLDER, yaml_files
-from cluster.observability.panel import WINDOW
-from cluster.observability.panels import ROWS
 from serve_app.ingress.observe.families.catalog import FAMILIES
+from tests.harness.boards import ALERTS, DASHBOARD, PANELS, SERIES, WINDOW
 
-PANELS = [panel for row in ROWS for panel in row.panels]
-ASKED = [(panel.title, series.promql) for panel in PANELS for series in panel.series]
-ASKED += [(alert.name, alert.promql) for alert in ALERTS if "warmpath_" in alert.promql]
+ASKED = [(series.title, series.promql) for series in SERIES]
+ASKED += [(alert["alert"], alert["expr"]) for alert in ALERTS if "warmpath_" in alert["expr"]]
 _ENDS = ("_bucket", "_sum", "_count")
 MOVED = frozenset(
     {"warmpath_prewarm_blocks_total", "warmpath_handover_blocks_total", "warmpath_handover_refused_blocks_total"}
@@ -47,42 +41,23 @@ def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql:
 
 def test_legends_name_labels_that_the_query_keeps() -> None:
     """Else every line of a graph is called the same."""
+    for series in SERIES:
+        kept = {label.strip() for by in re.findall(r"by \(([^)]*)\)", series.promql) for label in by.split(",")}
+        assert set(re.findall(r"\{\{(\w+)\}\}", series.legend)) == kept - {"le"}, series.title
+
+
+def test_panels_say_what_they_show_and_lie_on_grafanas_grid() -> None:
+    """Each has an id of its own, a unit and a text, and no line of panels is wider than the grid."""
+    assert len(PANELS) >= 30
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in PANELS}) == len(PANELS)
+    assert max(panel["gridPos"]["x"] + panel["gridPos"]["w"] for panel in PANELS) == 24
     for panel in PANELS:
-        for series in panel.series:
-            kept = {label.strip() for by in re.findall(r"by \(([^)]*)\)", series.promql) for label in by.split(",")}
-            assert set(re.findall(r"\{\{(\w+)\}\}", series.legend)) == kept - {"le"}, panel.title
-
-
-def test_the_yaml_files_are_made_from_the_tables() -> None:
-    """To write them anew: ``python -m cluster.observability.build``."""
-    for path, text in yaml_files().items():
-        assert (FOLDER / path).read_text() == text
-        yaml.safe_load(text)
-    assert {path.name for path in FOLDER.rglob("*.yaml")} == {path.rsplit("/", 1)[-1] for path in yaml_files()}
-
-
-def test_the_dashboard_has_the_tables_queries() -> None:
-    """In the table's order, each with an id of its own, and no line of panels wider than Grafana's grid."""
-    board = json.loads((FOLDER / DASHBOARD).read_text())
-    shown = [panel for panel in board["panels"] if panel["type"] != "row"]
-    assert [panel["title"] for panel in shown] == [panel.title for panel in PANELS]
-    queries = [[(target["expr"], target["legendFormat"]) for target in panel["targets"]] for panel in shown]
-    assert queries == [[(series.promql, series.legend) for series in panel.series] for panel in PANELS]
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    assert len({(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in shown}) == len(shown)
-    assert max(panel["gridPos"]["x"] + panel["gridPos"]["w"] for panel in shown) == 24
-
-
-def test_the_dashboard_is_made_from_the_table() -> None:
-    """By Grafana's SDK, byte for byte."""
-    pytest.importorskip("grafana_foundation_sdk", reason="pip install '.[boards]'")
-    from cluster.observability.grafana import dashboard_json
-
-    assert (FOLDER / DASHBOARD).read_text() == dashboard_json(ROWS)
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"], panel["id"]
 
 
 def test_rates_use_grafanas_window() -> None:
     """A fixed one is empty or coarse at other scrape intervals."""
-    for panel in PANELS:
-        for series in panel.series:
-            assert set(re.findall(r"\[([^\]]+)\]", series.promql)) <= {WINDOW}
+    assert any("[" in series.promql for series in SERIES)
+    for series in SERIES:
+        assert set(re.findall(r"\[([^\]]+)\]", series.promql)) <= {WINDOW}
