@@ -249,12 +249,12 @@ def _options(application: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _greet(cluster: LocalCluster, settings: Mapping[str, Any]) -> None:
-    engine = settings.get("engine", "torch")
-    said = engine if engine == "torch" else "simulated: tokens are made up, and times come from a cost model"
-    print(f"{cluster.url}   (engine: {said})\nRay: {cluster.address}")
+    config = AppConfig.model_validate(settings)
+    made_up = ": tokens are made up, and times come from a cost model" if config.engine_traits.simulated else ""
+    print(f"{cluster.url}   (engine: {config.engine}{made_up})\nRay: {cluster.address}")
     for one in sorted(cluster.processes(), key=lambda one: (one["node"], one["kind"])):
         print(f"  node {one['node']}  pid {one['pid']:<8} {one['kind']:<10} {one['name']}")
-    body = json.dumps({"model": AppConfig.model_validate(settings).model_name, "prompt": "Hello", "max_tokens": 16})
+    body = json.dumps({"model": config.model_name, "prompt": "Hello", "max_tokens": 16})
     print(f"curl {cluster.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

@@ -15,7 +15,6 @@ from ray import serve
 
 from serve_app.config.app import AppConfig
 from serve_app.config.live import NO_TENANTS, BadSettings, app_config, changed_salts, overlaid
-from serve_app.engine.vllm.refusals import refused_settings
 from serve_app.notices import clear, post, remove
 from serve_app.ray_compat import own_deployment
 
@@ -27,6 +26,9 @@ KIND = "configuration"
 Apply = Callable[[AppConfig], Awaitable[None]]
 """Puts settings into force. Where it raises, it has changed nothing."""
 
+Refused = Callable[[AppConfig], list[str]]
+"""Says in a sentence each what the engine cannot follow."""
+
 
 class LiveSettings:
     """``args`` overlaid with the newest good ``user_config``; ``config``: that, the settings in force.
@@ -35,23 +37,24 @@ class LiveSettings:
     has none to go on with.
     """
 
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(self, args: dict[str, Any], refused: Refused) -> None:
         context = serve.get_replica_context()
         self.args = app_config(args)
         # Serve calls `reconfigure` after the constructor, and an ingress' port may be open by then.
-        self.config = _in_force(self.args, own_deployment().user_config)
+        self._refused_by_engine = refused
+        self.config = self._in_force(own_deployment().user_config)
         self.refused = 0
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
         self._lock = asyncio.Lock()
 
     @classmethod
-    async def start(cls, args: dict[str, Any]) -> LiveSettings:
+    async def start(cls, args: dict[str, Any], refused: Refused) -> LiveSettings:
         """Return the settings of a replica that starts. Raises BadSettings.
 
         With them notices of earlier mistakes are over, also those of replicas that are gone.
         """
-        made = cls(args)
+        made = cls(args, refused)
         try:
             await asyncio.to_thread(clear, made._app_name, KIND)
         except Exception:
@@ -66,7 +69,7 @@ class LiveSettings:
         async with self._lock:
             before = self.config
             try:
-                config = _in_force(self.args, user_config)
+                config = self._in_force(user_config)
                 if before.tenants and not config.tenants:
                     raise BadSettings([(("tenants",), NO_TENANTS)])
                 if config != before:
@@ -97,12 +100,10 @@ class LiveSettings:
         except Exception:
             logger.exception("the notice board cannot be reached")
 
-
-def _in_force(args: AppConfig, user_config: Any) -> AppConfig:
-    """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""
-    config = overlaid(args, user_config)
-    # Block sizes do not change here, and which device a replica has is found where its engine is made.
-    refused = refused_settings(config, on_cpu=False) if config.engine == "vllm" else []
-    if refused:
-        raise BadSettings([((), sentence) for sentence in refused])
-    return config
+    def _in_force(self, user_config: Any) -> AppConfig:
+        """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""
+        config = overlaid(self.args, user_config)
+        refused = self._refused_by_engine(config)
+        if refused:
+            raise BadSettings([((), sentence) for sentence in refused])
+        return config

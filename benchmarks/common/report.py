@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from serve_app.config.vllm import MISSING, vllm_missing
+from serve_app.config.engines import ENGINES
 
 PACKAGES = ("warmpath-serve", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
 
@@ -124,8 +124,9 @@ def add_engine_flag(parser: argparse.ArgumentParser, engines: Sequence[str], def
     """Add ``--engine`` with these choices; one that is not installed is an error that says what to do."""
 
     def installed(engine: str) -> str:
-        if engine == "vllm" and vllm_missing():
-            raise argparse.ArgumentTypeError(MISSING)
+        missing = next((traits.missing() for name, traits in ENGINES.items() if name == engine), "")
+        if missing:
+            raise argparse.ArgumentTypeError(missing)
         return engine
 
     parser.add_argument("--engine", type=installed, choices=engines, default=default)

@@ -18,7 +18,7 @@ from benchmarks.common.report import names_of, parser_of, progress, spread, writ
 from benchmarks.peers.workload import DECODE_NEW_TOKENS, DECODE_ROWS
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.config.vllm import CPU_BLOCK_SIZE, vllm_missing
+from serve_app.config.engines import VLLM_CPU_BLOCK_SIZE, vllm_missing
 
 MODULES = {
     "warmpath": "benchmarks.peers.warmpath_engine",
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--batch-new-tokens", type=int, default=64)
     parser.add_argument(
-        "--block-size", type=int, default=CPU_BLOCK_SIZE, help=f"vLLM's least on a CPU: {CPU_BLOCK_SIZE}"
+        "--block-size", type=int, default=VLLM_CPU_BLOCK_SIZE, help=f"vLLM's least on a CPU: {VLLM_CPU_BLOCK_SIZE}"
     )
     parser.add_argument("--systems", type=names_of(MODULES), default=",".join(MODULES))
     here = "" if vllm_missing() else sys.executable

@@ -104,7 +104,7 @@ class _Batch:
             Limits(max_model_len(config, info), DEFAULT_MAX_GENERATE_LENGTH, config.save_ttl_s),
             prompts,
             workers=FairWorkers(shares),
-            simulated=config.engine == "simulated",
+            simulated=config.engine_traits.simulated,
         )
 
     async def answer(self, index: int) -> None:

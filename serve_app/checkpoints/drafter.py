@@ -47,7 +47,7 @@ def with_drafter(info: CheckpointInfo, config: AppConfig) -> CheckpointInfo:
     path = drafter_path(config)
     if path is None:
         return info
-    if config.engine != "torch":
+    if not config.engine_traits.built_in:
         raise CheckpointError("speculative_model needs the torch engine: a cost model has nothing to draft with")
     if not _fitting_head(info.path, path):
         _check_model(info, path, config)

@@ -31,7 +31,7 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
         lines.append("This model has random weights: it answers nonsense. Bring another with --model.")
     if settings.model == SMOLLM2:
         lines.append("SmolLM2-135M-Instruct writes full English sentences, which are not always true.")
-    if settings.engine == "simulated":
+    if settings.engine_traits.simulated:
         lines.append("simulated: no model runs; tokens are made up and times come from a cost model.")
     if not settings.tenants:
         lines.append("No API keys are configured: everyone who can reach this port is the tenant `default`.")

@@ -22,7 +22,6 @@ from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
-from serve_app.config.vllm import MISSING, vllm_missing
 from serve_app.prompts.registry import Prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -84,8 +83,8 @@ def serve(
         Prompts.of(settings.public_prompts, settings.prompts_dir)  # here a changed file is one sentence
     except ValueError as error:
         fail(str(error))
-    if settings.engine == "vllm" and vllm_missing():
-        fail(MISSING)
+    if missing := settings.engine_traits.missing():
+        fail(missing)
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []

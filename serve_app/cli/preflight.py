@@ -25,7 +25,7 @@ from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
-from serve_app.engine.vllm.refusals import refused_model, refused_settings
+from serve_app.replica.engine_factory import MAKERS
 from serve_app.tenants.secret import load_secret
 
 _GIB = 1 << 30
@@ -58,8 +58,8 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
     ``elsewhere``: whether the settings may be for other machines. Then what is not on this one is not missed.
     """
     sentences: list[str] = []
-    if settings.engine == "vllm":
-        sentences += refused_settings(settings, on_cpu=not settings.replica_num_gpus)
+    maker = MAKERS[settings.engine]
+    sentences += maker.refused_settings(settings, on_cpu=not settings.replica_num_gpus)
     info: CheckpointInfo | None = None
     checks: list[Check] = []
     if not elsewhere or Path(settings.model).expanduser().is_dir():
@@ -69,8 +69,7 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
             sentences.append(str(error))
         else:
             checks += _model_checks(settings, info)
-            if settings.engine == "vllm":
-                sentences += refused_model(json.loads((info.path / "config.json").read_text()))
+            sentences += maker.refused_model(json.loads((info.path / "config.json").read_text()))
     adapters = {name: path for name, path in settings.lora_adapters.items() if not elsewhere or path.exists()}
     checks.append(lambda: configured_adapters(adapters, settings.max_lora_rank))
     if not elsewhere or (settings.secret_file is not None and settings.secret_file.exists()):
@@ -88,7 +87,7 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
 
 def _model_checks(settings: AppConfig, info: CheckpointInfo) -> list[Check]:
     checks: list[Check] = [lambda: max_model_len(settings, info), lambda: _check_blocks(settings, info.path)]
-    if settings.engine == "torch" and settings.model not in BUILT_IN:
+    if settings.engine_traits.built_in and settings.model not in BUILT_IN:
         checks.append(lambda: _check_architecture(info.path))
     return checks
 
@@ -122,7 +121,7 @@ def _check_blocks(settings: AppConfig, path: Path) -> None:
 
 def _check_memory(settings: AppConfig, info: CheckpointInfo | None) -> None:
     """Raise ValueError where what replicas hold in this machine's memory is more than it has."""
-    if settings.engine == "simulated" or settings.replica_num_gpus or info is None:
+    if settings.engine_traits.simulated or settings.replica_num_gpus or info is None:
         return
     weights_bytes = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
     pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES

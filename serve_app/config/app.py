@@ -14,12 +14,12 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
 from serve_app.config.cache import MIB, CacheSection
 from serve_app.config.engine import EngineSection, LoraSection
+from serve_app.config.engines import ENGINES, EngineTraits
 from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
 from serve_app.config.usage import UsageSection
-from serve_app.config.vllm import CPU_BLOCK_SIZE
 
 _HTTP = re.compile(r"https?://[^\s/]+(/\S*)?")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
@@ -90,18 +90,17 @@ class AppConfig(
         return self
 
     @model_validator(mode="after")
-    def _defaults_of_vllm(self) -> Self:
-        """What nobody asked for is as vLLM can have it; what somebody did is refused later, with a sentence."""
-        if self.engine != "vllm":
-            return self
-        given = set(self.model_fields_set)
-        if not self.replica_num_gpus and "block_size" not in given:
-            self.block_size = CPU_BLOCK_SIZE
-        for name in {"kv_pull", "prewarm", "handover"} - given:
-            setattr(self, name, False)
-        if "pin_budget" not in given:
-            self.pin_budget = 0.0
+    def _defaults_of_the_engine(self) -> Self:
+        """What nobody asked for is as the engine can have it; what somebody did is refused later, with a sentence."""
+        own = self.engine_traits.defaults | ({} if self.replica_num_gpus else self.engine_traits.cpu_defaults)
+        for name in own.keys() - set(self.model_fields_set):
+            setattr(self, name, own[name])
         return self
+
+    @property
+    def engine_traits(self) -> EngineTraits:
+        """What is to be known of the engine before it is there."""
+        return ENGINES[self.engine]
 
     @property
     def model_name(self) -> str:

@@ -7,13 +7,14 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from serve_app.config.engines import EngineName
 from serve_app.config.quantities import Seconds
 
 
 class EngineSection(BaseModel):
     """How a replica computes: device, kernels, step sizes, admission, drafts."""
 
-    engine: Literal["torch", "vllm", "simulated"] = Field(
+    engine: EngineName = Field(
         "torch",
         description="'torch': the built-in one; 'vllm': vLLM in each replica; 'simulated': a cost model, no forward",
     )

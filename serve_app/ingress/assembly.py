@@ -89,7 +89,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         lengths,
         prompts,
         workers=workers,
-        simulated=config.engine == "simulated",
+        simulated=config.engine_traits.simulated,
     )
     deployment = deployment_key(context.app_name, replica.deployment_name)
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
@@ -184,7 +184,7 @@ def about(config: AppConfig) -> dict[str, Any]:
     return {
         "model": config.model_name,
         "engine": config.engine,
-        "simulated": config.engine == "simulated",
+        "simulated": config.engine_traits.simulated,
         "policy": config.policy,
         "block_size": config.block_size,
         "ingresses": config.ingress_replicas,

@@ -15,6 +15,7 @@ from serve_app.ingress.memory import do_without_torch
 from serve_app.live.peers import Batch, Cursors
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
+from serve_app.replica.engine_factory import refused_while_running
 from serve_app.usage.report import Rows
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Ingress:
         # Only here: whoever deploys an ingress imports this class, and need not wait for transformers.
         from serve_app.ingress.assembly import make_services
 
-        self._live = await LiveSettings.start(config)
+        self._live = await LiveSettings.start(config, refused_while_running)
         self._services = await make_services(self._live.config, self._live.args, replica)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

@@ -279,7 +279,7 @@ class Live:
             self._rows.refresh()
             self._facts = Facts(
                 about,
-                replica_rows(state["replicas"], reports, about["engine"]),
+                replica_rows(state["replicas"], reports, about),
                 [self._rows.rows, *self._peers.rows],
                 [self._totals(), *self._peers.totals],
                 _moves(self._board),

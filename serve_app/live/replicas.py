@@ -16,13 +16,13 @@ _BLOCKS = {"used": "blocks_used", "cached": "blocks_reusable", "free": "blocks_f
 
 
 def replica_rows(
-    states: Iterable[Mapping[str, Any]], reports: Mapping[str, Sequence[Sample]], engine: str
+    states: Iterable[Mapping[str, Any]], reports: Mapping[str, Sequence[Sample]], about: Mapping[str, Any]
 ) -> dict[str, Row]:
-    """Return the rows by replica. ``states``: as ``RoutingCore.state`` has them; ``engine``: the one that is set."""
-    return {state["replica_id"]: _row(state, reports.get(state["replica_id"], ()), engine) for state in states}
+    """Return the rows by replica. ``states``: as ``RoutingCore.state`` has them; ``about``: the instance."""
+    return {state["replica_id"]: _row(state, reports.get(state["replica_id"], ()), about) for state in states}
 
 
-def _row(state: Mapping[str, Any], samples: Sequence[Sample], engine: str) -> Row:
+def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> Row:
     blocks: dict[str, int] = {}
     for name, labels, value in samples:
         of = dict(labels)
@@ -36,8 +36,8 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], engine: str) -> Ro
     return {
         "replica": state["replica_id"],
         "state": "leaving" if state["away"] else "joining" if age_s is None else "serving",
-        "engine": engine,
-        "simulated": engine == "simulated",
+        "engine": about["engine"],
+        "simulated": about["simulated"],
         **blocks,
         "running": state["running_sequences"],
         "waiting": state["waiting_sequences"],

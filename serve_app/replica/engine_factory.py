@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,13 @@ from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
+from serve_app.config.engines import EngineName
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EventSink
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
+from serve_app.engine.vllm import refusals as vllm_refusals
 
 _KV_FIELDS = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"}
 
@@ -28,10 +32,10 @@ def make_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) 
 
     Raises ValueError for settings that do not fit, and what ``build_engine`` raises.
     """
-    if config.engine == "simulated":
-        return _simulated_engine(config, info, event_sink)
-    if config.engine == "vllm":
-        return _vllm_engine(config, info, event_sink)
+    return MAKERS[config.engine].build(config, info, event_sink)
+
+
+def _torch_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink) -> Engine:
     # Only here: they are seconds and hundreds of megabytes, which simulated replicas do without.
     from serve_app.engine.core.build import build_engine
     from serve_app.replica.pool_size import pool_blocks
@@ -45,14 +49,13 @@ def _vllm_engine(config: AppConfig, info: CheckpointInfo, event_sink: EventSink)
     # Only here: vLLM is installed where it is used.
     from serve_app.engine.runner.model_runner import choose_device, choose_dtype
     from serve_app.engine.vllm.engine import VllmEngine
-    from serve_app.engine.vllm.refusals import refused_model, refused_settings
     from serve_app.engine.vllm.settings import VllmSettings
     from serve_app.replica.pool_size import pool_blocks
 
     device = choose_device(config.device)
     on_cpu = device.type == "cpu"
     fields = json.loads((info.path / "config.json").read_text())
-    if refused := [*refused_settings(config, on_cpu=on_cpu), *refused_model(fields)]:
+    if refused := [*vllm_refusals.refused_settings(config, on_cpu=on_cpu), *vllm_refusals.refused_model(fields)]:
         raise ValueError("; ".join(refused))
     dtype = str(choose_dtype(config.dtype, device)).removeprefix("torch.")
     settings = VllmSettings(
@@ -153,3 +156,27 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
         max_cpu_loras=config.max_cpu_loras,
         max_lora_rank=config.max_lora_rank,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMaker:
+    """How an engine is built, and which settings and models (by their config.json) it cannot have: a sentence each."""
+
+    build: Callable[[AppConfig, CheckpointInfo, EventSink], Engine]
+    refused_settings: Callable[..., list[str]] = lambda _, *, on_cpu: []
+    refused_model: Callable[[Mapping[str, Any]], list[str]] = lambda _: []
+
+
+MAKERS: dict[EngineName, EngineMaker] = {
+    "torch": EngineMaker(_torch_engine),
+    "vllm": EngineMaker(_vllm_engine, vllm_refusals.refused_settings, vllm_refusals.refused_model),
+    "simulated": EngineMaker(_simulated_engine),
+}
+
+
+def refused_while_running(config: AppConfig) -> list[str]:
+    """Return why a running replica or ingress cannot take these settings; nothing where it can.
+
+    Block sizes do not change there, and which device a replica has is found where its engine is made.
+    """
+    return MAKERS[config.engine].refused_settings(config, on_cpu=False)

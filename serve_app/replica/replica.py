@@ -66,10 +66,10 @@ class Replica:
 
     async def __init__(self, config: dict[str, Any]) -> None:  # type: ignore[misc]
         # Only here: whoever deploys replicas imports this class, and need not wait for torch.
-        from serve_app.replica.engine_factory import make_engine
+        from serve_app.replica.engine_factory import make_engine, refused_while_running
 
         self._ending = AsyncExitStack()
-        self._live = await LiveSettings.start(config)
+        self._live = await LiveSettings.start(config, refused_while_running)
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id

@@ -12,6 +12,7 @@ from serve_app import reconfigure
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings
 from serve_app.reconfigure import LiveSettings
+from serve_app.replica.engine_factory import refused_while_running
 
 ACME = {"name": "acme", "key_sha256": ["a" * 64]}
 
@@ -59,7 +60,7 @@ def start(monkeypatch: pytest.MonkeyPatch, board: Board) -> Any:
             _deployment_config=SimpleNamespace(user_config=user_config),
         )
         monkeypatch.setattr(reconfigure.serve, "get_replica_context", lambda: context)
-        return asyncio.run(LiveSettings.start(args))
+        return asyncio.run(LiveSettings.start(args, refused_while_running))
 
     return started
 

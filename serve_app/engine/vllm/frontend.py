@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serve_app.config.vllm import MISSING
+from serve_app.config.engines import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.arguments import engine_arguments, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
@@ -142,7 +142,7 @@ class VllmFrontend:
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
-            raise VllmMissing(f"{MISSING} ({error})") from error
+            raise VllmMissing(f"{VLLM_MISSING} ({error})") from error
         from vllm.config import KVTransferConfig
         from vllm.config.kv_events import KVEventsConfig
 
