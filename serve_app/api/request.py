@@ -69,7 +69,6 @@ class RequestFields:
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_ref: str | None = None
-    user: str | None = None
     disable_spec_decode: bool = False
     save_system_prompt_kv_cache: bool = False
     store_kv: bool | None = None
@@ -85,11 +84,6 @@ class RequestFields:
     def choices(self) -> int:
         """Sequences to generate, over all prompts."""
         return self.n
-
-    @property
-    def sticky_key(self) -> str | None:
-        """What tells those who ask apart: the user, or else the session; None where nothing does."""
-        return self.user or self.prompt_cache_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +103,6 @@ class ChatRequest(RequestFields):
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
     marks: tuple[CacheMark, ...] = ()
-
-    @property
-    def sticky_key(self) -> str | None:
-        """As above, and where the client says nothing the conversation's first words: its later turns have them too."""
-        words = (str(message.get("content") or "") for message in self.messages if message["role"] != "system")
-        return self.user or self.prompt_cache_key or next(words, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

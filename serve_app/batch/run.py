@@ -93,7 +93,6 @@ class _Batch:
         shares = Shares({})
         self._places = WaitingLine(Budget(shares, lambda: file.batch_size))
         prompts = Prompts.of(config.public_prompts, config.prompts_dir)
-        prompts.cutovers = prompts.cutovers.without_canaries()
         prompts.install(tokenizer)
         self._preparer = Preparer(
             info,

@@ -149,7 +149,7 @@ class Preparer:
         """Return a request with NAME@VERSION for the prompt that it refers to. Raises what ``Prompts.find`` does."""
         if request.prompt_ref is None:
             return request
-        return replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant, request.sticky_key).ref)
+        return replace(request, prompt_ref=self._prompts.find(request.prompt_ref, tenant).ref)
 
     def _before(self, request: GenerateRequest, tenant: str) -> str:
         """Return the text of the prompt that a request refers to, "" for none."""

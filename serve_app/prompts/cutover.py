@@ -1,4 +1,4 @@
-"""Which version of a prompt its name alone means: the promoted one, or for some the canary. Kept in a file.
+"""Which version of a prompt its name alone means. Kept in a file.
 
 Knows no texts and no requests. Of two states the higher one counts, so that all ingresses end with the same.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Mapping
-from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -21,20 +20,14 @@ _MAX_STATE_BYTES = 1 << 20
 
 
 class Cutover(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Versions of one name, "" for none. ``percent`` of those who ask for the name get the ``canary``."""
+    """Versions of one name; ``previous`` "" for none."""
 
     promoted: str
     previous: str = ""
-    canary: str = ""
-    percent: float = 0.0
-
-    def version(self, share: float) -> str:
-        """Return the version for one who is at ``share`` of all, from 0 to below 1."""
-        return self.canary if self.canary and share * 100 < self.percent else self.promoted
 
     def versions(self) -> frozenset[str]:
         """Return the versions that are named here."""
-        return frozenset(filter(None, (self.promoted, self.previous, self.canary)))
+        return frozenset(filter(None, (self.promoted, self.previous)))
 
 
 class Cutovers(msgspec.Struct, frozen=True):
@@ -49,35 +42,19 @@ class Cutovers(msgspec.Struct, frozen=True):
         return (self.serial, self.by) > (other.serial, other.by)
 
     def promoted(self, name: str, version: str) -> Cutovers:
-        """Return what is so once a version is what the name means; a canary of the name is over."""
+        """Return what is so once a version is what the name means."""
         before = self.names.get(name)
         if before is None:
             return self._with(name, Cutover(version))
         previous = before.promoted if before.promoted != version else before.previous
         return self._with(name, Cutover(version, previous))
 
-    def canary(self, name: str, version: str, percent: float) -> Cutovers:
-        """Return what is so once ``percent`` of who ask for the name get a version. Raises InvalidRequest."""
-        before = self.names.get(name)
-        if before is None:
-            raise InvalidRequest(f"No version of {name} is promoted yet; promote one first.", param="prompt_ref")
-        if before.promoted == version:
-            raise InvalidRequest(f"{name}@{version} is promoted already; a canary is another one.", param="prompt_ref")
-        return self._with(name, Cutover(before.promoted, before.previous, version, percent))
-
     def rolled_back(self, name: str) -> Cutovers:
-        """Return what is so without the canary, or else with the version before. Raises InvalidRequest."""
+        """Return what is so with the version before. Raises InvalidRequest."""
         before = self.names.get(name)
-        if before is None or not (before.canary or before.previous):
+        if before is None or not before.previous:
             raise InvalidRequest(f"There is no earlier version of {name[:64]!r} to go back to.", param="prompt_ref")
-        if before.canary:
-            return self._with(name, Cutover(before.promoted, before.previous))
         return self._with(name, Cutover(before.previous))
-
-    def without_canaries(self) -> Cutovers:
-        """Return this with every name meaning its promoted version."""
-        names = {name: Cutover(each.promoted, each.previous) for name, each in self.names.items()}
-        return Cutovers(self.serial, self.by, names)
 
     def check(self, refs: Collection[str]) -> None:
         """Raise PromptError where a version that is named here is not among ``refs``."""
@@ -90,15 +67,6 @@ class Cutovers(msgspec.Struct, frozen=True):
 
     def _with(self, name: str, cutover: Cutover) -> Cutovers:
         return Cutovers(self.serial + 1, secrets.token_hex(4), {**self.names, name: cutover})
-
-
-def share_of(tenant: str, key: str, ref: str) -> float:
-    """Return where one who asks stands among all, from 0 to below 1: the same for the same key, with any share.
-
-    Other canaries (``ref``) try others first, so that nobody gets every new version.
-    """
-    fields = "".join(f"{len(field)}:{field}" for field in (tenant, key, ref))
-    return int.from_bytes(blake2b(fields.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
 def read_cutovers(directory: Path) -> Cutovers:

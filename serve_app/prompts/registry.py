@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import InvalidRequest, NotFound
-from serve_app.prompts.cutover import Cutovers, read_cutovers, share_of
+from serve_app.prompts.cutover import Cutovers, read_cutovers
 from serve_app.prompts.lock import LockedPrompt, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Prompts:
     """All prompts of a deployment, and the formatted texts of the public ones for one tokenizer.
 
     ``cutovers``: what names alone mean. A chat template may write the date into a system prompt, so they are formatted
-    anew each day. ``draw``: where one stands among all who cannot be told apart, from 0 to below 1.
+    anew each day.
     """
 
     def __init__(
@@ -62,14 +61,12 @@ class Prompts:
         cutovers: Cutovers | None = None,
         *,
         today: Callable[[], date] = date.today,
-        draw: Callable[[], float] = random.random,
     ) -> None:
         self._configs, self._locked = tuple(configs), tuple(locked)
         self._prompts = _merged(self._configs, self._locked)
         self.cutovers = cutovers or Cutovers()
         self.cutovers.check(_refs(self._locked))
         self._today = today
-        self._draw = draw
         self._tokens: dict[str, int] = {}
         self._formatted: tuple[str, ...] = ()
         self._formatted_on: date | None = None
@@ -100,12 +97,11 @@ class Prompts:
         """
         return max(0, self.tokens(ref) // block_size - 1) * block_size
 
-    def find(self, ref: str, tenant: str = "", key: str | None = None) -> Prompt:
+    def find(self, ref: str, tenant: str = "") -> Prompt:
         """Return the prompt that a tenant means by NAME@VERSION or NAME.
 
-        ``key``: who asks or in which conversation, so that the same one always gets the same version while a canary
-        runs; None: nobody knows. Raises InvalidRequest for what is no reference, and PromptNotFound, for one that is
-        unknown and for one that is another tenant's in the same words.
+        Raises InvalidRequest for what is no reference, and PromptNotFound, for one that is unknown and for one that is
+        another tenant's in the same words.
         """
         name, separator, version = ref.partition("@")
         if not name or (separator and not version):
@@ -115,9 +111,6 @@ class Prompts:
         cutover = self.cutovers.names.get(name)
         if not separator and cutover is not None:
             version = cutover.promoted
-            if cutover.canary:
-                canary = f"{name}@{cutover.canary}"
-                version = cutover.version(self._draw() if key is None else share_of(tenant, key, canary))
         found = self._prompts.get(f"{name}@{version}")
         if found is None or found.tenant not in (None, tenant):
             seen = [each.ref for each in self._prompts.values() if each.name == name and each.tenant in (None, tenant)]

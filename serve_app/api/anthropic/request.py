@@ -103,7 +103,7 @@ class CountTokensBody(JsonBody):
     output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
-    metadata: Any = Field(None, description="user_id: whom it is for, who gets the same version of a prompt each time")
+    metadata: Any = Field(None, description="user_id: whom it is for; without effect")
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""
@@ -129,13 +129,8 @@ class CountTokensBody(JsonBody):
             grammar=self._grammar(),
             cache_salt=self.cache_salt,
             prompt_ref=self.prompt_ref,
-            user=self._user(),
             unknown=self.unknown(sorted(read.ignored), _INNER_FIELDS),
         )
-
-    def _user(self) -> str | None:
-        user = self.metadata.get("user_id") if isinstance(self.metadata, dict) else None
-        return user[:1024] if isinstance(user, str) else None
 
     def _tool_use(self) -> ToolUse:
         functions = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]

@@ -119,7 +119,7 @@ class GenerationBody(SamplingBody):
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
-    user: Someone = Field(None, description="whom it is for: the same one gets the same version of a prompt")
+    user: Someone = Field(None, description="whom it is for; without effect")
     safety_identifier: Someone = Field(None, description="the newer name of user; user goes before it")
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
@@ -138,8 +138,8 @@ class GenerationBody(SamplingBody):
         for name in ("response_format", "structured_outputs"):
             del fields[name]
         fields["grammar"] = self.grammar
-        fields["user"] = self.user or self.safety_identifier
-        del fields["safety_identifier"]
+        for name in ("user", "safety_identifier"):
+            del fields[name]
         fields["top_k"] = max(0, self.top_k)
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]

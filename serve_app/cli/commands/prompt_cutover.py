@@ -1,4 +1,4 @@
-"""`warmpath prompts warm | canary | promote | rollback | status`: an operator's word to a running instance."""
+"""`warmpath prompts warm | promote | rollback | status`: an operator's word to a running instance."""
 
 from __future__ import annotations
 
@@ -28,20 +28,6 @@ def warm(ref: Ref, url: Url = _LOCAL) -> None:
     _show(_ask(url, "POST", "/warm", {"prompt_ref": ref}))
 
 
-def canary(
-    ref: Ref,
-    percent: Annotated[str, typer.Argument(help="how many of those who ask for the name get it: 5 or 5%")],
-    url: Url = _LOCAL,
-    cold: Cold = False,
-) -> None:
-    """Warm a version, then give it to a part of those who ask for the name: a user or session always gets the same."""
-    try:
-        share = float(percent.removesuffix("%"))
-    except ValueError:
-        fail(f"a canary takes a number of percent, not {percent!r}")
-    _show(_ask(url, "POST", "/canary", {"prompt_ref": ref, "percent": share, "cold": cold}))
-
-
 def promote(ref: Ref, url: Url = _LOCAL, cold: Cold = False) -> None:
     """Warm a version, then let the name mean it."""
     _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
@@ -52,7 +38,7 @@ def rollback(
     url: Url = _LOCAL,
     cold: Cold = False,
 ) -> None:
-    """End a canary; without one go back to the version before."""
+    """Go back to the version before."""
     _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
 
 
@@ -82,10 +68,9 @@ def _ask(url: str, method: str, path: str, body: dict[str, Any] | None) -> dict[
 
 
 def _show(found: dict[str, Any]) -> None:
-    canary = f", {found['percent']:g}% get {found['canary']}" if found["canary"] else ""
     before = f", before it {found['previous']}" if found["previous"] else ""
     owner = f" (private to {found['tenant']})" if found["tenant"] else ""
-    print(f"{found['name']}{owner}: {found['promoted'] or 'no version'} is promoted{canary}{before}")
+    print(f"{found['name']}{owner}: {found['promoted'] or 'no version'} is promoted{before}")
     for version in found["versions"]:
         hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"

@@ -23,7 +23,7 @@ CHARS_PER_TOKEN = 4
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
 for command in (
-    prompt_cutover.warm, prompt_cutover.canary, prompt_cutover.promote, prompt_cutover.rollback, prompt_cutover.status,
+    prompt_cutover.warm, prompt_cutover.promote, prompt_cutover.rollback, prompt_cutover.status,
 ):  # fmt: skip
     app.command()(command)
 

@@ -1,4 +1,4 @@
-"""Cut-over of prompts over HTTP: warm, canary, promote, roll back, at every ingress. The caller has checked who asks.
+"""Cut-over of prompts over HTTP: warm, promote, roll back, at every ingress. The caller has checked who asks.
 
 The directory is read anew by every ingress before anything changes, and each one keeps the state in a file beside it.
 """
@@ -9,11 +9,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 
-from serve_app.api.json_body import Flag, JsonBody, Must, Text256
+from serve_app.api.json_body import Flag, JsonBody, Text256
 from serve_app.api.unknown import require_none
 from serve_app.errors import InvalidRequest, NotFound, Overloaded, WarmpathError
 from serve_app.generation.prepare import Preparer
@@ -40,9 +40,6 @@ class PromptBody(JsonBody):
     """The body of ``POST /v1/prompts/...``."""
 
     prompt_ref: Text256 = Field(None, description="NAME@VERSION; for a roll-back NAME")
-    percent: Annotated[float | None, Field(gt=0, lt=100), Must("a number above 0 and below 100")] = Field(
-        None, description="of a canary: how many of those who ask for the name get it"
-    )
     cold: Flag = Field(False, description="switch at once, without computing the version first")
 
 
@@ -106,20 +103,12 @@ class PromptAdmin:
             warm = await self._warmed(prompt)
         return self._done(await self.status(prompt.name), warm)
 
-    async def canary(self, body: bytes) -> dict[str, Any]:
-        """Give a version to a part of those who ask for the name, the same ones each time. Raises a WarmpathError."""
-        asked = self._asked(body)
-        if asked.percent is None:
-            raise InvalidRequest("percent must be given for a canary.", param="percent")
-        percent = asked.percent
-        return await self._change(asked, lambda now, prompt: now.canary(prompt.name, prompt.version, percent))
-
     async def promote(self, body: bytes) -> dict[str, Any]:
         """Let the name mean a version, once it is warm. Raises a WarmpathError."""
         return await self._change(self._asked(body), lambda now, prompt: now.promoted(prompt.name, prompt.version))
 
     async def roll_back(self, body: bytes) -> dict[str, Any]:
-        """End a name's canary, or let it mean the version before; one that cannot be warmed is taken cold."""
+        """Let a name mean the version before; one that cannot be warmed is taken cold."""
         asked = self._asked(body)
         async with self._one_at_a_time:
             name = (asked.prompt_ref or "").partition("@")[0]
@@ -243,7 +232,5 @@ class PromptAdmin:
 
 def _shown(cutover: Cutover | None) -> dict[str, Any]:
     if cutover is None:
-        return {"promoted": None, "previous": None, "canary": None, "percent": None}
-    canary = cutover.canary or None
-    percent = cutover.percent if canary else None
-    return {"promoted": cutover.promoted, "previous": cutover.previous or None, "canary": canary, "percent": percent}
+        return {"promoted": None, "previous": None}
+    return {"promoted": cutover.promoted, "previous": cutover.previous or None}

@@ -30,14 +30,6 @@ async def warm(request: Request, services: Front) -> Response:
     return json_response(await services.prompt_admin.warm(await services.body(request)))
 
 
-@router.post("/v1/prompts/canary", **takes(PromptBody))
-@guarded("prompts_canary", openai_error)
-async def canary(request: Request, services: Front) -> Response:
-    """Warm a version, then give it to a part of those who ask for the name."""
-    services.guard.require_operator(request)
-    return json_response(await services.prompt_admin.canary(await services.body(request)))
-
-
 @router.post("/v1/prompts/promote", **takes(PromptBody))
 @guarded("prompts_promote", openai_error)
 async def promote(request: Request, services: Front) -> Response:
@@ -49,6 +41,6 @@ async def promote(request: Request, services: Front) -> Response:
 @router.post("/v1/prompts/rollback", **takes(PromptBody))
 @guarded("prompts_rollback", openai_error)
 async def rollback(request: Request, services: Front) -> Response:
-    """End a canary, or go back to the version before."""
+    """Go back to the version before."""
     services.guard.require_operator(request)
     return json_response(await services.prompt_admin.roll_back(await services.body(request)))

@@ -82,7 +82,7 @@ def test_the_schema_names_the_real_bodies() -> None:
         "/v1/load_lora_adapter": "LoadAdapterBody",
         "/v1/unload_lora_adapter": "UnloadAdapterBody",
         "/v1/cache/explain": "ExplainBody",
-        **{f"/v1/prompts/{change}": "PromptBody" for change in ("warm", "canary", "promote", "rollback")},
+        **{f"/v1/prompts/{change}": "PromptBody" for change in ("warm", "promote", "rollback")},
     }
     assert {reference.removeprefix("#/components/schemas/") for reference in references(schema)} <= set(schemas)
     for body in BODIES:
