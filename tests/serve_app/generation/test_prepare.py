@@ -352,3 +352,33 @@ def test_the_last_message_can_be_gone_on_with(preparer: Preparer, tokenizer: Pro
         preparer, ("user", "Hi"), ("assistant", "The answer"), add_generation_prompt=False, continue_final_message=True
     )
     assert tokenizer._backend.decode(found.token_ids.tolist(), skip_special_tokens=False).endswith("\nThe answer")
+
+
+def test_choices_have_seeds_of_their_own(preparer: Preparer) -> None:
+    """Else all of them would be one answer; with a seed they are the same ones each time, without one others."""
+
+    def seeds(seed: int | None) -> list[int]:
+        asked = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), n=3, seed=seed)
+        generations = asyncio.run(preparer.prepare(asked, Tenant("default"), "id"))
+        return [generation.sampling.seed for generation in generations]
+
+    assert len(set(seeds(7))) == 3
+    assert seeds(7) == seeds(7)
+    assert seeds(7) != seeds(8)
+    assert len({*seeds(None), *seeds(None)}) == 6
+
+
+def test_prompts_that_become_public_are_shared_from_then_on(model_path: Path) -> None:
+    """Also by a tenant that asked before, when nothing was public: what was known of its scope is forgotten."""
+    tokenizer, prompts = PromptTokenizer(model_path), Prompts()
+    preparer = Preparer(
+        load_checkpoint_info(model_path), tokenizer, Tenants([], SECRET), SECRET,
+        AdapterRegistry("demo"), Limits(4096, 8), prompts,
+    )  # fmt: skip
+    before = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
+    assert shared_blocks(*before) == 0
+    clerk = PublicPromptConfig.model_validate({"name": "clerk", "version": "1", "text": RULES})
+    asyncio.run(prompts.replace(tokenizer, configs=[clerk]))
+    preparer.prompts_changed()
+    after = [ask(preparer, tenant, ("system", RULES), ("user", LONG)) for tenant in (ACME, ZETA)]
+    assert shared_blocks(*after) == after[0].scope.public_blocks >= 2

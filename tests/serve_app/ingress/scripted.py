@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -17,6 +17,7 @@ from serve_app.api.openai.response import model_body
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
+from serve_app.config.tenants import TenantConfig
 from serve_app.engine.protocol import FinishReason
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
@@ -74,11 +75,13 @@ class Script:
 
 
 @contextmanager
-def scripted(path: Path, tracer: Tracer | None = None) -> Iterator[tuple[str, Script]]:
-    """Serve a checkpoint's tokenizer on loopback; yield the base URL and the script."""
+def scripted(
+    path: Path, tracer: Tracer | None = None, customers: Sequence[TenantConfig] = ()
+) -> Iterator[tuple[str, Script]]:
+    """Serve a checkpoint's tokenizer on loopback, to everybody or to customers; yield the base URL and the script."""
     info, tokenizer, config = load_checkpoint_info(path), PromptTokenizer(path), AppConfig(model="demo")
     script, secret = Script(tokenizer), b"s" * 32
-    tenants, metrics, drain, shares = Tenants((), secret), IngressMetrics(), Drain(), Shares({})
+    tenants, metrics, drain, shares = Tenants(customers, secret), IngressMetrics(), Drain(), Shares({})
     front_door = FrontDoor(shares, places=lambda: 8, max_waiting=64, max_bytes=1 << 26)
     preparer = Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), Limits(8192, 64))
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))

@@ -13,7 +13,9 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
+from serve_app.config.tenants import TenantConfig
 from serve_app.errors import GenerationFailed, Overloaded
+from serve_app.tenants.tenants import make_api_key
 from tests.serve_app.ingress.scripted import Script, scripted
 from tests.serve_app.tool_templates.families import WEATHER, call_text, family
 
@@ -167,6 +169,25 @@ def test_diagnostics_name_what_changed(client: Anthropic, script: Script) -> Non
     assert other["cache_miss_reason"]["type"] == "system_changed"
     unknown = ask("One", *HI, previous="msg_unknown")["diagnostics"]
     assert unknown["cache_miss_reason"] == {"type": "previous_message_not_found"}
+
+
+def test_a_tenant_is_compared_with_its_own_messages_alone(demo_model_path: Path, tmp_path: Path) -> None:
+    """Another tenant's message is to it like one that never was."""
+    keys = {name: make_api_key() for name in ("acme", "zeta")}
+    customers = [TenantConfig(name=name, key_sha256=[digest]) for name, (_, digest) in keys.items()]
+    with scripted(family("hermes", demo_model_path, tmp_path / "hermes"), customers=customers) as (url, _):
+
+        def ask(name: str, previous: str | None) -> dict[str, Any]:
+            body = {"model": "demo", "max_tokens": 5, "messages": HI, "diagnostics": {"previous_message_id": previous}}
+            answer = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": keys[name][0]})
+            found: dict[str, Any] = answer.raise_for_status().json()
+            return found
+
+        first = ask("acme", None)["id"]
+        told = ask("zeta", first)["diagnostics"]
+        assert told["cache_miss_reason"]["type"] == "previous_message_not_found"
+        assert told["cache_miss_reason"] == ask("zeta", "msg_0")["diagnostics"]["cache_miss_reason"]
+        assert ask("acme", first)["diagnostics"] is None
 
 
 def test_diagnostics_say_where_a_prompt_differs(client: Anthropic, script: Script) -> None:

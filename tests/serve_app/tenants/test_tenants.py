@@ -292,3 +292,33 @@ def test_a_named_file_must_exist_and_a_state_directory_must_be_makeable(state: P
     (tmp_path / "file").write_text("")
     with pytest.raises(SecretError, match=r"set \$WARMPATH_SECRET instead"):
         load_secret(state_dir=tmp_path / "file" / "state")
+
+
+@pytest.mark.parametrize("same_bytes", [1, 2, 4, 16, 31])
+def test_all_of_a_keys_digest_counts(same_bytes: int) -> None:
+    """A configured digest that begins as the key's does, and goes on otherwise, is another key's."""
+    key, digest = make_api_key()
+    other = digest[: 2 * same_bytes] + "".join("%x" % (15 - int(digit, 16)) for digit in digest[2 * same_bytes :])
+    tenants = Tenants([TenantConfig(name="acme", key_sha256=[other])], SECRET, operator_key_sha256=[other])
+    with pytest.raises(AuthenticationFailed):
+        tenants.authenticate(f"Bearer {key}")
+    assert not tenants.is_operator(f"Bearer {key}")
+
+
+def test_operators_keys_are_compared_in_constant_time_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constant-time function is the only way in which keys are compared. (docs/security.md)"""
+    keys = [make_api_key() for _ in range(3)]
+    tenants = Tenants([], SECRET, operator_key_sha256=[digest for _, digest in keys])
+    compared: list[bytes] = []
+
+    class Never:
+        """Finds no two keys equal."""
+
+        @staticmethod
+        def compare_digest(known: bytes, digest: bytes) -> bool:
+            compared.append(known)
+            return False
+
+    monkeypatch.setattr(tenancy, "hmac", Never)
+    assert not tenants.is_operator(f"Bearer {keys[0][0]}")
+    assert compared == [bytes.fromhex(digest) for _, digest in keys]
