@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
+
 from serve_app.checkpoints.adapter_registry import configured_adapters
 from serve_app.checkpoints.checkpoint import CheckpointError, CheckpointInfo
 from serve_app.checkpoints.drafter import load_served_model
@@ -136,7 +138,7 @@ def _check_memory(settings: AppConfig, info: CheckpointInfo | None) -> None:
 
 def memory_bytes() -> int:
     """Return this machine's memory, or what this container may take of it."""
-    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine_bytes = int(psutil.virtual_memory().total)
     try:
         return min(machine_bytes, int(_CGROUP_MEMORY.read_text()))
     except (OSError, ValueError):  # no container, or no limit: "max"

@@ -1,6 +1,6 @@
 """The processes of an instance: all that descend from one, their end, and who holds a port.
 
-Linux tells of them in /proc. Elsewhere only what Ray ends by itself is ended, and nobody is named.
+What another user runs is not named.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+
+import psutil
 
 OWNER = "WARMPATH_SUPERVISOR"
 """Environment variable of everything an instance starts: the id of the process that a user started."""
 
-_PROC = Path("/proc")
 _PR_SET_CHILD_SUBREAPER = 36
-_LISTENING = "0A"
 END_WITHIN_S = 3.0
 
 
@@ -43,17 +42,16 @@ def forget_orphans(children: Container[int]) -> None:
 
 def descendants(ancestor: int) -> set[int]:
     """Return the ids of the running processes that descend from one, itself left out."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
-        children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    unseen = [ancestor]
-    while unseen:
-        for pid in children.get(unseen.pop(), ()):
-            if pid not in found:
-                found.add(pid)
-                unseen.append(pid)
-    return found
+    with suppress(psutil.NoSuchProcess):
+        return {process.pid for process in psutil.Process(ancestor).children(recursive=True) if _runs(process)}
+    return set()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process has not ended; one that was not waited for has."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    return False
 
 
 def end_descendants(ancestor: int, within_s: float = END_WITHIN_S) -> None:
@@ -78,60 +76,24 @@ class Holder:
 
 def port_holder(port: int) -> Holder | None:
     """Return who listens on a port of this machine; None where that cannot be seen: a process of another user."""
-    inodes = {f"socket:[{inode}]" for inode in _listening(port)}
-    for pid in _pids():
-        with suppress(OSError):
-            if any(str(link.readlink()) in inodes for link in (_PROC / str(pid) / "fd").iterdir()):
-                return _holder(pid)
+    with suppress(psutil.Error):
+        for socket in psutil.net_connections(kind="tcp"):
+            if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port and socket.pid is not None:
+                return _holder(psutil.Process(socket.pid))
     return None
 
 
-def _holder(pid: int) -> Holder:
-    parents = _parents()
-    line, owner = [pid], _owner(pid)
-    while (parent := parents.get(line[-1], 0)) > 1:
-        line.append(parent)
-        owner = owner or _owner(parent)  # Ray's workers write their titles over their environment
-    return Holder(pid, _name(pid), owner is not None, owner if owner in line else None)
+def _holder(process: psutil.Process) -> Holder:
+    line = [process, *process.parents()]
+    # The nearest that tells: Ray's workers write their titles over their environment.
+    owner = next(filter(None, map(_owner, line)), None)
+    return Holder(
+        process.pid, process.name(), owner is not None, owner if owner in {each.pid for each in line} else None
+    )
 
 
-def _owner(pid: int) -> int | None:
-    with suppress(OSError):
-        for variable in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-            name, _, value = variable.partition(b"=")
-            if name == OWNER.encode() and value.isdigit():
-                return int(value)
+def _owner(process: psutil.Process) -> int | None:
+    with suppress(psutil.Error):
+        value = process.environ().get(OWNER, "")
+        return int(value) if value.isdigit() else None
     return None
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return (_PROC / str(pid) / "comm").read_text().strip()
-    return "?"
-
-
-def _pids() -> Iterator[int]:
-    with suppress(OSError):
-        yield from (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdigit())
-
-
-def _parents() -> dict[int, int]:
-    """Return each running process' parent; one that has ended and was not waited for is none."""
-    found = {}
-    for pid in _pids():
-        with suppress(OSError):
-            # pid (any name) state parent ...
-            state, parent = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                found[pid] = int(parent)
-    return found
-
-
-def _listening(port: int) -> Iterator[str]:
-    """Yield the inodes of the sockets that listen on a port."""
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (_PROC / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                    yield fields[9]

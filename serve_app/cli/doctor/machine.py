@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from serve_app.cli.doctor.finding import Finding, problem, warning
 from serve_app.cli.preflight import memory_bytes
 from serve_app.cli.supervisor import path_flags
@@ -26,7 +28,6 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus}))
 """
 _TORCH_WITHIN_S = 180
-_MEMORY = Path("/proc/meminfo")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, not written
 _MIN_SHARED_BYTES = 512 << 20
 _MIN_FREE_BYTES = 2 * GIB
@@ -85,9 +86,8 @@ def disk(name: str, directory: Path) -> Finding:
 
 def _memory() -> Finding:
     total = memory_bytes()
-    text = _MEMORY.read_text() if _MEMORY.exists() else ""
-    free = next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable")), total)
-    found = f"{min(free, total) / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if min(free, total) < _MIN_FREE_BYTES:
+    free = min(psutil.virtual_memory().available, total)
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free < _MIN_FREE_BYTES:
         return problem("memory", found, "two replicas of the default model need 2 GiB: stop something")
     return Finding("memory", "ok", found)

@@ -12,7 +12,7 @@ import pytest
 from serve_app.cli import processes
 from serve_app.cli.processes import OWNER, descendants, end_descendants, port_holder
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
 _FAMILY = """
 import os, subprocess, sys, time
