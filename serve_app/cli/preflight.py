@@ -27,6 +27,7 @@ from serve_app.cli.supervisor import path_flags
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
+from serve_app.generation.tool_calls.formats import check_format
 from serve_app.replica.engine_factory import MAKERS
 from serve_app.tenants.secret import load_secret
 
@@ -72,6 +73,7 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
         else:
             checks += _model_checks(settings, info)
             sentences += maker.refused_model(json.loads((info.path / "config.json").read_text()))
+    checks.append(lambda: check_format(settings.tool_parser))
     adapters = {name: path for name, path in settings.lora_adapters.items() if not elsewhere or path.exists()}
     checks.append(lambda: configured_adapters(adapters, settings.max_lora_rank))
     if not elsewhere or (settings.secret_file is not None and settings.secret_file.exists()):

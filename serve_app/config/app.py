@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -55,9 +55,10 @@ class AppConfig(
     strict: bool = Field(
         False, description="refuse a request with an unknown field; else x-warmpath-warning names it, and it is ignored"
     )
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+    tool_parser: str = Field(
         "auto",
-        description="how the model writes tool calls (vLLM's names); auto: as its chat template and special tokens say",
+        description="how the model writes tool calls, by vLLM's name for it, as hermes; auto: as its chat template and "
+        "special tokens say",
     )
     allowed_hosts: list[str] | None = Field(
         None,

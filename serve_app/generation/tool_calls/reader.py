@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_app.api.tool_calls import CallBegun, CallEvent
-from serve_app.generation.tool_calls.grammars import Grammar
+from serve_app.generation.tool_calls.formats import Grammar
 from serve_app.generation.tool_calls.json_call import MakeId
 from serve_app.generation.tool_calls.source import Source
 

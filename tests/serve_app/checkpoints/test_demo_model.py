@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from serve_app.checkpoints import demo_model
 from serve_app.checkpoints.demo_model import RECIPES, ensure_demo_model
-from serve_app.generation.tool_calls.tool_calls import find_parser
+from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tool_templates.families import SEARCH
 
@@ -107,7 +107,7 @@ def test_the_chat_template_is_chatml(demo_model_path: Path) -> None:
 def test_the_chat_template_knows_tools(demo_model_path: Path) -> None:
     """Before everything else, and calls as Hermes models write them; so tools can be tried without another model."""
     tokenizer = PromptTokenizer(demo_model_path)
-    assert find_parser(tokenizer.template.source, tokenizer.special_tokens) == "hermes"
+    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == "hermes"
     call = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
     messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     rendered = tokenizer.render_chat(messages, [SEARCH], add_generation_prompt=False)

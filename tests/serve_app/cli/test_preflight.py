@@ -56,6 +56,12 @@ def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> 
         app_config(values)
 
 
+def test_a_format_of_tool_calls_that_is_none(demo_model_path: Path) -> None:
+    settings = AppConfig.model_validate({"model": str(demo_model_path), "engine": "simulated", "tool_parser": "hermit"})
+    (told,) = problems(settings).sentences
+    assert told == "tool_parser must be auto or one of hermes, mistral, llama3_json, not 'hermit'"
+
+
 def test_a_secret_that_cannot_be_used(demo_model_path: Path, tmp_path: Path) -> None:
     """None there, a directory, one that others may read, one of a byte."""
     file = tmp_path / "secret"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serve_app.errors import InvalidRequest
-from serve_app.generation.tool_calls.tool_calls import find_parser
+from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family, without_tools
@@ -38,14 +38,14 @@ def test_a_template_with_tools_is_known_and_its_format_too(name: str, load: Load
     """No setting is needed for the families whose parsers there are."""
     tokenizer = load(name)
     assert tokenizer.template.reads_tools
-    assert find_parser(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
+    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
 
 
 def test_a_template_without_tools_is_known(demo_model_path: Path, tmp_path: Path) -> None:
     """No format is guessed for it."""
     tokenizer = PromptTokenizer(without_tools(demo_model_path, tmp_path / "model"))
     assert not tokenizer.template.reads_tools
-    assert find_parser(tokenizer.template.source, tokenizer.special_tokens) is None
+    assert find_format(tokenizer.template.source, tokenizer.special_tokens) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_template_without_tools_is_known(demo_model_path: Path, tmp_path: Path
 )
 def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | None) -> None:
     """By what the template asks for, then by what tokens there are; XML in tags is no parser's."""
-    assert find_parser(template, frozenset(tokens)) == parser
+    assert find_format(template, frozenset(tokens)) == parser
 
 
 @every_family

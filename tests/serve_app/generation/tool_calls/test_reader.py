@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent
-from serve_app.generation.tool_calls.grammars import Grammar, hermes, json_list, llama3_json, mistral
+from serve_app.generation.tool_calls.formats import Grammar, hermes, json_list, llama3_json, mistral
 from serve_app.generation.tool_calls.reader import CallReader
 
 NAMES = frozenset({"get_weather", "search"})

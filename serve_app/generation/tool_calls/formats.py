@@ -1,4 +1,4 @@
-"""How the model families write tool calls, one grammar each. Source: the tool parsers of vLLM, whose names they have.
+"""How model families write tool calls: a grammar and an entry of ``FORMATS`` each. Source: vLLM's parsers and names.
 
 What turns out to be no call is text again: all of it that is not a special token.
 """
@@ -6,7 +6,10 @@ What turns out to be no call is text again: all of it that is not a special toke
 from __future__ import annotations
 
 import re
+import secrets
+import string
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from serve_app.api.tool_calls import CallBegun, CallEnded
 from serve_app.generation.tool_calls.json_call import MakeId, json_call, stream_arguments
@@ -124,3 +127,65 @@ def _name(source: Source) -> Steps[str]:
         if found:
             break
     return "".join(parts)
+
+
+def call_id() -> str:
+    """Return a new call's id."""
+    return "call_" + secrets.token_hex(12)
+
+
+def _mistral_id() -> str:
+    """Return nine characters: Mistral's templates refuse other ids. Source: mistral-common."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One family's format. ``shown``: special tokens that its text needs.
+
+    ``asked_for``: whether a chat template, with the tokenizer's special tokens, asks its model to write it.
+    """
+
+    grammar: Grammar
+    shown: frozenset[str] = frozenset()
+    make_id: MakeId = call_id
+    asked_for: Callable[[str, frozenset[str]], bool] = lambda template, special_tokens: False
+
+
+FORMATS = {
+    "hermes": ToolFormat(
+        hermes,
+        frozenset({HERMES_OPENS, HERMES_CLOSES}),
+        asked_for=lambda template, special_tokens: HERMES_OPENS in template,
+    ),
+    "mistral": ToolFormat(
+        mistral,
+        frozenset({MISTRAL_OPENS, MISTRAL_ID, MISTRAL_ARGUMENTS}),
+        _mistral_id,
+        lambda template, special_tokens: MISTRAL_OPENS in template or MISTRAL_OPENS in special_tokens,
+    ),
+    "llama3_json": ToolFormat(
+        llama3_json,
+        frozenset({LLAMA3_OPENS}),
+        asked_for=lambda template, special_tokens: (
+            '"parameters"' in template and (LLAMA3_OPENS in special_tokens or "python_tag" in template)
+        ),
+    ),
+}
+"""By the name that the setting ``tool_parser`` has for it; of two that a template asks for, the first."""
+
+
+def find_format(template: str, special_tokens: frozenset[str]) -> str | None:
+    """Return the name of the format that a chat template asks its model to write, None where it is none of these.
+
+    XML in ``<tool_call>`` (``<function=name>``) is another format.
+    """
+    if HERMES_OPENS in template and "<function=" in template:
+        return None
+    return next((name for name, each in FORMATS.items() if each.asked_for(template, special_tokens)), None)
+
+
+def check_format(name: str) -> None:
+    """Raise ValueError for a ``tool_parser`` that is none."""
+    if name not in ("auto", *FORMATS):
+        raise ValueError(f"tool_parser must be auto or one of {', '.join(FORMATS)}, not {name[:64]!r}")
