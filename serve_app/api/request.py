@@ -15,10 +15,10 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CacheMark:
+class CacheBreakpoint:
     """A place in a conversation: what leads to it stays cached for ``ttl_s`` after its last read.
 
-    ``messages``: the conversation as far as the mark, the last message cut there; none: the tools alone.
+    ``messages``: the conversation as far as the breakpoint, the last message cut there; none: the tools alone.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -90,7 +90,7 @@ class RequestFields:
 class ChatRequest(RequestFields):
     """A conversation; each of ``messages`` has string ``role`` and ``content``, an assistant's maybe ``tool_calls``.
 
-    ``repeated``: fields that the answer repeats, as its API shows them. ``marks``: places up to which to keep its KV.
+    ``repeated``: fields that the answer repeats, as its API shows them. ``breakpoints``: places up to which to keep KV.
     """
 
     prompt_field = "messages"
@@ -102,7 +102,7 @@ class ChatRequest(RequestFields):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_use: ToolUse = NO_TOOLS
     repeated: Mapping[str, Any] = field(default_factory=dict)
-    marks: tuple[CacheMark, ...] = ()
+    breakpoints: tuple[CacheBreakpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from serve_app.engine.protocol import KeptPrefix, SamplingParams, Save, TokenRul
 from serve_app.errors import ContextLengthExceeded, InvalidRequest
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
+from serve_app.generation.breakpoints import kept_prefixes
 from serve_app.generation.generation import Generation
 from serve_app.generation.grammars import CheckedGrammars
 from serve_app.generation.keys import Keys, ScopeKeys
-from serve_app.generation.marks import kept_prefixes
 from serve_app.generation.rules import refuse_without_logits, rules_of
 from serve_app.generation.system_tokens import SystemTokens
 from serve_app.prompts.registry import Prompts
@@ -257,8 +257,8 @@ class Preparer:
     async def _keep(
         self, request: GenerateRequest, keys: Keys, tenant: str, encoded: EncodedPrompt
     ) -> tuple[KeptPrefix, ...]:
-        """Return what a request's marks ask to keep of its prompt."""
-        if isinstance(request, CompletionRequest) or not request.marks:
+        """Return what a request's cache breakpoints ask to keep of its prompt."""
+        if isinstance(request, CompletionRequest) or not request.breakpoints:
             return ()
 
         async def encode(part: ChatRequest) -> TokenArray:

@@ -1,6 +1,6 @@
 """Anthropic's system prompt, messages and blocks -> messages as templates read them, and the places that are marked.
 
-Owns the rules of ``cache_control``: how many marks, in which order, on what.
+Owns the rules of ``cache_control``: how many cache breakpoints, in which order, on what.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 from serve_app.api.fields import call_id
 from serve_app.api.openai.tools import MAX_ARGUMENT_DEPTH, too_deep
-from serve_app.api.request import CacheMark
+from serve_app.api.request import CacheBreakpoint
 from serve_app.errors import InvalidRequest
 
-MAX_MARKS = 4
+MAX_BREAKPOINTS = 4
 TTLS_S = {"5m": 300.0, "1h": 3600.0}
 ROLES = ("user", "assistant", "system")
 CALL_PREFIX = "toolu_"
@@ -30,17 +30,17 @@ _UNSHOWN = frozenset({"thinking", "redacted_thinking"})
 class Conversation:
     """A conversation that is read block by block: tools, then the system prompt, then messages.
 
-    ``messages``: as templates read them. ``marks``: places up to which to keep KV. ``ignored``: paths of fields that
-    nothing reads.
+    ``messages``: as templates read them. ``breakpoints``: places up to which to keep KV. ``ignored``: paths of fields
+    that nothing reads.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.marks: list[CacheMark] = []
+        self.breakpoints: list[CacheBreakpoint] = []
         self.ignored: set[str] = set()
         self._texts: list[str] = []
         self._shorter = False
-        self._marked_last = 0.0
+        self._breakpoint_last_s = 0.0
 
     def add_tools(self, controls: Iterable[Any]) -> None:
         """Take the ``cache_control`` of each tool. Raises InvalidRequest, as everything here."""
@@ -70,7 +70,7 @@ class Conversation:
         self.ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
-            self._marked_last = 0.0
+            self._breakpoint_last_s = 0.0
             return
         where = f"{path}.content"
         if not isinstance(content, list) or not content:
@@ -83,9 +83,9 @@ class Conversation:
     def mark_all(self, control: Any) -> None:
         """Take the body's own ``cache_control``, which marks the last block there is."""
         ttl_s = _ttl_s(control, "cache_control")
-        if ttl_s and ttl_s == self._marked_last:
+        if ttl_s and ttl_s == self._breakpoint_last_s:
             return  # it says so itself
-        if ttl_s and self._marked_last:
+        if ttl_s and self._breakpoint_last_s:
             raise InvalidRequest("cache_control must have the ttl of the last block's own.", param="cache_control")
         last = self.messages[-1]
         if last["content"] or "tool_calls" in last or last["role"] == "tool":
@@ -146,11 +146,11 @@ class Conversation:
 
     def _mark(self, control: Any, path: str) -> None:
         field = f"{path}.cache_control" if path else "cache_control"
-        ttl_s = self._marked_last = _ttl_s(control, field)
+        ttl_s = self._breakpoint_last_s = _ttl_s(control, field)
         if not ttl_s:
             return
-        if len(self.marks) == MAX_MARKS:
-            raise InvalidRequest(f"{field} is one more than the {MAX_MARKS} that there may be.", param=field)
+        if len(self.breakpoints) == MAX_BREAKPOINTS:
+            raise InvalidRequest(f"{field} is one more than the {MAX_BREAKPOINTS} that there may be.", param=field)
         if ttl_s > TTLS_S["5m"] and self._shorter:
             raise InvalidRequest(f"{field} has the ttl 1h, and must come before all that have 5m.", param=field)
         self._shorter = self._shorter or ttl_s == TTLS_S["5m"]
@@ -158,7 +158,7 @@ class Conversation:
         as_far = [dict(message) for message in self.messages]
         if as_far and "tool_calls" in as_far[-1]:
             as_far[-1]["tool_calls"] = list(as_far[-1]["tool_calls"])  # more may follow in the same message
-        self.marks.append(CacheMark(tuple(as_far), ttl_s))
+        self.breakpoints.append(CacheBreakpoint(tuple(as_far), ttl_s))
 
 
 def _kind(block: Any, path: str) -> Any:
@@ -168,7 +168,7 @@ def _kind(block: Any, path: str) -> Any:
 
 
 def _ttl_s(control: Any, field: str) -> float:
-    """Return how long a mark keeps, 0 where there is none."""
+    """Return how long a breakpoint keeps, 0 where there is none."""
     if control is None:
         return 0.0
     ttl = control.get("ttl") or "5m" if isinstance(control, Mapping) and control.get("type") == "ephemeral" else None

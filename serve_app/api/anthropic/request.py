@@ -122,7 +122,7 @@ class CountTokensBody(JsonBody):
         return ChatRequest(
             model=self.model,
             messages=tuple(read.messages),
-            marks=tuple(read.marks),
+            breakpoints=tuple(read.breakpoints),
             tool_use=use,
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,

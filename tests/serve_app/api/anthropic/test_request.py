@@ -70,7 +70,7 @@ def test_marks_hold_the_conversation_as_far_as_they_are() -> None:
         cache_control=MARK,
     )
     system = {"role": "system", "content": "One. Two."}
-    assert [(mark.messages, mark.ttl_s) for mark in request.marks] == [
+    assert [(mark.messages, mark.ttl_s) for mark in request.breakpoints] == [
         ((), 3600.0),
         (({"role": "system", "content": "One. "},), 3600.0),
         ((system, {"role": "user", "content": "a"}), 300.0),
@@ -83,7 +83,9 @@ def test_a_mark_between_calls_holds_those_before_it() -> None:
     calls = [{"type": "tool_use", "id": str(i), "name": "look", "input": {}} for i in range(3)]
     calls[1]["cache_control"] = MARK
     request = parse(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": calls}])
-    ids = [[call["id"] for call in said[-1]["tool_calls"]] for said in (request.marks[0].messages, request.messages)]
+    ids = [
+        [call["id"] for call in said[-1]["tool_calls"]] for said in (request.breakpoints[0].messages, request.messages)
+    ]
     assert ids == [["0", "1"], ["0", "1", "2"]]
 
 

@@ -1,4 +1,4 @@
-"""How many leading tokens of a prompt a mark in its conversation stands for."""
+"""How many leading tokens of a prompt a cache breakpoint of its conversation stands for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from itertools import takewhile
 
 from router.protocol.block_hash import TokenArray
-from serve_app.api.request import CacheMark, ChatRequest
+from serve_app.api.request import CacheBreakpoint, ChatRequest
 from serve_app.engine.protocol import KeptPrefix
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.public_tokens import common_tokens
@@ -18,15 +18,15 @@ Encode = Callable[[ChatRequest], Awaitable[TokenArray]]
 
 
 async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Encode, size: int) -> list[KeptPrefix]:
-    """Return what the marks of a request ask to keep, in whole blocks of ``size`` tokens, the shortest first.
+    """Return what a request's cache breakpoints ask to keep, in whole blocks of ``size`` tokens, the shortest first.
 
-    A mark's prefix is what the conversation as far as the mark has in common with all of it, in tokens: where the last
-    token merges with what follows it is shorter. One that fills no block, or that the chat template refuses alone, is
-    none. ``token_ids``: of the whole; ``encode``: a conversation's, without a generation prompt.
+    A breakpoint's prefix is what the conversation as far as there has in common with all of it, in tokens: where the
+    last token merges with what follows it is shorter. One that fills no block, or that the chat template refuses
+    alone, is none. ``token_ids``: of the whole; ``encode``: a conversation's, without a generation prompt.
     """
     found: dict[int, float] = {}
-    for mark in request.marks:
-        messages = _as_far_as(mark, request)
+    for breakpoint_ in request.breakpoints:
+        messages = _as_far_as(breakpoint_, request)
         try:
             alone = await encode(
                 ChatRequest(
@@ -37,12 +37,12 @@ async def kept_prefixes(request: ChatRequest, token_ids: TokenArray, encode: Enc
             continue
         tokens = common_tokens(alone, token_ids) // size * size
         if tokens:
-            found[tokens] = max(mark.ttl_s, found.get(tokens, 0.0))
+            found[tokens] = max(breakpoint_.ttl_s, found.get(tokens, 0.0))
     return [KeptPrefix(tokens, ttl_s) for tokens, ttl_s in sorted(found.items())]
 
 
-def _as_far_as(mark: CacheMark, request: ChatRequest) -> tuple[dict[str, object], ...]:
+def _as_far_as(breakpoint_: CacheBreakpoint, request: ChatRequest) -> tuple[dict[str, object], ...]:
     """Return the conversation to compare with. Templates write tools and system messages as one, before others."""
-    messages = mark.messages or tuple(takewhile(lambda message: message["role"] == "system", request.messages))
+    messages = breakpoint_.messages or tuple(takewhile(lambda message: message["role"] == "system", request.messages))
     shown = tuple(dict(message) for message in messages)
     return shown if any(message["role"] != "system" for message in messages) else (*shown, _OTHER_WORDS)
