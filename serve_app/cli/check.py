@@ -1,7 +1,7 @@
 """`warmpath check`: what is wrong with a Serve config file, a RayService or a settings file before it is deployed.
 
 Every mistake has its line, its place and a remedy. Nothing is started, and no cluster is asked;
-checkpoints, adapters and secrets are looked into where they are on this machine.
+checkpoints, adapters and secrets are looked into where they are on this machine, and missed where they are not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.preflight import problems
+from serve_app.cli.preflight import absent, problems
 from serve_app.config.app import AppConfig
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
@@ -34,10 +34,11 @@ class Mistake:
     what: str
 
 
-def mistakes_in(text: str, directory: Path | None = None) -> list[Mistake]:
+def mistakes_in(text: str, directory: Path | None = None, *, here: bool = False) -> list[Mistake]:
     """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all.
 
-    ``directory``: where the file lies, and the relative paths of a settings file start.
+    ``directory``: where the file lies, and the relative paths of a settings file start. ``here``: whether what it names
+    is to be on this machine; pods have their own.
     """
     document = _Document(text)
     values = document.values
@@ -46,8 +47,8 @@ def mistakes_in(text: str, directory: Path | None = None) -> list[Mistake]:
     if values.get("kind") == "RayService":
         return list(_ray_service(document))
     if "applications" in values:
-        return list(_serve_config(document))
-    return list(_settings(document, (), directory))
+        return list(_serve_config(document, here=here))
+    return list(_settings(document, (), directory, here=here))
 
 
 class _Document:
@@ -114,7 +115,7 @@ def _ray_service(document: _Document) -> Iterator[Mistake]:
     yield from _serve_config(inner)
 
 
-def _serve_config(document: _Document) -> Iterator[Mistake]:
+def _serve_config(document: _Document, *, here: bool = False) -> Iterator[Mistake]:
     from ray.serve.schema import ServeDeploySchema  # seconds, which a settings file need not wait for
 
     try:
@@ -131,13 +132,13 @@ def _serve_config(document: _Document) -> Iterator[Mistake]:
     for number, app in enumerate(document.at(("applications",))):
         if app["import_path"] == IMPORT_PATH:
             ours += 1
-            yield from _application(document, ("applications", number))
+            yield from _application(document, ("applications", number), here=here)
     if not ours:
         yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATH}")
 
 
-def _application(document: _Document, place: Location) -> Iterator[Mistake]:
-    args = list(_settings(document, (*place, "args")))
+def _application(document: _Document, place: Location, *, here: bool) -> Iterator[Mistake]:
+    args = list(_settings(document, (*place, "args"), here=here))
     yield from args
     user_configs: dict[str, Any] = {}
     places: dict[str, Location] = {}
@@ -167,7 +168,9 @@ def _user_config(document: _Document, config: AppConfig, place: Location, user_c
             yield document.mistake((*place, *where), what)
 
 
-def _settings(document: _Document, place: Location, directory: Path | None = None) -> Iterator[Mistake]:
+def _settings(
+    document: _Document, place: Location, directory: Path | None = None, *, here: bool = False
+) -> Iterator[Mistake]:
     values = document.at(place) or {}
     try:
         config = app_config(
@@ -184,3 +187,5 @@ def _settings(document: _Document, place: Location, directory: Path | None = Non
             yield document.mistake((*place, "prompts_dir"), str(error))
     for what in problems(config, elsewhere=True).sentences:
         yield document.mistake(place, what)
+    for name, what in absent(config) if here else ():
+        yield document.mistake((*place, name), what)

@@ -18,6 +18,7 @@ from serve_app.cli.commands.infer import infer
 from serve_app.cli.commands.plan import plan
 from serve_app.cli.commands.top import top
 from serve_app.cli.console import console, fail
+from serve_app.cli.foreign_flags import ServeCommand
 from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
@@ -53,8 +54,9 @@ def _root(
     """Cache-aware LLM serving: a request goes to the replica that holds its prefix's KV."""
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
+    model_name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")] = None,
     model: Annotated[
         str | None, typer.Option(help="'smollm2' (the default), 'demo', 'small', a directory, a GGUF file or a hub id")
     ] = None,
@@ -76,9 +78,11 @@ def serve(
     verbose: Annotated[bool, typer.Option(help="show what Ray and the replicas log, and whole tracebacks")] = False,
 ) -> None:
     """Start an instance on this machine and serve until Ctrl-C."""
+    if model_name is not None and model not in (None, model_name):
+        fail(f"two models are named, {model_name} and --model {model}; name one")
     try:
         settings = load_settings(
-            config, setting or [], model=model, revision=revision, replicas=replicas, engine=engine
+            config, setting or [], model=model or model_name, revision=revision, replicas=replicas, engine=engine
         )
         Prompts.of(settings.public_prompts, settings.prompts_dir)  # here a changed file is one sentence
     except ValueError as error:
@@ -110,12 +114,17 @@ def list_settings(
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RayService, or file of settings")]) -> None:
+def check(
+    file: Annotated[Path, typer.Argument(help="Serve config, KubeRay RayService, or file of settings")],
+    elsewhere: Annotated[
+        bool, typer.Option(help="the instance runs on other machines: files and packages are not looked for here")
+    ] = False,
+) -> None:
     """Say what is wrong with a configuration before it is deployed; leaves with 1 where something is."""
     from serve_app.cli.check import mistakes_in  # a second of imports, which a start need not wait for
 
     try:
-        found = mistakes_in(file.read_text(), file.parent)
+        found = mistakes_in(file.read_text(), file.parent, here=not elsewhere)
     except (OSError, ValueError) as error:
         fail(f"cannot read {file}: {error}")
     for mistake in found:

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
 from serve_app.checkpoints.sources.resolve import BUILT_IN
 from serve_app.cli.supervisor import path_flags
-from serve_app.config.app import AppConfig
+from serve_app.config.app import AppConfig, is_hub_id
 from serve_app.config.cache import CPU_POOL_BYTES
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.generation.tool_calls.formats import check_format
@@ -61,6 +61,8 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
     ``elsewhere``: whether the settings may be for other machines. Then what is not on this one is not missed.
     """
     sentences: list[str] = []
+    if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
+        sentences.append("replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count")
     maker = MAKERS[settings.engine]
     sentences += maker.refused_settings(settings, on_cpu=not settings.replica_num_gpus)
     info: CheckpointInfo | None = None
@@ -87,6 +89,22 @@ def problems(settings: AppConfig, *, elsewhere: bool = False) -> Found:
         except (ValueError, OSError) as error:
             sentences.append(str(error))
     return Found(info.path if info is not None else None, tuple(sentences))
+
+
+def absent(settings: AppConfig) -> Iterator[tuple[str, str]]:
+    """Yield what settings name and this machine lacks: the setting, and a sentence. Nothing is fetched."""
+    if missing := settings.engine_traits.missing():
+        yield "engine", missing
+    model = Path(settings.model).expanduser()
+    if settings.model not in BUILT_IN and not is_hub_id(settings.model) and model.is_absolute() and not model.exists():
+        yield "model", f"there is no {model}; name a checkpoint's directory, a GGUF file or a hub id"
+    files = {f"adapter {name}": path for name, path in settings.lora_adapters.items()}
+    for what, path in (files | {"secret": settings.secret_file}).items():
+        if path is not None and path.expanduser().is_absolute() and not path.expanduser().exists():
+            yield (
+                "secret_file" if what == "secret" else "lora_adapters",
+                f"the file of the {what}, {path}, is not there",
+            )
 
 
 def _model_checks(settings: AppConfig, info: CheckpointInfo) -> list[Check]:

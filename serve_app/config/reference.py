@@ -134,10 +134,11 @@ def settings_text(words: Sequence[str] = ()) -> str:
     for title, model, names in _tables():
         properties = model.model_json_schema()["properties"]
         rows = [_cells(name, properties[name], required=model.model_fields[name].is_required()) for name in names]
+        entry = title if title in ENTRIES else ""
         lines = [
             f"  {name}: {kind}; " + (f"default {default}" if default != "required" else default) + f"\n      {meaning}"
             for name, kind, default, meaning in rows
-            if all(word.lower() in f"{name} {meaning}".lower() for word in words)
+            if all(word.lower() in f"{entry} {name} {meaning}".lower() for word in words)
         ]
         parts += ["\n".join([title.replace("`", ""), *lines]) + "\n"] if lines else []
     return "\n".join(parts).replace("`", "") or "no setting has all of these words in its name or meaning\n"

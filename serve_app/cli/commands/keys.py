@@ -27,10 +27,12 @@ app = typer.Typer(add_completion=False)
 
 @app.callback(invoke_without_command=True)
 def make(context: typer.Context) -> None:
-    """Make an API key: give the key to the tenant or operator, put the SHA-256 into the settings file."""
+    """Make an operator's key; `keys new NAME` makes a tenant's."""
     if context.invoked_subcommand is None:
         key, digest = make_api_key()
         print(f"key     {key}\nsha256  {digest}")
+        print(f'\n# an operator\'s; in the settings:\noperator_key_sha256: ["{digest}"]')
+        print("# a tenant's: warmpath keys new NAME")
 
 
 @app.command()

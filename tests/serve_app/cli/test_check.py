@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.check import Mistake, mistakes_in
 from serve_app.cli.main import app
+from serve_app.config import engines
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
@@ -192,3 +193,26 @@ def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
             env = {entry["name"]: entry for entry in container["env"]}
             assert "secretKeyRef" in env["WARMPATH_SECRET"]["valueFrom"]
             assert not any("value" in entry for name, entry in env.items() if "SECRET" in name or "KEY" in name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("model: /no/such/model", "1: model: there is no /no/such/model"),
+        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the file of the adapter style, /no/adapter, is not"),
+        ("secret_file: /no/secret", "1: secret_file: the file of the secret, /no/secret, is not there"),
+        ("engine: vllm", "1: engine: engine=vllm needs vLLM"),
+        ("replicas: 4\nautoscaling: {max_replicas: 3}", "replicas has no effect beside autoscaling"),
+    ],
+)
+def test_what_is_named_and_not_there_is_missed(
+    lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "vllm_missing", lambda: True)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"{lines}\n")
+    status, output = run(file)
+    assert status == 1
+    assert words in output
+    if "autoscaling" not in lines:
+        assert CliRunner().invoke(app, ["check", str(file), "--elsewhere"]).exit_code == 0

@@ -62,3 +62,42 @@ def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert launched[0].settings.get("allowed_hosts") == allowed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tensor-parallel-size", "2"], "there is no tensor parallelism"),
+        (["--api-key", "k"], "warmpath keys new NAME"),
+        (["--dtype", "float16"], "use --set dtype=VALUE"),
+        (["m", "--max-model-len=8"], "use --set max_model_len=VALUE"),
+        (["a", "--model", "b"], "two models are named"),
+        (["--prot", "1"], "No such option"),
+    ],
+)
+def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], words: str) -> None:
+    answered = CliRunner().invoke(app, ["serve", *arguments], env={"TERMINAL_WIDTH": "300"})
+    assert answered.exit_code == 2
+    assert words in " ".join(answered.output.replace("\u2502", " ").split())
+
+
+def test_a_model_may_be_named_without_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Launch] = []
+
+    class Started:
+        def __init__(self, *_: object) -> None: ...
+
+        def run(self, launch: Launch) -> int:
+            launched.append(launch)
+            return 0
+
+    monkeypatch.setattr(main, "Supervisor", Started)
+    monkeypatch.setattr(main, "check_address", lambda host, port: None)
+    assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
+    assert launched[0].settings["model"] == "demo"
+
+
+def test_settings_of_a_name_are_listed_with_all_their_fields() -> None:
+    listed = CliRunner().invoke(app, ["settings", "autoscaling"]).output
+    assert "min_replicas: integer" in listed
+    assert "max_replicas: integer" in listed

@@ -27,7 +27,7 @@ def opened_by(key: str, settings: str, now_s: float) -> str:
 
 def test_keys_prints_a_pair_that_fits() -> None:
     """The printed digest is that of the printed key, and a settings file takes it."""
-    lines = dict(line.split() for line in run().output.splitlines())
+    lines = dict(line.split() for line in run().output.splitlines()[:2])
     assert opened_by(lines["key"], f"tenants: [{{name: acme, key_sha256: [{lines['sha256']}]}}]", 0.0) == "acme"
     assert lines["key"].startswith("wp-")
 
@@ -89,3 +89,11 @@ def test_a_list_shows_ids_and_ends_in_any_kind_of_file(tmp_path: Path) -> None:
             ["acme", gone[:12], "revoked"],
         ]
         assert not any(digest in output for digest in (good, old, gone))
+
+
+def test_keys_alone_says_whose_key_it_makes() -> None:
+    """An operator's, with the line for the settings; and how a tenant's is made."""
+    printed = run().output
+    digest = printed.split("sha256", 1)[1].split()[0]
+    assert f'operator_key_sha256: ["{digest}"]' in printed
+    assert "warmpath keys new NAME" in printed
