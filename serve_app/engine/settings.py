@@ -15,6 +15,10 @@ AdmissionRule = Literal["optimistic", "worst_case"]
 """What is reserved for a sequence that starts: room for its prompt and a first part of its output, or for all of it."""
 
 
+STALL_AFTER_S = 120.0
+"""Live requests, and no step that ends for so long, make an engine unhealthy."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Sizes and switches of the built-in engine; names are vLLM's where vLLM has them.

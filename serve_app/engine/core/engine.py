@@ -23,7 +23,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.cache_announcer import CacheAnnouncer
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
-from serve_app.engine.core.loop import STALL_AFTER_S, EngineLoop
+from serve_app.engine.core.loop import EngineLoop
 from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
 from serve_app.engine.kv.migration import CacheMigration
@@ -34,7 +34,7 @@ from serve_app.engine.metrics import EngineMeters, gauge_samples
 from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
-from serve_app.engine.settings import EngineSettings
+from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
 from serve_app.engine.step import Runner, run_step
 
 
@@ -319,7 +319,7 @@ class TorchEngine:
         if self._tier_loader is not None:
             self._tier_loader.tiers.set_shares(shares)
         with self._inbox.changed:
-            self._inbox.tenants = self._load_reporter.tenants = len(shares)
+            self._inbox.waiting.tenants = self._load_reporter.tenants = len(shares)
 
     def _reset(self, tiers: bool) -> bool:
         if self._tier_loader is not None and tiers:

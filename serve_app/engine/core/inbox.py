@@ -1,6 +1,6 @@
 """What other threads ask of the engine's loop: requests, cancellations, calls; and who is live or waits.
 
-Owns the condition that guards all of it, and the bound of the waiting line. Any thread puts in; the loop takes out
+Owns the condition that guards all of it. Any thread puts in; the loop takes out
 between two steps.
 """
 
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from serve_app.engine.protocol import EngineError, QueueFull
+from serve_app.engine.protocol import EngineError
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from serve_app.fairness.shares import UNBORROWED_PART
+from serve_app.engine.waiting import WaitingByTenant
 
 T = TypeVar("T")
 
@@ -28,22 +27,15 @@ class Inbox:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.changed = threading.Condition()
-        self.tenants = len(settings.tenant_shares)
-        """How many tenants there can be."""
+        self.waiting = WaitingByTenant(settings.max_waiting_requests, len(settings.tenant_shares))
+        """Live requests that were not admitted yet."""
         self.arrivals: dict[str, SequenceState] = {}
         self.stopping = False
         self.closed = False
-        self._settings = settings
         self._cancels: list[str] = []
         self._calls: list[Call] = []
         self._live: dict[str, float] = {}
         self.next_deadline_s = math.inf
-        self._waiting: Counter[str] = Counter()
-
-    @property
-    def waiting_count(self) -> int:
-        """Live requests that were not admitted yet."""
-        return self._waiting.total()
 
     @property
     def has_news(self) -> bool:
@@ -56,8 +48,7 @@ class Inbox:
             raise EngineError("the engine is stopped")
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
-        if self.waiting_count >= self._most_waiting(tenant):
-            raise QueueFull(f"{self.waiting_count} requests are waiting", retry_after_s)
+        self.waiting.check(tenant, retry_after_s)
 
     def put(self, sequence: SequenceState) -> None:
         """Take in a request that was checked, and wake the loop."""
@@ -105,7 +96,7 @@ class Inbox:
         """Note a live sequence that waits."""
         self._live[sequence.request.request_id] = sequence.deadline_s
         self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
-        self._waiting[sequence.request.tenant] += 1
+        self.waiting.add(sequence.request.tenant)
 
     def take_overdue(self, now_s: float) -> list[str]:
         """Return the ids of live requests whose time is over. All are looked at only when one of them may be."""
@@ -116,27 +107,13 @@ class Inbox:
 
     def stop_waiting(self, sequence: SequenceState) -> None:
         """Note that a waiting sequence was admitted, or ended before that."""
-        tenant = sequence.request.tenant
-        self._waiting[tenant] -= 1
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+        self.waiting.remove(sequence.request.tenant)
 
     def remove_live(self, sequence: SequenceState) -> None:
         """Note that a sequence is live no more."""
         self._live.pop(sequence.request.request_id, None)
         if sequence.scheduled_s is None:
             self.stop_waiting(sequence)
-
-    def _most_waiting(self, tenant: str) -> int:
-        """Return the length of the waiting line beyond which a tenant is refused.
-
-        Among several tenants the last eighth is for those that do not fill more than their part of the line.
-        """
-        most = self._settings.max_waiting_requests
-        others = sum(1 for other in self._waiting if other != tenant)
-        if self.tenants > 1 and self._waiting[tenant] >= max(1, most // (others + 2)):
-            return most - most // UNBORROWED_PART
-        return most
 
 
 def deferred(work: Callable[[], T]) -> tuple[Call, Future[T]]:

@@ -6,22 +6,18 @@ engine's lock guards it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
-from router.protocol.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport
 from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.reservations import RouterReservations, retry_after_s
 from serve_app.engine.scheduling.fair_queue import quantum_tokens
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-
-ROUTERS_REMEMBERED = 256
-"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
-
-_UNKNOWN_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -49,7 +45,7 @@ class LoadReporter:
         self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
         self._work: dict[str, _Work] = {}
         self._begun_turns: dict[str, int] = {}
-        self._reservations: OrderedDict[str, int] = OrderedDict()
+        self._reservations = RouterReservations()
         self._running = 0
         self._waiting = 0
         self._prefill_tokens_per_s = 0.0
@@ -61,12 +57,7 @@ class LoadReporter:
         request = sequence.request
         self._waiting += 1
         self._add(sequence, inf, waits=True)
-        if request.router_id:
-            last = self._reservations.get(request.router_id, 0)
-            self._reservations[request.router_id] = max(last, request.reservation)
-            self._reservations.move_to_end(request.router_id)
-            if len(self._reservations) > ROUTERS_REMEMBERED:
-                self._reservations.popitem(last=False)
+        self._reservations.arrived(request.router_id, request.reservation)
 
     def update(self, scheduler: Scheduler, meters: EngineMeters, inbox: Collection[SequenceState]) -> None:
         """Recount after a step was settled or the inbox taken in; ``inbox``: what arrived since."""
@@ -100,10 +91,6 @@ class LoadReporter:
 
     def report(self, now_s: float) -> LoadReport:
         """Return the load as one message."""
-        routers = dict.fromkeys(self._reservations, 0)
-        for work in self._work.values():
-            if work.router_id:
-                routers[work.router_id] = routers.get(work.router_id, 0) + work.tokens
         committed_tokens, committed_sequences = self._committed(now_s)
         return LoadReport(
             queued_prefill_tokens=self._queued_tokens(),
@@ -114,17 +101,15 @@ class LoadReporter:
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             prefill_rate_tokens=self._prefill_rate_tokens,
             decode_step_s=self._decode_step_s,
-            shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
+            shares=self._reservations.shares((work.router_id, work.tokens) for work in self._work.values()),
             committed_prefill_tokens=committed_tokens,
             committed_sequences=committed_sequences,
             taken_at_s=now_s,
         )
 
     def retry_after_s(self) -> float:
-        """Return when a refused request might fit: the time to compute half of what is queued."""
-        if self._prefill_tokens_per_s <= 0.0:
-            return _UNKNOWN_RETRY_S
-        return max(0.1, self._queued_tokens() / self._prefill_tokens_per_s / 2)
+        """Return when a refused request might fit."""
+        return retry_after_s(self._queued_tokens(), self._prefill_tokens_per_s)
 
     def _committed(self, now_s: float) -> tuple[int, int]:
         """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.

@@ -12,11 +12,9 @@ from typing import Protocol, TypeVar
 
 from serve_app.engine.core.inbox import Inbox, deferred
 from serve_app.engine.protocol import Clock, EngineError
+from serve_app.engine.settings import STALL_AFTER_S
 
 _log = logging.getLogger(__name__)
-
-STALL_AFTER_S = 120.0
-"""A step that runs longer than this makes the engine unhealthy."""
 
 T = TypeVar("T")
 

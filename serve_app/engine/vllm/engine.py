@@ -35,6 +35,7 @@ from serve_app.engine.protocol import (
     SaveResult,
 )
 from serve_app.engine.scheduling.sequence import check_request
+from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
@@ -50,9 +51,6 @@ from serve_app.engine.vllm.transfer.job_runner import JobRunner
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
 from serve_app.engine.vllm.unmapped import refuse_unmapped
-
-STALL_AFTER_S = 120.0
-"""Live requests and no step for so long make the engine unhealthy."""
 
 _STOPPED = "the engine was stopped"
 _TOO_LATE = "The answer took too long; ask for fewer tokens."
@@ -210,7 +208,7 @@ class VllmEngine:
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
         with self._lock:
-            self._live.tenants = len(shares)
+            self._live.waiting.tenants = len(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
 
     def export_prefix(

@@ -1,6 +1,6 @@
 """Requests between their submission and their end: who is live, how many may be, and what goes to whom.
 
-Owns the bound of the waiting line and each submitter's outputs of one turn of the loop. The engine's lock guards the
+Owns each submitter's outputs of one turn of the loop. The engine's lock guards the
 requests; outputs belong to the loop.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, QueueFull, SaveResult
+from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, SaveResult
 from serve_app.engine.vllm.sampling.token_choice import TokenChoice
-from serve_app.fairness.shares import UNBORROWED_PART
+from serve_app.engine.waiting import WaitingByTenant
 
 _log = logging.getLogger(__name__)
 
@@ -44,11 +43,8 @@ class LiveRequests:
     """Live requests by id. One without a token yet counts as waiting, since vLLM says no more of a single one."""
 
     def __init__(self, max_waiting_requests: int, tenants: int) -> None:
-        self.tenants = tenants
-        """How many there can be."""
+        self.waiting = WaitingByTenant(max_waiting_requests, tenants)
         self._by_id: dict[str, LiveRequest] = {}
-        self._max_waiting = max_waiting_requests
-        self._unbegun: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -62,40 +58,27 @@ class LiveRequests:
         return list(self._by_id.values())
 
     def check(self, request_id: str, tenant: str, retry_after_s: float) -> None:
-        """Raise ValueError for an id in use, QueueFull for a full line.
-
-        Among several tenants the last eighth of the line is for those that do not fill more than their part of it.
-        """
+        """Raise ValueError for an id in use, QueueFull for a full line."""
         if request_id in self._by_id:
             raise ValueError(f"request id {request_id!r} is in use")
-        most = self._max_waiting
-        others = sum(1 for other in self._unbegun if other != tenant)
-        if self.tenants > 1 and self._unbegun[tenant] >= max(1, most // (others + 2)):
-            most -= most // UNBORROWED_PART
-        if self._unbegun.total() >= most:
-            raise QueueFull(f"{self._unbegun.total()} requests are waiting", retry_after_s)
+        self.waiting.check(tenant, retry_after_s)
 
     def add(self, live: LiveRequest) -> None:
         """Take in a request that was checked."""
         self._by_id[live.request.request_id] = live
-        self._unbegun[live.request.tenant] += 1
+        self.waiting.add(live.request.tenant)
 
     def begin(self, live: LiveRequest) -> None:
         """Note a request's first token."""
         if not live.begun:
             live.begun = True
-            self._count_off(live.request.tenant)
+            self.waiting.remove(live.request.tenant)
 
     def remove(self, live: LiveRequest) -> None:
         """Note a request's end."""
         self.begin(live)
         live.ended = True
         del self._by_id[live.request.request_id]
-
-    def _count_off(self, tenant: str) -> None:
-        self._unbegun[tenant] -= 1
-        if not self._unbegun[tenant]:
-            del self._unbegun[tenant]
 
 
 class Outbox:

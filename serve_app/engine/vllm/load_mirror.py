@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from router.protocol.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport
 from serve_app.engine.metrics import EngineMeters
-
-ROUTERS_REMEMBERED = 256
-"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
-
-_UNKNOWN_RETRY_S = 1.0
+from serve_app.engine.reservations import RouterReservations, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class LoadMirror:
         self._max_waiting = max_waiting_requests
         self._meters = meters
         self._prefills: OrderedDict[str, _Prefill] = OrderedDict()
-        self._reservations: OrderedDict[str, int] = OrderedDict()
+        self._reservations = RouterReservations()
         self._running = 0
         self._live = 0
         self._copies = 0
@@ -71,11 +67,7 @@ class LoadMirror:
         """Count a request that is submitted. ``uncached_tokens``: of its prompt, by what is known to be cached."""
         self._live += 1
         self._prefills[request_id] = _Prefill(router_id, uncached_tokens)
-        if router_id:
-            self._reservations[router_id] = max(self._reservations.get(router_id, 0), reservation)
-            self._reservations.move_to_end(router_id)
-            if len(self._reservations) > ROUTERS_REMEMBERED:
-                self._reservations.popitem(last=False)
+        self._reservations.arrived(router_id, reservation)
 
     def recount(self, request_id: str, uncached_tokens: int) -> None:
         """Note how much of a live request's prompt is to be computed after all, once a copy has come or failed."""
@@ -116,10 +108,6 @@ class LoadMirror:
 
     def report(self, now_s: float) -> LoadReport:
         """Return the load as one message. Nobody overtakes what is queued, so all of it is committed."""
-        routers = dict.fromkeys(self._reservations, 0)
-        for prefill in self._prefills.values():
-            if prefill.router_id:
-                routers[prefill.router_id] = routers.get(prefill.router_id, 0) + prefill.tokens
         queued = self.queued_tokens
         return LoadReport(
             queued_prefill_tokens=queued,
@@ -130,13 +118,14 @@ class LoadMirror:
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             decode_step_s=self._meters.decode_step_s,
-            shares=tuple(RouterShare(r, self._reservations.get(r, 0), n) for r, n in routers.items()),
+            shares=self._reservations.shares(
+                (prefill.router_id, prefill.tokens) for prefill in self._prefills.values()
+            ),
             committed_prefill_tokens=queued,
             committed_sequences=self.waiting,
             taken_at_s=now_s,
         )
 
     def retry_after_s(self) -> float:
-        """Return when a refused request might fit: the time to compute half of what is queued."""
-        rate = self._meters.prefill_tokens_per_s
-        return max(0.1, self.queued_tokens / rate / 2) if rate > 0.0 else _UNKNOWN_RETRY_S
+        """Return when a refused request might fit."""
+        return retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)

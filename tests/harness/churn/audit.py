@@ -31,7 +31,7 @@ BOUNDED = (
 belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
-    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Inbox._waiting"),
+    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "WaitingByTenant._waiting"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
     *("Admission._reserved", "Admission._running", "PromptSaves._under_way", "PromptSaves._by_key", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),

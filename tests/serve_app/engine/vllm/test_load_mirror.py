@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.vllm.load_mirror import ROUTERS_REMEMBERED, LoadMirror, StepStats
+from serve_app.engine.reservations import ROUTERS_REMEMBERED
+from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
 
 PROMPTS = st.lists(st.integers(1, 500), max_size=12)
 

@@ -1,0 +1,42 @@
+"""What routers have reserved at one engine, as its load reports tell them. Not thread-safe."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from router.protocol.events import RouterShare
+
+ROUTERS_REMEMBERED = 256
+"""Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
+
+_UNKNOWN_RETRY_S = 1.0
+
+
+class RouterReservations:
+    """The last reservation of each router that has arrived here; a router is "" where a request has none."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+
+    def arrived(self, router_id: str, reservation: int) -> None:
+        """Note a request of a router."""
+        if not router_id:
+            return
+        self._last[router_id] = max(self._last.get(router_id, 0), reservation)
+        self._last.move_to_end(router_id)
+        if len(self._last) > ROUTERS_REMEMBERED:
+            self._last.popitem(last=False)
+
+    def shares(self, queued: Iterable[tuple[str, int]]) -> tuple[RouterShare, ...]:
+        """Return each router's last reservation, and its part of what is queued: (router, tokens) of each request."""
+        tokens_of = dict.fromkeys(self._last, 0)
+        for router_id, tokens in queued:
+            if router_id:
+                tokens_of[router_id] = tokens_of.get(router_id, 0) + tokens
+        return tuple(RouterShare(name, self._last.get(name, 0), tokens) for name, tokens in tokens_of.items())
+
+
+def retry_after_s(queued_tokens: int, prefill_tokens_per_s: float) -> float:
+    """Return when a refused request might fit: the time to compute half of what is queued."""
+    return max(0.1, queued_tokens / prefill_tokens_per_s / 2) if prefill_tokens_per_s > 0.0 else _UNKNOWN_RETRY_S
