@@ -33,8 +33,8 @@ Refused = Callable[[AppConfig], list[str]]
 class LiveSettings:
     """``args`` overlaid with the newest good ``user_config``; ``config``: that, the settings in force.
 
-    ``refused``: user_configs that could not be used. Raises BadSettings where the first cannot: a replica that starts
-    has none to go on with.
+    ``refused``: how many user_configs could not be used; ``why`` the newest could not, "" where it is in force. Raises
+    BadSettings where the first cannot: a replica that starts has none to go on with.
     """
 
     def __init__(self, args: dict[str, Any], refused: Refused) -> None:
@@ -44,6 +44,7 @@ class LiveSettings:
         self._refused_by_engine = refused
         self.config = self._in_force(own_deployment().user_config)
         self.refused = 0
+        self.why = ""
         self._app_name = context.app_name
         self._name = f"{context.deployment} {context.replica_id.unique_id}"
         self._lock = asyncio.Lock()
@@ -78,9 +79,11 @@ class LiveSettings:
             except Exception as error:
                 self.refused += 1
                 known = isinstance(error, BadSettings)
+                self.why = str(error) if known else "a fault; the log has it"
                 logger.error("a user_config changed nothing: %s", error, exc_info=None if known else error)
-                await self._tell({"accepted": False, "why": str(error) if known else "a fault; the log has it"})
+                await self._tell({"accepted": False, "why": self.why})
                 return False
+            self.why = ""
             changed = changed_salts(before, config)
             if changed:
                 what = f"in another trust group, out of reach of what they had cached: {', '.join(changed)}"

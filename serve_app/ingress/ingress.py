@@ -39,6 +39,7 @@ class Ingress:
         """Take other settings while requests run (Serve calls it; ``LiveSettings`` says what happens to bad ones)."""
         if not await self._live.reconfigure(user_config, self._services.configure):
             self._services.metrics.refused_configurations.inc()
+        self._services.refused_settings = self._live.why
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return what answers HTTP; Serve asks for it once the constructor is done."""

@@ -64,7 +64,7 @@ BODIES = 8
 class Services:
     """The parts of one ingress. ``name``: its replica's id; ``base_model``: the served model as clients see it.
 
-    ``config``: the settings in force, which ``configure`` replaces.
+    ``config``: the settings in force, which ``configure`` replaces. ``refused_settings``: why the newest are not.
     """
 
     config: AppConfig
@@ -95,6 +95,7 @@ class Services:
     usage: UsageBook
     live: Live
     tracer: Tracer | None = None
+    refused_settings: str = ""
 
     async def configure(self, config: AppConfig) -> None:
         """Put other live settings into force; requests that have begun go on with those that they began with."""

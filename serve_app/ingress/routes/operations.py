@@ -20,12 +20,18 @@ router = APIRouter(tags=["operations"])
 
 
 @router.get("/health")
-async def health(services: Front) -> Response:
-    """200 once a request can be answered, and was routed knowing what every replica holds."""
+async def health(request: Request, services: Front) -> Response:
+    """200 once a request can be answered, and was routed knowing what every replica holds.
+
+    Operators are told here, too, why a ``user_config`` is not in force.
+    """
     ready, replicas = services.health.now()
     stopping = services.drain.begun
     status = "stopping" if stopping else "ok" if ready else "starting"
-    return json_response({"status": status, "replicas": replicas}, 200 if ready and not stopping else 503)
+    body = {"status": status, "replicas": replicas}
+    if services.refused_settings and services.guard.sees_all(request):
+        body["refused_user_config"] = services.refused_settings
+    return json_response(body, 200 if ready and not stopping else 503)
 
 
 @router.get("/version")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import fields
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -286,3 +287,29 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
         assert answer.status_code == status
         assert shown in answer.content
         assert (b"acme" in answer.content) == (shown is named)
+
+
+def test_operators_are_told_of_a_refused_user_config_where_they_look_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By /health, which stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
+    operator, operator_hash = make_api_key()
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
+    tenants = Tenants([ACME], b"s" * 32, operator_key_sha256=[operator_hash])
+    ready = SimpleNamespace(now=lambda: (True, 2))
+    parts |= {"config": AppConfig(tenants=[ACME]), "drain": Drain(), "health": ready}
+    parts |= {"guard": RouteGuard(tenants, IngressMetrics(), Drain()), "refused_settings": ""}
+    services = Services(**parts)
+
+    async def health(headers: dict[str, str]) -> dict[str, Any]:
+        transport = httpx.ASGITransport(make_application(services))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.get("/health", headers=headers)
+        assert answer.status_code == 200
+        found: dict[str, Any] = answer.json()
+        return found
+
+    well = {"status": "ok", "replicas": 2}
+    for why in ("", "policy must be one of lmetric"):
+        services.refused_settings = why
+        assert asyncio.run(health({})) == well
+        told = asyncio.run(health({"authorization": f"Bearer {operator}"}))
+        assert told == (well | {"refused_user_config": why} if why else well)
