@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from serve_app.config.engines import ENGINES
+from serve_app.config.engine import ENGINES
 
 PACKAGES = ("warmpath-serve", "ray", "torch", "transformers", "tokenizers", "xxhash", "pyzmq", "openai", "numpy")
 

@@ -31,7 +31,7 @@ from benchmarks.peers.vllm_serve import vllm_servers
 from router.settings import POLICY_NAMES
 from serve_app.checkpoints.kv_planner import kv_room
 from serve_app.checkpoints.sources.resolve import resolve_model
-from serve_app.config.engines import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
 PEERS = ("ray_prefix_router", "sglang_router")
 MODES = ("off", "on")

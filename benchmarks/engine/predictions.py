@@ -33,7 +33,7 @@ from router.settings import RouterSettings
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import AppConfig
-from serve_app.config.engines import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams
 from serve_app.replica.engine_factory import make_engine
 

@@ -7,7 +7,6 @@ replicas that may take the request, best first, at most ``limit`` of them; an em
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import ceil
 
 from router.policy.candidates import Candidate, RoutingView, listed, open_rows, rendezvous, scored, uncached_tokens
@@ -118,8 +117,7 @@ class Policy:
 
     may_reroute = False
 
-    def __init__(self, rule: Rule, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, rule: Rule) -> None:
         self._rule = rule
 
     def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
@@ -137,7 +135,7 @@ class EstimatedTtft(Policy):
     may_reroute = True
 
     def __init__(self, block_size: int) -> None:
-        super().__init__(estimated_ttft, block_size)
+        super().__init__(estimated_ttft)
         self._replication = Replication(block_size)
 
     def rank(self, view: RoutingView, limit: int | None = None) -> list[Candidate]:
@@ -153,13 +151,17 @@ class EstimatedTtft(Policy):
         return self._replication.choose(view) if view.match else super().choose(view)
 
 
+def _remembers_nothing(rule: Rule) -> Callable[[int], Policy]:
+    return lambda block_size: Policy(rule)
+
+
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "estimated_ttft": EstimatedTtft,
-    "lmetric": partial(Policy, lmetric),
-    "bounded_hash": partial(Policy, bounded_hash),
-    "sglang": partial(Policy, sglang),
-    "power_of_two": partial(Policy, power_of_two),
-    "round_robin": partial(Policy, round_robin),
-    "least_loaded": partial(Policy, least_loaded),
+    "lmetric": _remembers_nothing(lmetric),
+    "bounded_hash": _remembers_nothing(bounded_hash),
+    "sglang": _remembers_nothing(sglang),
+    "power_of_two": _remembers_nothing(power_of_two),
+    "round_robin": _remembers_nothing(round_robin),
+    "least_loaded": _remembers_nothing(least_loaded),
 }
 """By name, what makes a policy for blocks of so many tokens."""

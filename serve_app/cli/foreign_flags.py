@@ -7,7 +7,7 @@ from typer.core import TyperCommand
 
 from serve_app.config.app import AppConfig
 
-_INSTEAD = {
+INSTEAD = {
     "--tensor-parallel-size": "a replica computes on one device, there is no tensor parallelism; choose a model that "
     "fits one GPU, and more of them with --replicas",
     "--pipeline-parallel-size": "a replica computes on one device; choose a model that fits one GPU",
@@ -16,14 +16,14 @@ _INSTEAD = {
     "--enable-prefix-caching": "prefix caching is on; --set enable_prefix_caching=false switches it off",
     "--enable-auto-tool-choice": "tool calls are on; the setting tool_parser names their format",
     "--tool-call-parser": "use --set tool_parser=NAME",
-    "--enable-lora": "use --set lora_adapters.NAME=PATH, or --set allow_runtime_lora=true",
-    "--lora-modules": "use --set lora_adapters.NAME=PATH",
+    "--enable-lora": "use --set 'lora_adapters={NAME: PATH}', or --set allow_runtime_lora=true",
+    "--lora-modules": "use --set 'lora_adapters={NAME: PATH}'",
 }
 
 
 def instead_of(flag: str) -> str | None:
     """Return what to do in place of a flag that is none; None where nothing is known of it."""
-    if told := _INSTEAD.get(flag):
+    if told := INSTEAD.get(flag):
         return f"there is no {flag}: {told}"
     name = flag.removeprefix("--").replace("-", "_")
     return f"there is no {flag}: use --set {name}=VALUE" if name in AppConfig.model_fields else None

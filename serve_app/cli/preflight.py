@@ -98,13 +98,13 @@ def absent(settings: AppConfig) -> Iterator[tuple[str, str]]:
     model = Path(settings.model).expanduser()
     if settings.model not in BUILT_IN and not is_hub_id(settings.model) and model.is_absolute() and not model.exists():
         yield "model", f"there is no {model}; name a checkpoint's directory, a GGUF file or a hub id"
-    files = {f"adapter {name}": path for name, path in settings.lora_adapters.items()}
-    for what, path in (files | {"secret": settings.secret_file}).items():
-        if path is not None and path.expanduser().is_absolute() and not path.expanduser().exists():
-            yield (
-                "secret_file" if what == "secret" else "lora_adapters",
-                f"the file of the {what}, {path}, is not there",
-            )
+    files = [("lora_adapters", f"adapter {name}", path) for name, path in settings.lora_adapters.items()]
+    if settings.secret_file is not None:
+        files.append(("secret_file", "secret", settings.secret_file))
+    for setting, what, path in files:
+        file = path.expanduser()
+        if file.is_absolute() and not file.exists():
+            yield setting, f"the file of the {what}, {file}, is not there"
 
 
 def _model_checks(settings: AppConfig, info: CheckpointInfo) -> list[Check]:

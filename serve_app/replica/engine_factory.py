@@ -16,7 +16,7 @@ from serve_app.checkpoints.drafter import drafter_path
 from serve_app.checkpoints.limits import max_model_len, pin_budget_blocks
 from serve_app.config.app import AppConfig
 from serve_app.config.cache import CPU_POOL_BYTES
-from serve_app.config.engines import EngineName
+from serve_app.config.engine import EngineName
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import Engine, EventSink
 from serve_app.engine.runner.kv_size import blocks_in_budget, kv_bytes_per_block

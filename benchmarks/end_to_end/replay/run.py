@@ -23,7 +23,7 @@ from benchmarks.common.report import add_engine_flag, names_of, parser_of, write
 from benchmarks.common.server import instance
 from benchmarks.end_to_end.replay.shots import DEFAULT_MODEL, add_source_flags, read_keys, shots_of
 from router.settings import POLICY_NAMES
-from serve_app.config.engines import VLLM_CPU_BLOCK_SIZE
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 from serve_app.tenants.tenants import make_api_key
 
 KV_BLOCK_TOKENS = 16

@@ -1,6 +1,6 @@
-"""Anthropic's system prompt, messages and blocks -> messages as templates read them, and the places that are marked.
+"""Anthropic's system prompt, messages and blocks -> messages as templates read them, and its cache breakpoints.
 
-Owns the rules of ``cache_control``: how many cache breakpoints, in which order, on what.
+Owns the rules of ``cache_control``: how many breakpoints, in which order, on what.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Conversation:
         self.ignored: set[str] = set()
         self._texts: list[str] = []
         self._shorter = False
-        self._breakpoint_last_s = 0.0
+        self._last_ttl_s = 0.0
 
     def add_tools(self, controls: Iterable[Any]) -> None:
         """Take the ``cache_control`` of each tool. Raises InvalidRequest, as everything here."""
         for index, control in enumerate(controls):
-            self._mark(control, f"tools[{index}]")
+            self._add_breakpoint(control, f"tools[{index}]")
 
     def add_system(self, system: str | list[Any]) -> None:
         """Take the system prompt; blocks are joined as they are, with nothing between them."""
@@ -70,7 +70,7 @@ class Conversation:
         self.ignored.update(f"messages[].{name}" for name in message.keys() - {"role", "content"})
         if isinstance(content, str):
             self.messages.append({"role": role, "content": content})
-            self._breakpoint_last_s = 0.0
+            self._last_ttl_s = 0.0
             return
         where = f"{path}.content"
         if not isinstance(content, list) or not content:
@@ -80,16 +80,16 @@ class Conversation:
             self._add_block(role, block, f"{where}[{number}]", began)
         self._join()
 
-    def mark_all(self, control: Any) -> None:
-        """Take the body's own ``cache_control``, which marks the last block there is."""
+    def end_with_breakpoint(self, control: Any) -> None:
+        """Take the body's own ``cache_control``, which stands after the last block there is."""
         ttl_s = _ttl_s(control, "cache_control")
-        if ttl_s and ttl_s == self._breakpoint_last_s:
+        if ttl_s and ttl_s == self._last_ttl_s:
             return  # it says so itself
-        if ttl_s and self._breakpoint_last_s:
+        if ttl_s and self._last_ttl_s:
             raise InvalidRequest("cache_control must have the ttl of the last block's own.", param="cache_control")
         last = self.messages[-1]
         if last["content"] or "tool_calls" in last or last["role"] == "tool":
-            self._mark(control, "")
+            self._add_breakpoint(control, "")
 
     def _add_block(self, role: str, block: Any, path: str, began: int) -> None:
         kind = _kind(block, path)
@@ -111,7 +111,7 @@ class Conversation:
             result = _result_text(block.get("content"), f"{path}.content")
             answered = _call_id(block.get("tool_use_id"), f"{path}.tool_use_id")
             self.messages.append({"role": "tool", "content": result, "tool_call_id": answered})
-            self._mark(block.get("cache_control"), path)
+            self._add_breakpoint(block.get("cache_control"), path)
             return
         if len(self.messages) == began or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
@@ -126,7 +126,7 @@ class Conversation:
         function = {"name": name, "arguments": arguments}
         call = {"id": _call_id(block.get("id"), f"{path}.id"), "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)
-        self._mark(block.get("cache_control"), path)
+        self._add_breakpoint(block.get("cache_control"), path)
 
     def _add_text(self, block: dict[str, Any], path: str) -> None:
         text = block.get("text")
@@ -136,7 +136,7 @@ class Conversation:
         if not text and block.get("cache_control") is not None:
             field = f"{path}.cache_control"
             raise InvalidRequest(f"{field} cannot be set for empty text blocks.", param=field)
-        self._mark(block.get("cache_control"), path)
+        self._add_breakpoint(block.get("cache_control"), path)
 
     def _join(self) -> None:
         """Give the last message the texts of its blocks, all at once: one by one would copy those before each time."""
@@ -144,9 +144,9 @@ class Conversation:
             self.messages[-1]["content"] += "".join(self._texts)
             self._texts.clear()
 
-    def _mark(self, control: Any, path: str) -> None:
+    def _add_breakpoint(self, control: Any, path: str) -> None:
         field = f"{path}.cache_control" if path else "cache_control"
-        ttl_s = self._breakpoint_last_s = _ttl_s(control, field)
+        ttl_s = self._last_ttl_s = _ttl_s(control, field)
         if not ttl_s:
             return
         if len(self.breakpoints) == MAX_BREAKPOINTS:

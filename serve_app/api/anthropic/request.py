@@ -114,7 +114,7 @@ class CountTokensBody(JsonBody):
             read.add_message(message, index)
         if not read.messages or read.messages[-1]["role"] == "system":
             raise InvalidRequest("messages must end with words of user or assistant.", param="messages")
-        read.mark_all(self.cache_control)
+        read.end_with_breakpoint(self.cache_control)
         for tool in self.tools:
             read.ignored.update(f"tools[].{name}" for name in (tool.model_extra or {}).keys() - tool.without_effect)
         goes_on = read.messages[-1]["role"] == "assistant" and "tool_calls" not in read.messages[-1]

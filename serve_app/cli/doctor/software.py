@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from serve_app.cli.doctor.finding import Finding, problem, warning
-from serve_app.config.engines import vllm_missing
+from serve_app.config.engine import vllm_missing
 
 PACKAGE = "warmpath-serve"
 _CODE = Path(__file__).parents[3]

@@ -97,9 +97,11 @@ class LoraLayers:
         keys = tuple(dict.fromkeys(key for key in decodes if key))
         if keys:
             group = self._group(keys)
-            number = {key: i for i, key in enumerate(group.keys)}
-            numbers = torch.tensor([number.get(key, -1) for key in decodes], dtype=torch.int32, device=self._device)
-            yield RowRange(0, len(decodes), group, None if {*decodes} == {*group.keys} and len(keys) == 1 else numbers)
+            numbers = None
+            if len({*decodes}) > 1:
+                number = {key: i for i, key in enumerate(group.keys)}
+                numbers = torch.tensor([number.get(key, -1) for key in decodes], dtype=torch.int32, device=self._device)
+            yield RowRange(0, len(decodes), group, numbers)
         first = len(decodes)
         for segment in segments[first:]:
             last = first + len(segment.token_ids)

@@ -156,7 +156,6 @@ def load_speculative(model_path: str | Path, settings: EngineSettings) -> Specul
     Raises ValueError when the two do not fit, and what ``ModelRunner`` raises.
     """
     head = read_eagle_config(Path(settings.speculative_model))
-    # A replay of a recorded step calls none of the hooks that a head reads.
     base = ModelRunner(model_path, settings)
     if head is not None:
         head.check_fits(Path(model_path), base.config.to_dict())

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from serve_app.config.engines import VLLM_MISSING
+from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.arguments import engine_arguments, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints

@@ -1,7 +1,6 @@
 """Requests between their submission and their end: who is live, how many may be, and what goes to whom.
 
-Owns each submitter's outputs of one turn of the loop. The engine's lock guards the
-requests; outputs belong to the loop.
+Owns each submitter's outputs of one turn of the loop. The engine's lock guards requests; outputs are the loop's.
 """
 
 from __future__ import annotations

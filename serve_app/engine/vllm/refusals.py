@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve_app.config.app import AppConfig
-
-CPU_BLOCK_TOKENS = 32
-"""vLLM's attention on CPUs has blocks of multiples of this."""
+from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types whose ``sliding_window``, where it is not null, is that of every layer."""
@@ -77,10 +75,10 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
         for name in refusal.settings
         if (_changed(config, name) if refusal.wanted is None else refusal.wanted(config))
     ]
-    if on_cpu and config.block_size % CPU_BLOCK_TOKENS:
+    if on_cpu and config.block_size % VLLM_CPU_BLOCK_SIZE:
         found.append(
-            f"block_size: with engine=vllm on a CPU it is a multiple of {CPU_BLOCK_TOKENS}; "
-            f"set block_size: {CPU_BLOCK_TOKENS}"
+            f"block_size: with engine=vllm on a CPU it is a multiple of {VLLM_CPU_BLOCK_SIZE}; "
+            f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
         )
     return found
 

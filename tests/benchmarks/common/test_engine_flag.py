@@ -7,14 +7,14 @@ import argparse
 import pytest
 
 from benchmarks.common import report
-from serve_app.config import engines
+from serve_app.config import engine
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_vllm_is_taken_only_where_it_is_installed(
     missing: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engines, "vllm_missing", lambda: missing)
+    monkeypatch.setattr(engine, "vllm_missing", lambda: missing)
     parser = argparse.ArgumentParser()
     report.add_engine_flag(parser, ["torch", "vllm"], "torch")
     assert parser.parse_args([]).engine == "torch"

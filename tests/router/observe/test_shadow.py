@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from random import Random
 
 import pytest
@@ -134,7 +133,7 @@ def test_a_fault_in_the_shadow_goes_no_further(monkeypatch: pytest.MonkeyPatch) 
     def broken(*_: object) -> list[object]:
         raise RuntimeError("no")
 
-    monkeypatch.setitem(POLICIES, "sglang", partial(Policy, broken))
+    monkeypatch.setitem(POLICIES, "sglang", lambda _: Policy(broken))
     core = core_with("estimated_ttft", "sglang")
     assert decisions(core, [1, 2]) == decisions(core_with("estimated_ttft"), [1, 2])
     assert core.shadow is not None

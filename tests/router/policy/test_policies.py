@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from math import exp
 from random import Random
 from typing import get_args
@@ -252,7 +251,7 @@ def test_a_policy_knows_the_labels_of_replicas_nodes(monkeypatch: pytest.MonkeyP
         ranked = POLICIES["estimated_ttft"](16).rank(view)
         return sorted(ranked, key=lambda one: view.labels.get(one.replica_id, {}).get("disk") != "nvme")[:limit]
 
-    monkeypatch.setitem(POLICIES, "lmetric", partial(Policy, prefers_nvme))
+    monkeypatch.setitem(POLICIES, "lmetric", lambda _: Policy(prefers_nvme))
     core = RoutingCore("me", RouterSettings(policy="lmetric"), clock=lambda: 0.0, rng=Random(0))
     core.update_replicas("abc", labels={"b": {"disk": "nvme"}})
     chosen = {decision.replica_id for _ in range(6) if (decision := core.decide(request()))}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.check import Mistake, mistakes_in
 from serve_app.cli.main import app
-from serve_app.config import engines
+from serve_app.config import engine
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
@@ -208,7 +208,7 @@ def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
 def test_what_is_named_and_not_there_is_missed(
     lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "vllm_missing", lambda: True)
+    monkeypatch.setattr(engine, "vllm_missing", lambda: True)
     file = tmp_path / "settings.yaml"
     file.write_text(f"{lines}\n")
     status, output = run(file)

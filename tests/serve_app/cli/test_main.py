@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from serve_app.cli import main
+from serve_app.cli import foreign_flags, main
+from serve_app.cli.foreign_flags import instead_of
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
+from serve_app.config.files import load_settings
 
 
 def test_settings_survive_json() -> None:
@@ -101,3 +105,12 @@ def test_settings_of_a_name_are_listed_with_all_their_fields() -> None:
     listed = CliRunner().invoke(app, ["settings", "autoscaling"]).output
     assert "min_replicas: integer" in listed
     assert "max_replicas: integer" in listed
+
+
+def test_what_answers_recommend_can_be_set() -> None:
+    """Each setting that is named in place of a flag is one."""
+    answers = " ".join(filter(None, map(instead_of, foreign_flags.INSTEAD)))
+    named = re.findall(r"--set '?(\w+)=|the setting (\w+)", answers)
+    assert len(named) >= 5
+    assert {"".join(pair) for pair in named} <= set(AppConfig.model_fields)
+    assert load_settings(None, ["lora_adapters={style: /a}"]).lora_adapters == {"style": Path("/a")}

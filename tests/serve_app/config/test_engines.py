@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli import main
 from serve_app.cli.preflight import problems
-from serve_app.config import engines
+from serve_app.config import engine
 from serve_app.config.app import AppConfig
 from serve_app.replica.engine_factory import MAKERS
 
@@ -28,7 +28,7 @@ def test_blocks_are_those_that_vllm_has_on_a_cpu() -> None:
 
 def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it starts Ray; it names both ways."""
-    monkeypatch.setattr(engines, "vllm_missing", lambda: True)
+    monkeypatch.setattr(engine, "vllm_missing", lambda: True)
     told = CliRunner().invoke(main.app, ["serve", "--engine", "vllm"])
     assert told.exit_code == 2
     assert "pip install '.[vllm]'" in told.output
@@ -45,7 +45,7 @@ def test_settings_that_vllm_cannot_follow_are_told_before_a_start() -> None:
 
 def test_an_engine_is_named_in_its_two_tables_alone() -> None:
     """Whoever adds one adds an entry to each, and a room: nothing else asks which engine it is. (ARCHITECTURE.md)"""
-    assert tuple(engines.ENGINES) == tuple(MAKERS) == get_args(engines.EngineName)
+    assert tuple(engine.ENGINES) == tuple(MAKERS) == get_args(engine.EngineName)
     root = Path(__file__).parents[3]
     compared = re.compile(
         r"""engine(\.kind)?"?\]? *(==|!=|in|not in) *[("'\[{]|["'](torch|vllm|simulated)["'] *(==|!=)"""

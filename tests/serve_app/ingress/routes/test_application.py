@@ -289,7 +289,7 @@ def test_public_metrics_name_tenants_to_operators_alone(monkeypatch: pytest.Monk
         assert (b"acme" in answer.content) == (shown is named)
 
 
-def test_operators_are_told_of_a_refused_user_config_where_they_look_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_told_of_a_refused_user_config_where_they_look_first() -> None:
     """By /health, which stays green: the settings before are in force. Nobody else is told. (docs/cluster.md)"""
     operator, operator_hash = make_api_key()
     parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Services))
