@@ -18,6 +18,7 @@ from router.serve.request_router import deployment_key
 from router.settings import RouterSettings
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
+from serve_app.cache_diagnostics.detector import MissDetector
 from serve_app.checkpoints.adapter_registry import AdapterRegistry, configured_adapters
 from serve_app.checkpoints.drafter import load_served_model
 from serve_app.checkpoints.limits import max_model_len
@@ -46,7 +47,6 @@ from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import LIVE_NOTICES, Live
 from serve_app.live.peers import Peers
 from serve_app.live.prefix_table import PrefixTable
-from serve_app.misses.detector import MissDetector
 from serve_app.notices import read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic

@@ -16,6 +16,7 @@ from serve_app.api import sse
 from serve_app.api.format import AnswerFormat, AnswerHead
 from serve_app.api.request import ChatRequest, GenerateRequest
 from serve_app.api.tool_calls import NO_TOOLS
+from serve_app.cache_diagnostics.detector import MissDetector
 from serve_app.errors import GenerationFailed, WarmpathError
 from serve_app.fairness.front_door import Arrival, FrontDoor
 from serve_app.fairness.rate_limits import Allowance
@@ -30,7 +31,6 @@ from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.http import TimedStream, until_disconnect
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.tracing import trace_of
-from serve_app.misses.detector import MissDetector
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
 from serve_app.tenants.usage import UsageTable

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
+from serve_app.cache_diagnostics.explain import REMEDIES
+from serve_app.cache_diagnostics.lint import Find, compare, lint
 from serve_app.cli.commands import prompt_cutover
 from serve_app.cli.console import fail
-from serve_app.misses.explain import REMEDIES
-from serve_app.misses.lint import Find, compare, lint
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError, first_difference
 
 CHARS_PER_TOKEN = 4

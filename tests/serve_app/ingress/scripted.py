@@ -14,6 +14,7 @@ import uvicorn
 
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
+from serve_app.cache_diagnostics.detector import MissDetector
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
@@ -31,7 +32,6 @@ from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
-from serve_app.misses.detector import MissDetector
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.misses.difference import GRAM, classify, equal_behind, first_difference, grams, value_there
+from serve_app.cache_diagnostics.difference import GRAM, classify, equal_behind, first_difference, grams, value_there
 
 ids = st.lists(st.integers(0, 5), max_size=40)
 
@@ -48,7 +48,7 @@ def test_what_follows_a_difference_is_counted_whatever_its_length(same: list[int
         ("a  b and so on", "a b and so on", "whitespace"),
         ('x {"a": 1, "b": [2, 3]} y', 'x {"b": [2, 3], "a": 1} y', "reordered"),
         ("- one\n- two\nend", "- two\n- one\nend", "reordered"),
-        ('x {"a": 1, "b": 2} y', 'x {"b": 1, "a": 2} y', "text"),
+        ('x {"a": 1, "b": 2} y', 'x {"a": 2, "b": 3} y', "text"),
         ("Turn 3:", "Turn 4:", "counter"),
         ("Use v1.2.3", "Use v1.2.4", "text"),
         ("t=1763800000 x", "t=1763800001 x", "epoch"),

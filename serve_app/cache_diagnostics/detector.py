@@ -13,10 +13,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+from serve_app.cache_diagnostics.explain import MIN_MISSED_TOKENS, REMEDIES, Decode, Miss, explain, is_miss
+from serve_app.cache_diagnostics.memory import PromptMemory, SeenPrompt
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
-from serve_app.misses.explain import MIN_MISSED_TOKENS, REMEDIES, Decode, Miss, explain, is_miss
-from serve_app.misses.memory import PromptMemory, SeenPrompt
 
 logger = logging.getLogger(__name__)
 

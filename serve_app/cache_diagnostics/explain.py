@@ -9,8 +9,14 @@ from typing import Any, Literal
 import numpy as np
 
 from router.protocol.block_hash import TokenArray
-from serve_app.misses.difference import Difference, Hashes, classify, equal_behind, first_difference, value_there
-from serve_app.misses.memory import MAX_PROMPT_TOKENS, SeenPrompt
+from serve_app.cache_diagnostics.difference import (
+    Difference,
+    classify,
+    equal_behind,
+    first_difference,
+    value_there,
+)
+from serve_app.cache_diagnostics.memory import MAX_PROMPT_TOKENS, SeenPrompt
 from serve_app.tokenization.public_tokens import common_tokens
 
 Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
@@ -21,10 +27,8 @@ MISSED_PART = 8
 """A miss computes at least one of so many tokens of its prompt: a turn added to a long conversation is none."""
 MIN_LOST_TOKENS = 32
 """Fewer tokens that were there before are not worth a word."""
-CANDIDATES = 3
-"""Prompts that are compared token by token, of those that share the most."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
-"""What is read of both texts around their first difference. JSON that is longer is compared by lines."""
+"""What is read of both texts around their first difference."""
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
@@ -101,10 +105,14 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
         scope = earlier[elsewhere].scope
         reason: Reason = "adapter" if scope.lora != prompt.scope.lora else "salt"
         return Miss(reason, common[elsewhere] - cached_tokens)
-    lost, nearest, place = _nearest(prompt, earlier, common, cached_tokens)
-    if nearest is None or lost < MIN_LOST_TOKENS:
+    nearest = _nearest(prompt, earlier, common, cached_tokens)
+    if nearest is None:
         return Miss("never_seen", 0)
-    return _difference(prompt, nearest, place, lost, decode)
+    place = common[nearest]
+    lost = equal_behind(new, earlier[nearest].ids, place)
+    if lost < MIN_LOST_TOKENS:
+        return Miss("never_seen", 0)
+    return _difference(prompt, earlier[nearest], place, lost, decode)
 
 
 def _one_cache(seen: SeenPrompt, prompt: SeenPrompt) -> bool:
@@ -113,35 +121,21 @@ def _one_cache(seen: SeenPrompt, prompt: SeenPrompt) -> bool:
 
 def _nearest(
     prompt: SeenPrompt, earlier: Sequence[SeenPrompt], common: Sequence[int], cached_tokens: int
-) -> tuple[int, SeenPrompt | None, int]:
-    """Return the prompt that has the most tokens of this one behind their first difference: how many, it, and where."""
-    near: list[tuple[int, int, int]] = []
-    for index, seen in enumerate(earlier):
-        # What was read further than this one goes explains nothing by it.
-        if _one_cache(seen, prompt) and common[index] >= cached_tokens - len(prompt.ids) // MISSED_PART:
-            shared = _shared(prompt.sketch, seen.sketch)
-            if shared:
-                near.append((shared, common[index], index))
-    most = max((shared for shared, _, _ in near), default=0)
-    best: tuple[int, int, int] | None = None
-    # Of those that share about as much the one that differs last says the most, and the latest.
-    close = sorted((each for each in near if each[0] * 8 >= most * 7), key=lambda each: (each[1], each[2]))
-    for _, place, index in close[-CANDIDATES:]:
-        lost = equal_behind(prompt.ids, earlier[index].ids, place)
-        if best is None or (place + lost, index) >= best[:2]:
-            best = (place + lost, index, lost)
-    if best is None:
-        return 0, None, 0
-    _, index, lost = best
-    return lost, earlier[index], common[index]
+) -> int | None:
+    """Return the index of the earlier prompt that has most in common with this one, wherever it stands.
 
-
-def _shared(one: Hashes, other: Hashes) -> int:
-    """Return how many hashes two sketches have in common."""
-    if not len(one) or not len(other):
-        return 0
-    places = np.minimum(np.searchsorted(other, one), len(other) - 1)
-    return int(np.count_nonzero(other[places] == one))
+    Of those with about as much (7/8) it is the one that differs last, and of these the latest.
+    """
+    # What was read further than an earlier prompt goes explains nothing by it.
+    least = cached_tokens - len(prompt.ids) // MISSED_PART
+    shared = {
+        index: len(np.intersect1d(prompt.sketch, seen.sketch, assume_unique=True))
+        for index, seen in enumerate(earlier)
+        if _one_cache(seen, prompt) and common[index] >= least
+    }
+    most = max(shared.values(), default=0)
+    near = [index for index, hashes in shared.items() if hashes and hashes * 8 >= most * 7]
+    return max(near, key=lambda index: (common[index], index), default=None)
 
 
 def _difference(prompt: SeenPrompt, seen: SeenPrompt, place: int, lost: int, decode: Decode) -> Miss:

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.cache_diagnostics.detector import MAX_AT_ONCE, MissDetector
+from serve_app.cache_diagnostics.explain import Miss, is_miss
 from serve_app.engine.protocol import SamplingParams
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
-from serve_app.misses.detector import MAX_AT_ONCE, MissDetector
-from serve_app.misses.explain import Miss, is_miss
 
 REST = "and these are the rules that all of the answers have to follow, whoever asks: " * 4
 

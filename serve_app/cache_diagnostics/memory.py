@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, TokenArray
-from serve_app.misses.difference import Hashes, grams
+from serve_app.cache_diagnostics.difference import Hashes, grams
 
 MAX_PROMPT_TOKENS = 32_768
 """Of one prompt; what comes behind them is not compared."""
@@ -47,8 +47,7 @@ class SeenPrompt:
 
         Source: bottom-k sketches of shingles (Broder, 1997).
         """
-        found = np.unique(grams(self.ids))
-        return found[:SKETCH_GRAMS].copy()
+        return np.unique(grams(self.ids))[:SKETCH_GRAMS].copy()
 
 
 class TenantMemory:
@@ -56,7 +55,6 @@ class TenantMemory:
 
     def __init__(self) -> None:
         self._families: OrderedDict[bytes, list[SeenPrompt]] = OrderedDict()
-        self.bytes = 0
 
     def prompts(self) -> list[SeenPrompt]:
         """Return all that is remembered, the oldest family first."""
@@ -67,12 +65,11 @@ class TenantMemory:
         members = self._families.setdefault(family, [])
         self._families.move_to_end(family)
         members.append(prompt)
-        self.bytes += prompt.bytes
-        if len(members) > FAMILY_PROMPTS:
-            self.bytes -= members.pop(0).bytes
-        while self._families and (self.bytes > max_bytes or len(self._families) > MAX_FAMILIES):
+        del members[:-FAMILY_PROMPTS]
+        size = sum(seen.bytes for seen in self.prompts())
+        while self._families and (size > max_bytes or len(self._families) > MAX_FAMILIES):
             oldest, members = next(iter(self._families.items()))
-            self.bytes -= members.pop(0).bytes
+            size -= members.pop(0).bytes
             if not members:
                 del self._families[oldest]
 
@@ -89,8 +86,8 @@ class PromptMemory:
 
     def prompts(self, tenant: str) -> list[SeenPrompt]:
         """Return what is remembered of a tenant."""
-        found = self._by_tenant.get(tenant)
-        return [] if found is None else found.prompts()
+        memory = self._by_tenant.get(tenant)
+        return [] if memory is None else memory.prompts()
 
     def add(self, tenant: str, family: bytes, prompt: SeenPrompt) -> None:
         """Remember a prompt of a tenant."""
@@ -100,8 +97,3 @@ class PromptMemory:
         memory.add(family, prompt, min(MAX_TENANT_BYTES, MAX_BYTES // tenants))
         while len(self._by_tenant) > tenants:  # tenants that are configured no more
             self._by_tenant.popitem(last=False)
-
-    @property
-    def bytes(self) -> int:
-        """What all of it takes at most."""
-        return sum(memory.bytes for memory in self._by_tenant.values())

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from serve_app.cache_diagnostics.lint import compare, lint
 from serve_app.cli.main import app
-from serve_app.misses.lint import compare, lint
 
 
 @pytest.mark.parametrize(
