@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+    from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 NODE_TOO_SLOW = "node timed out during startup"
 """Of Ray's message where its raylet takes longer than 30 s, which cannot be set (ray/_private/node.py)."""
@@ -51,7 +51,7 @@ def own_deployment() -> Any:
     return serve.get_replica_context()._deployment_config
 
 
-def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
+def cancel_call(response: DeploymentResponse[bytes]) -> None:
     """Cancel a call to a replica, whatever became of it.
 
     Where the router runs in the caller's loop, Ray's own ``cancel`` does nothing between the end of the assignment and
@@ -59,8 +59,8 @@ def cancel_call(stream: DeploymentResponseGenerator[bytes]) -> None:
     Where it runs in another loop, ``cancel`` raises once more what the assignment raised.
     """
     with suppress(Exception):
-        stream.cancel()
-    assigned = stream._replica_result_future
+        response.cancel()
+    assigned = response._replica_result_future
     if assigned.done() and not assigned.cancelled() and assigned.exception() is None:
         assigned.result().cancel()
 

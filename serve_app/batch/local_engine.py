@@ -19,7 +19,7 @@ from serve_app.errors import GenerationFailed, InvalidRequest
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
-from serve_app.replica.token_streams import TokenStream, merged
+from serve_app.replica.token_streams import TokenStream
 
 
 @dataclass(slots=True)
@@ -57,11 +57,11 @@ class LocalEngine:
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
-        stream = TokenStream(generation.interval_s)
+        stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
 
         def deliver(outputs: Sequence[EngineOutput]) -> None:
-            for output in outputs:
-                loop.call_soon_threadsafe(stream.push, output)
+            for output in filter(None, map(stream.push, outputs)):
+                loop.call_soon_threadsafe(ready.put_nowait, output)
 
         request = EngineRequest(
             request_id=generation.request_id,
@@ -79,7 +79,7 @@ class LocalEngine:
         try:
             await self.adapters.submit(request, generation.lora_path, deliver)
             while not ended:
-                output = merged(await stream.take())
+                output = await ready.get()
                 if output.finish_reason not in (None, "stop", "length"):
                     raise GenerationFailed(output.error or "The engine failed this request.")
                 now_s = time.perf_counter()

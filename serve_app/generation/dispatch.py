@@ -1,4 +1,4 @@
-"""Sends one generation to a replica and streams its tokens, sending it again when the replica dies.
+"""Sends one generation to a replica and takes its tokens as they come, sending it again when the replica dies.
 
 Owns retries, the reservation's release, and the mapping of replica errors to client errors.
 """
@@ -35,6 +35,7 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.reservation import Reservation
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
+from serve_app.replica.token_channel import Arrivals, TokenInbox
 from serve_app.tracing.request import call_trace
 from serve_app.tracing.tracer import Tracer
 
@@ -45,6 +46,9 @@ MAX_ATTEMPTS = 4
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 """Between two times that a generation is sent to replicas whose lines are full, or where none is left."""
+
+LATE_S = 5.0
+"""How long tokens may take that were sent before the end of their call was heard of."""
 
 Delivered = Callable[[Generation, Decision, int, float, SaveResult | None], None]
 """With the cached tokens, the seconds from the call to the first token, and what became of a save."""
@@ -69,11 +73,14 @@ class Dispatcher:
         block_size: int,
         count_retry: Callable[[bool], None],
         caller: str,
+        inbox: TokenInbox,
         tracer: Tracer | None = None,
         delivered: Delivered | None = None,
         left: Left | None = None,
     ) -> None:
-        self._stream = handle.options(method_name="generate", stream=True)
+        self._generate = handle.options(method_name="generate")
+        self._inbox = inbox
+        self._ends: set[asyncio.Future[bytes]] = set()
         self._core = core
         self._decisions = decisions
         self._block_size = block_size
@@ -167,6 +174,7 @@ class Dispatcher:
         call = wire.GenerateCall(
             request_id=route.request_id,
             caller=self._caller,
+            reply_to=self._inbox.reply_to,
             token_ids=generation.token_ids.astype("<i4", copy=False).tobytes(),
             scope=generation.scope,
             root=generation.root,
@@ -182,53 +190,92 @@ class Dispatcher:
             keep=generation.keep,
             traceparent="" if trace is None else trace.traceparent,
         )
-        try:
-            stream = self._stream.remote(wire.encode(call), route=route, decision=None)
-        except Exception as error:
-            if trace is not None:
-                trace.end(reservation.decision)
-            if isinstance(error, BackPressureError):
-                raise _queue_full(1.0) from error
-            raise
         finished = answered = False
-        try:
-            async for data in stream:
-                chunk = wire.decode_chunk(data)
-                if chunk.cached_tokens is not None:
-                    ttft_s = time.perf_counter() - started_s
-                    reservation.delivered(chunk.cached_tokens, ttft_s)
-                    if self._delivered is not None and reservation.decision is not None:
-                        self._delivered(generation, reservation.decision, chunk.cached_tokens, ttft_s, chunk.save)
+        with self._inbox.arrivals(route.request_id) as arrivals:
+            try:
+                response = self._generate.remote(wire.encode(call), route=route, decision=None)
+            except Exception as error:
                 if trace is not None:
-                    trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
-                answered = bool(chunk.error or chunk.finish_reason)
-                yield chunk
-            finished = True
-        except BackPressureError as error:
-            raise _queue_full(1.0) from error
-        except DeploymentUnavailableError as error:
-            raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
-        except NoReplicaLeft as error:
-            raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
-        except RayActorError as error:
-            raise _ReplicaLost(type(error).__name__) from error
-        except RayTaskError as error:
-            logger.exception("replica call failed for request %s", generation.request_id)
-            raise GenerationFailed("The replica failed while generating this answer.") from error
-        except (RayError, grpc.RpcError) as error:
-            # Ray lost the call, not the replica's code: another replica can go on from what was received.
-            raise _ReplicaLost(type(error).__name__) from error
-        finally:
-            if not finished:
-                cancel_call(stream)
-            if answered:
-                reservation.end()
-            else:
-                reservation.leave()
-                if self._left is not None and reservation.replica_id:
-                    self._left(reservation.replica_id, route.request_id)
-            if trace is not None:
-                trace.end(reservation.decision)
+                    trace.end(reservation.decision)
+                if isinstance(error, BackPressureError):
+                    raise _queue_full(1.0) from error
+                raise
+            end = asyncio.ensure_future(response)
+            self._ends.add(end)
+            end.add_done_callback(self._heard)
+            end.add_done_callback(lambda _: arrivals.wake())
+            try:
+                async for chunk in _chunks(arrivals, end):
+                    if chunk.cached_tokens is not None:
+                        ttft_s = time.perf_counter() - started_s
+                        reservation.delivered(chunk.cached_tokens, ttft_s)
+                        if self._delivered is not None and reservation.decision is not None:
+                            self._delivered(generation, reservation.decision, chunk.cached_tokens, ttft_s, chunk.save)
+                    if trace is not None:
+                        trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
+                    answered = bool(chunk.error or chunk.finish_reason)
+                    yield chunk
+                finished = True
+            except BackPressureError as error:
+                raise _queue_full(1.0) from error
+            except DeploymentUnavailableError as error:
+                raise Overloaded("The deployment is not available now.", retry_after_s=5.0) from error
+            except NoReplicaLeft as error:
+                raise Overloaded("There is no replica now; send the request again later.", retry_after_s=5.0) from error
+            except RayActorError as error:
+                raise _ReplicaLost(type(error).__name__) from error
+            except RayTaskError as error:
+                logger.exception("replica call failed for request %s", generation.request_id)
+                raise GenerationFailed("The replica failed while generating this answer.") from error
+            except (RayError, grpc.RpcError) as error:
+                # Ray lost the call, not the replica's code: another replica can go on from what was received.
+                raise _ReplicaLost(type(error).__name__) from error
+            finally:
+                if not finished:
+                    end.cancel()
+                    cancel_call(response)
+                if answered:
+                    reservation.end()
+                else:
+                    reservation.leave()
+                    if self._left is not None and reservation.replica_id:
+                        self._left(reservation.replica_id, route.request_id)
+                if trace is not None:
+                    trace.end(reservation.decision)
+
+    def _heard(self, end: asyncio.Future[bytes]) -> None:
+        self._ends.discard(end)
+        if not end.cancelled():
+            end.exception()  # nobody may ask any more, and then it is not logged as lost
+
+
+async def _chunks(arrivals: Arrivals, end: asyncio.Future[bytes]) -> AsyncGenerator[wire.GenerateChunk, None]:
+    """Yield a call's chunks; the last has a finish reason or an error. ``end``: what the call returns.
+
+    Raises _ReplicaLost where tokens were lost on the way, and whatever the call raises.
+    """
+    received = 0
+    while True:
+        chunk = arrivals.take()
+        if chunk is not None:
+            if chunk.start != received:
+                raise _ReplicaLost(f"{chunk.start - received} tokens were lost on the way")
+            received += len(chunk.token_ids)
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+        elif not end.done():
+            await arrivals.news()
+        else:
+            last = wire.decode_chunk(end.result())
+            if last.start == received:
+                yield last
+                return
+            try:
+                async with asyncio.timeout(LATE_S):
+                    await arrivals.news()
+            except TimeoutError:
+                raise _ReplicaLost("its last tokens did not come") from None
 
 
 class _ReplicaLost(Exception):

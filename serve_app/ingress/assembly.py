@@ -50,6 +50,7 @@ from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import PromptTraffic
+from serve_app.replica.token_channel import TokenReceiver
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
 from serve_app.tenants.usage import UsageTable
@@ -95,6 +96,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     core = core_for(deployment, RouterSettings.from_json(args.routing()))
     core.configure(RouterSettings.from_json(config.routing()))
     caller = ray.get_runtime_context().get_actor_name() or ""
+    receiver = TokenReceiver(ray.util.get_node_ip_address())
     tracer = open_tracer(config.otlp_endpoint, "ingress", context.replica_id.unique_id)
     broadcast = Broadcast(replica, context.app_name, config.ingress_replicas)
     live = Live(
@@ -107,8 +109,8 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         count_dropped=metrics.dropped_events.inc,
     )
     dispatcher = Dispatcher(
-        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, tracer, live.delivered,
-        Aborts(replica).note,
+        replica, core, decisions_for(deployment), config.block_size, metrics.retried, caller, receiver.inbox, tracer,
+        live.delivered, Aborts(replica).note,
     )  # fmt: skip
     block_size = config.block_size if config.enable_prefix_caching else 0
     ledger = await asyncio.to_thread(Ledger, config.usage_file, block_size)
@@ -175,6 +177,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         usage=UsageBook(ledger, broadcast.ingresses),
         live=live,
         tracer=tracer,
+        receiver=receiver,
     )
     return services
 

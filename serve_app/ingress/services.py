@@ -46,6 +46,7 @@ from serve_app.live.live import Live
 from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
+from serve_app.replica.token_channel import TokenReceiver
 from serve_app.tenants.tenants import Tenant, Tenants
 from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -94,6 +95,7 @@ class Services:
     history: MessageHistory
     usage: UsageBook
     live: Live
+    receiver: TokenReceiver
     tracer: Tracer | None = None
     refused_settings: str = ""
 

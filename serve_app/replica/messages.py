@@ -1,4 +1,4 @@
-"""What crosses the Serve handle between ingress and replica: one call in, chunks of tokens out, as msgpack.
+"""What crosses between ingress and replica, as msgpack: a call and its end by the Serve handle, chunks by a channel.
 
 msgpack of typed structs is several times cheaper than pickling objects, and the token ids travel as raw int32 bytes.
 What the engine takes as one object, scope or sampling, crosses as one: its fields are listed where it is defined.
@@ -28,8 +28,17 @@ from serve_app.engine.protocol import (
 ChunkError = Literal["", "too_long", "queue_full", "invalid", "failed", "unavailable", "timeout", "rerouted"]
 
 
+class ReplyTo(msgspec.Struct, frozen=True, array_like=True):
+    """Where an ingress takes tokens. ``public_key``: its CURVE key (Z85 text); only who was told it can connect."""
+
+    address: str = ""
+    public_key: str = ""
+
+
 class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
     """One generation. ``caller``: the name of the Serve actor that asks, with whose death it ends.
+
+    ``reply_to``: where its chunks go.
 
     ``token_ids``: little-endian int32 bytes; ``root``: as in ``EngineRequest``.
 
@@ -41,6 +50,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     caller: str
+    reply_to: ReplyTo
     token_ids: bytes
     scope: PrefixScope
     root: bytes
@@ -85,8 +95,10 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
-    ``error`` names a class of failure and ``message`` the sentence for the client; both only on a last chunk. ``load``:
-    what the replica has to do, where that is more than the router believed ("rerouted"). ``logprobs``: one a token.
+    ``start``: how many tokens of its call were sent before. A call returns a last one without tokens, which says that
+    no more come: with the end of those that were sent, or with an error. ``error`` names a class of failure and
+    ``message`` the sentence for the client. ``load``: what the replica has to do, where that is more than the router
+    believed ("rerouted"). ``logprobs``: one a token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -100,6 +112,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     save: SaveResult | None = None
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    start: int = 0
 
 
 encode = msgspec.msgpack.Encoder().encode

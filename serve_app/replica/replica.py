@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,9 @@ from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import load_now, report, tell_caches
-from serve_app.replica.token_streams import TokenStream, merged
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import TokenSender
+from serve_app.replica.token_streams import TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.tracer import open_tracer
@@ -73,7 +75,6 @@ class Replica:
         self._version = version_of(config)
         self._loop = asyncio.get_running_loop()
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
-        self._streams: dict[str, TokenStream] = {}
         self._stopping = False
         self._tracer = open_tracer(self._config.otlp_endpoint, "replica", self._replica_id)
         if self._tracer is not None:
@@ -85,13 +86,18 @@ class Replica:
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
         self._ending.push_async_callback(asyncio.to_thread, self._engine.stop)
+        sender = TokenSender()
+        self._ending.push_async_callback(asyncio.to_thread, sender.close)
+        self._running = RunningCalls(
+            self._replica_id, sender, self._engine.cancel, lambda: self._stopping or self._lifecycle.over
+        )
         self._adapters = ReplicaAdapters(self._config, self._engine)
         self._matchers = ReplicaMatchers(self._config, info)
         self._puller, self._exports = open_pulls(self._config, self._engine, peers)
         self._ending.push_async_callback(self._puller.stop)
         self._ending.callback(self._exports.close)
         self._lifecycle = Lifecycle(
-            self._config, self._engine, self._adapters, peers, self._end_streams, lambda: bool(self._streams)
+            self._config, self._engine, self._adapters, peers, self._end_calls, lambda: bool(self._running)
         )
         await self._adapters.preload()
         self._engine.start()
@@ -201,21 +207,18 @@ class Replica:
 
     async def generate(
         self, payload: bytes, *, route: RoutedRequest | None = None, decision: Decision | None = None
-    ) -> AsyncIterator[bytes]:
-        """Run one generation; yields encoded ``GenerateChunk``s. Closing the iterator cancels the generation."""
+    ) -> bytes:
+        """Run one generation: its chunks go where the call says, and its end is returned. Cancelling ends it."""
         if self._lifecycle.over:
-            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
-            return
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="unavailable", message=_STOPPING))
         call = wire.decode_call(payload)
         if decision is not None and decision.queued_tokens is not None and is_outdated(decision, self._engine.load()):
             load = load_now(self._engine, self._adapters, self._puller)
-            yield wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=load))
-            return
+            return wire.encode(wire.GenerateChunk(replica_id=self._replica_id, error="rerouted", load=load))
         try:
             matcher = await self._matchers.matcher(call.grammar, call.tenant) if call.grammar else None
         except GrammarError as error:
-            yield wire.encode(self._refusal(error))
-            return
+            return wire.encode(self._refusal(error))
         request = call.to_engine_request(
             route.block_hashes if route is not None else b"",
             decision.router_id if decision is not None else "",
@@ -228,8 +231,7 @@ class Replica:
             remote_kv = self._puller.begin(request, holder, tokens, trace)
             if remote_kv is not None:
                 request = replace(request, remote_kv=remote_kv)
-        stream = TokenStream(call.interval_s, trace)
-        self._streams[call.request_id] = stream
+        running = self._running.begin(call.request_id, call.reply_to, TokenStream(call.interval_s, trace))
         self._calls.began(call.caller, call.request_id)
         ended = False
         try:
@@ -239,14 +241,12 @@ class Replica:
                     trace.submitted()
             except (EngineError, ValueError) as error:
                 ended = True
-                yield wire.encode(self._refusal(error))
-                return
-            while not ended:
-                chunk = self._chunk(await stream.take())
-                ended = chunk.finish_reason is not None or bool(chunk.error)
-                yield wire.encode(chunk)
+                return wire.encode(self._refusal(error))
+            end = await running.end
+            ended = True
+            return wire.encode(end)
         finally:
-            self._streams.pop(call.request_id, None)
+            self._running.forget(call.request_id)
             self._calls.ended(call.caller, call.request_id)
             if trace is not None:
                 trace.end()
@@ -261,39 +261,11 @@ class Replica:
     async def _configure(self, config: AppConfig) -> None:
         await asyncio.to_thread(self._engine.set_tenant_shares, config.cache_shares)
 
-    def _end_streams(self) -> None:
-        """Break off every stream, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
-        streams, self._streams = self._streams, {}
-        for request_id, stream in streams.items():
-            self._engine.cancel(request_id)
-            stream.push(EngineOutput(request_id, finish_reason="error", error=_STOPPING))
+    def _end_calls(self) -> None:
+        self._running.break_off(_STOPPING)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, outputs)
-
-    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.push(output)
-
-    def _chunk(self, outputs: list[EngineOutput]) -> wire.GenerateChunk:
-        output = merged(outputs)
-        if output.finish_reason == "timeout":
-            return wire.GenerateChunk(replica_id=self._replica_id, error="timeout", message=output.error)
-        if output.finish_reason == "error":
-            # A stopping replica fails what it could not finish; another replica can take it over.
-            kind: wire.ChunkError = "unavailable" if self._stopping or self._lifecycle.over else "failed"
-            return wire.GenerateChunk(replica_id=self._replica_id, error=kind, message=output.error)
-        return wire.GenerateChunk(
-            token_ids=output.token_ids,
-            replica_id=self._replica_id if output.cached_tokens is not None else "",
-            cached_tokens=output.cached_tokens,
-            queue_s=output.queue_s,
-            finish_reason=output.finish_reason,
-            save=output.save,
-            logprobs=output.logprobs,
-        )
+        self._loop.call_soon_threadsafe(self._running.deliver, outputs)
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:
         if isinstance(error, QueueFull):
@@ -305,7 +277,7 @@ class Replica:
 
     async def _warm_up(self, tokens: int, vocab_size: int) -> None:
         """Run one short generation, so that the first user does not pay for lazy set-up and rates are known."""
-        stream = self._streams.setdefault("warm-up", TokenStream())
+        running = self._running.begin("warm-up", None, TokenStream())
         scope = PrefixScope("warm-up", "", b"")
         request = EngineRequest(
             request_id="warm-up",
@@ -315,12 +287,9 @@ class Replica:
             sampling=SamplingParams(max_tokens=4, temperature=0.0),
         )
         self._engine.submit(request, self._on_outputs)
-        while True:
-            chunk = self._chunk(await asyncio.wait_for(stream.take(), 120))
-            if chunk.error:
-                raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
-            if chunk.finish_reason is not None:
-                break
-        del self._streams["warm-up"]
+        chunk = await asyncio.wait_for(running.end, 120)
+        self._running.forget("warm-up")
+        if chunk.error:
+            raise RuntimeError(f"the engine failed its warm-up: {chunk.message}")
         # What an earlier life left on disk stays.
         await asyncio.to_thread(partial(self._engine.reset_prefix_cache, tiers=False))

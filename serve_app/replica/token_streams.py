@@ -1,10 +1,8 @@
-"""Outputs of the engine's thread on their way to the event loop's consumers."""
+"""Outputs of one request on their way from the engine: those that become ready in an interval leave as one."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,42 +11,37 @@ from serve_app.tracing.replica import ReplicaTrace
 
 
 class TokenStream:
-    """Outputs of one request that its consumer has not taken yet; tokens that wait together leave together.
+    """Holds outputs back: between the first and the last one something leaves every ``interval_s`` at most.
 
-    Between the first output and the last one the consumer is woken every ``interval_s`` at most. ``trace`` sees each.
+    ``trace`` sees each.
     """
 
-    __slots__ = ("_due_s", "_interval_s", "_outputs", "_ready", "_trace")
+    __slots__ = ("_due_s", "_interval_s", "_outputs", "_trace")
 
     def __init__(self, interval_s: float = 0.0, trace: ReplicaTrace | None = None) -> None:
-        self._outputs: deque[EngineOutput] = deque()
-        self._ready = asyncio.Event()
+        self._outputs: list[EngineOutput] = []
         self._interval_s = interval_s
         self._due_s = 0.0
         self._trace = trace
 
-    def push(self, output: EngineOutput) -> None:
-        """Add one output, and wake the consumer where it is due."""
-        self._outputs.append(output)
+    def push(self, output: EngineOutput) -> EngineOutput | None:
+        """Add one output; return all that may leave now as one, None where they wait for more."""
         if self._trace is not None:
             self._trace.saw(output)
-        if output.finish_reason is not None or time.monotonic() >= self._due_s:
-            self._ready.set()
-
-    async def take(self) -> list[EngineOutput]:
-        """Wait for outputs and return all that there are, oldest first."""
-        await self._ready.wait()
-        self._ready.clear()
-        taken = list(self._outputs)
-        self._outputs.clear()
-        self._due_s = time.monotonic() + self._interval_s
-        return taken
+        if self._interval_s:
+            now_s = time.monotonic()
+            if output.finish_reason is None and now_s < self._due_s:
+                self._outputs.append(output)
+                return None
+            self._due_s = now_s + self._interval_s
+        if not self._outputs:
+            return output
+        outputs, self._outputs = [*self._outputs, output], []
+        return merged(outputs)
 
 
 def merged(outputs: Sequence[EngineOutput]) -> EngineOutput:
     """Return outputs of one request, oldest first, as one: all tokens, the first one's figures, the last one's end."""
-    if len(outputs) == 1:
-        return outputs[0]
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     for output in outputs:

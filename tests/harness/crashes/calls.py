@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OwnerDiedError, RpcError
 from ray.serve._private.common import RequestMetadata
-from ray.serve.handle import DeploymentResponseGenerator
+from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.request import RoutedRequest
@@ -32,6 +33,8 @@ from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
 from serve_app.generation.reading import AnswerReader
 from serve_app.replica import messages as wire
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import Addressed, TokenInbox
 from serve_app.replica.token_streams import TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
@@ -60,17 +63,22 @@ class BreakingReplicas:
         self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
         self._core = core
         self._random = rng
-        self._streams: dict[str, TokenStream] = {}
+        self._broken: dict[str, tuple[int, asyncio.Event]] = {}
+        self._running = {
+            name: RunningCalls(name, self, engine.cancel, lambda: False)  # type: ignore[arg-type]
+            for name, engine in self._engines.items()
+        }
+        self.inbox = TokenInbox(wire.ReplyTo())
         self.decisions = RecentDecisions()
         self.breaks: dict[str, list[int]] = {}
         self.broken = 0
         core.update_replicas(list(self._engines))
 
     def options(self, **_: Any) -> BreakingReplicas:
-        """Return the handle itself, as methods and streams go without saying."""
+        """Return the handle itself, as methods go without saying."""
         return self
 
-    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> DeploymentResponseGenerator[bytes]:
+    def remote(self, payload: bytes, *, route: RoutedRequest, decision: None) -> DeploymentResponse[bytes]:
         """Send a call to the engine that the router chooses."""
         chosen = self._core.decide(route)
         assert chosen is not None
@@ -80,45 +88,51 @@ class BreakingReplicas:
         result = _Result(self._answer(call, route, chosen.replica_id, own.pop(0) if own else None))
         metadata = RequestMetadata(request_id=route.request_id, internal_request_id=route.request_id)
         assigned = asyncio.get_running_loop().create_task(result.assigned())
-        return DeploymentResponseGenerator(assigned, metadata, _is_router_running_in_separate_loop=False)
+        return DeploymentResponse(assigned, metadata, _is_router_running_in_separate_loop=False)
 
-    async def _answer(
-        self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, break_after: int | None
-    ) -> AsyncGenerator[wire.GenerateChunk, None]:
-        """Yield what the replica says, until the call breaks."""
-        engine, loop = self._engines[replica_id], asyncio.get_running_loop()
-        stream = self._streams[call.request_id] = TokenStream(call.interval_s)
+    def send(self, to: wire.ReplyTo, chunks: Sequence[Addressed]) -> bool:
+        """Hand a step's chunks to the ingress, as far as their calls are not broken."""
+        assert to == self.inbox.reply_to
+        for call_id, chunk in chunks:
+            if call_id in self._broken:
+                after, broken = self._broken[call_id]
+                if chunk.start + len(chunk.token_ids) > after or chunk.finish_reason is not None:
+                    kept = max(0, after - chunk.start)
+                    chunk = structs.replace(
+                        chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish_reason=None
+                    )
+                    broken.set()
+                if not chunk.token_ids:
+                    continue
+            self.inbox.deliver([(call_id, chunk)])
+        return True
 
-        def deliver(outputs: Sequence[EngineOutput]) -> None:
-            for output in outputs:
-                if output.request_id in self._streams:
-                    self._streams[output.request_id].push(output)
+    async def _answer(self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, after: int | None) -> bytes:
+        """Return the call's end as the replica says it, or break it once so many tokens were sent."""
+        engine, loop, calls = self._engines[replica_id], asyncio.get_running_loop(), self._running[replica_id]
+        running, broken = calls.begin(call.request_id, call.reply_to, TokenStream(call.interval_s)), asyncio.Event()
+        if after is not None:
+            self._broken[call.request_id] = (after, broken)
 
         def hear(outputs: Sequence[EngineOutput]) -> None:
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(deliver, outputs)
+                loop.call_soon_threadsafe(calls.deliver, outputs)
 
-        delivered = 0
+        waiting = asyncio.ensure_future(broken.wait())
         try:
             matcher = self._matchers.matcher(call.grammar) if call.grammar else None
             engine.submit(call.to_engine_request(route.block_hashes, "", 0, matcher), hear)
-            while True:
-                chunk = _chunk(await stream.take())
-                if break_after is not None and (
-                    delivered + len(chunk.token_ids) > break_after or chunk.finish_reason is not None
-                ):
-                    kept = chunk.token_ids[: break_after - delivered]
-                    if kept:
-                        logprobs = chunk.logprobs[: len(kept)]
-                        yield msgspec.structs.replace(chunk, token_ids=kept, logprobs=logprobs, finish_reason=None)
-                    self._break(engine)
-                    return
-                delivered += len(chunk.token_ids)
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
+            await asyncio.wait((waiting, running.end), return_when=asyncio.FIRST_COMPLETED)
+            if broken.is_set():
+                self._break(engine)
+                return wire.encode(wire.GenerateChunk(start=after or 0))
+            end = running.end.result()
+            assert not end.error, end
+            return wire.encode(end)
         finally:
-            del self._streams[call.request_id]
+            waiting.cancel()
+            self._broken.pop(call.request_id, None)
+            calls.forget(call.request_id)
             engine.cancel(call.request_id)
 
     def _break(self, engine: Engine) -> None:
@@ -130,33 +144,21 @@ class BreakingReplicas:
             raise loss.with_traceback(None)
 
 
-def _chunk(outputs: Sequence[EngineOutput]) -> wire.GenerateChunk:
-    """Return what became ready together as one chunk, as a replica does."""
-    first, last = outputs[0], outputs[-1]
-    assert last.finish_reason not in ("error", "timeout", "cancelled"), last
-    return wire.GenerateChunk(
-        tuple(token for output in outputs for token in output.token_ids),
-        cached_tokens=first.cached_tokens,
-        finish_reason=last.finish_reason,
-        save=first.save,
-        logprobs=tuple(told for output in outputs for told in output.logprobs),
-    )
-
-
 class _Result:
-    """A replica's end of a call, as Ray Serve's response generator takes it."""
+    """A replica's end of a call, as Ray Serve's response takes it."""
 
-    def __init__(self, chunks: AsyncGenerator[wire.GenerateChunk, None]) -> None:
-        self._chunks = chunks
+    def __init__(self, end: Coroutine[Any, Any, bytes]) -> None:
+        self._end = asyncio.get_running_loop().create_task(end)
 
     async def assigned(self) -> _Result:
         return self
 
-    async def __anext__(self) -> bytes:
-        return wire.encode(await anext(self._chunks))
+    async def get_async(self) -> bytes:
+        return await self._end
 
     def cancel(self) -> None:
-        """Nothing: who stops reading ends the call."""
+        """End the call, as Serve does at the replica."""
+        self._end.cancel()
 
 
 class CallCrashes:
@@ -178,7 +180,7 @@ class CallCrashes:
         self._number = 0
         self._dispatcher = Dispatcher(
             self.replicas,
-            core, self.replicas.decisions, block_size, lambda _: None, "",
+            core, self.replicas.decisions, block_size, lambda _: None, "", self.replicas.inbox,
         )  # fmt: skip
 
     async def prepare(self, question: Question) -> tuple[GenerateRequest, list[Generation]]:

@@ -147,6 +147,7 @@ def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -
         call = wire.GenerateCall(
             request_id="r",
             caller="me",
+            reply_to=wire.ReplyTo(),
             token_ids=np.array([1], dtype="<i4").tobytes(),
             scope=PrefixScope("m"),
             root=PrefixScope("m").root(b"secret"),

@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
+from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import RequestMetadata
-from ray.serve.handle import DeploymentResponseGenerator
+from ray.serve.handle import DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.block_hash import PrefixScope, extend_chain
@@ -21,6 +23,7 @@ from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.dispatch import Dispatcher
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica import messages as wire
+from serve_app.replica.token_channel import TokenInbox
 from serve_app.tracing.tracer import Tracer
 
 BLOCK = 4
@@ -30,14 +33,25 @@ Chunks = Callable[[wire.GenerateCall, RoutedRequest, str], AsyncIterator[wire.Ge
 
 
 class FakeResult:
-    """A replica's end of a call, behind Ray's own ``DeploymentResponseGenerator``."""
+    """A replica's end of a call, behind Ray's own ``DeploymentResponse``: its chunks go to the inbox, then it ends."""
 
-    def __init__(self, chunks: AsyncIterator[wire.GenerateChunk]) -> None:
+    def __init__(self, call_id: str, chunks: AsyncIterator[wire.GenerateChunk], inbox: TokenInbox) -> None:
+        self._call_id = call_id
         self._chunks = chunks
+        self._inbox = inbox
         self.cancelled = False
 
-    async def __anext__(self) -> bytes:
-        return wire.encode(await anext(self._chunks))
+    async def get_async(self) -> bytes:
+        sent = 0
+        async for chunk in self._chunks:
+            if chunk.error:
+                return wire.encode(structs.replace(chunk, start=sent))
+            self._inbox.deliver([(self._call_id, structs.replace(chunk, start=sent))])
+            sent += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                return wire.encode(wire.GenerateChunk(start=sent, finish_reason=chunk.finish_reason))
+            await asyncio.sleep(0)
+        raise ActorUnavailableError("it broke off", None)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -58,9 +72,10 @@ class FakeHandle:
         self.after_first_token: list[bool] = []
         """Of each call that was sent again."""
         self.assigned = asyncio.Event()
+        self.inbox = TokenInbox(wire.ReplyTo())
         self.dispatcher = Dispatcher(
             self,  # type: ignore[arg-type]
-            self.core, self.decisions, BLOCK, self.after_first_token.append, "me", tracer,
+            self.core, self.decisions, BLOCK, self.after_first_token.append, "me", self.inbox, tracer,
         )  # fmt: skip
 
     def options(self, **_: Any) -> FakeHandle:
@@ -72,7 +87,7 @@ class FakeHandle:
         chosen = self.core.decide(route)
         assert chosen is not None
         self.decisions.add(route.request_id, chosen)
-        self.results.append(FakeResult(self.chunks(call, route, chosen.replica_id)))
+        self.results.append(FakeResult(route.request_id, self.chunks(call, route, chosen.replica_id), self.inbox))
         return called(self._assign(self.results[-1]))
 
     async def _assign(self, result: FakeResult) -> FakeResult:
@@ -84,7 +99,7 @@ def called(assignment: Coroutine[Any, Any, Any]) -> Any:
     """What a Serve handle returns whose router runs in the caller's loop."""
     metadata = RequestMetadata(request_id="r", internal_request_id="r")
     task = asyncio.get_running_loop().create_task(assignment)
-    return DeploymentResponseGenerator(task, metadata, _is_router_running_in_separate_loop=False)
+    return DeploymentResponse(task, metadata, _is_router_running_in_separate_loop=False)
 
 
 def generation(max_tokens: int = 6, public_blocks: int = 0) -> Generation:

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID, RequestMetadata
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentResponseGenerator
+from ray.serve.handle import DeploymentResponse
 
 from router.protocol.request import NoReplicaLeft, RoutedRequest
 from serve_app.errors import Overloaded, RateLimited
@@ -84,7 +84,7 @@ def test_backpressure_is_429_in_both_modes_of_the_router(separate_loop: bool) ->
             refused: Future[Any] | asyncio.Future[Any] = Future() if separate_loop else asyncio.Future()
             refused.set_exception(error)
             metadata = RequestMetadata(request_id="r", internal_request_id="r")
-            return DeploymentResponseGenerator(refused, metadata, _is_router_running_in_separate_loop=separate_loop)
+            return DeploymentResponse(refused, metadata, _is_router_running_in_separate_loop=separate_loop)
 
     with pytest.raises(RateLimited) as refused:
         run(Refusing(answer), deadline_s=time.perf_counter())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -18,7 +18,9 @@ from serve_app.replica.replica import Replica
 
 LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=3.0)
 SCOPE = PrefixScope("m", "", b"salt")
-CALL = wire.GenerateCall("q", "ingress", b"\0\0\0\0", SCOPE, SCOPE.root(b"secret"), "t", SamplingParams(max_tokens=1))
+CALL = wire.GenerateCall(
+    "q", "ingress", wire.ReplyTo(), b"\0\0\0\0", SCOPE, SCOPE.root(b"secret"), "t", SamplingParams(max_tokens=1)
+)
 
 
 class Begun(Exception):
@@ -40,11 +42,7 @@ def asked(decision: Decision | None) -> wire.GenerateChunk:
         _puller=SimpleNamespace(tokens_per_s=7.0, begin=begin),
     )
 
-    async def first() -> bytes:
-        stream = Replica.generate(replica, wire.encode(CALL), decision=decision)
-        return cast(bytes, await anext(aiter(stream)))
-
-    return wire.decode_chunk(asyncio.run(first()))
+    return wire.decode_chunk(asyncio.run(Replica.generate(replica, wire.encode(CALL), decision=decision)))
 
 
 def test_old_news_is_answered_with_the_load() -> None:

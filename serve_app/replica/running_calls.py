@@ -1,0 +1,110 @@
+"""The generations that run in a replica: an engine's step leaves in one message for each ingress that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from serve_app.engine.protocol import EngineOutput
+from serve_app.replica import messages as wire
+from serve_app.replica.token_channel import Addressed, TokenSender
+from serve_app.replica.token_streams import TokenStream
+
+
+class RunningCall:
+    """One generation. ``end``: its last chunk, once no more tokens come. ``reply_to``: None where nobody reads it."""
+
+    __slots__ = ("end", "reply_to", "sent", "stream")
+
+    def __init__(self, reply_to: wire.ReplyTo | None, stream: TokenStream) -> None:
+        self.reply_to = reply_to
+        self.stream = stream
+        self.sent = 0
+        self.end: asyncio.Future[wire.GenerateChunk] = asyncio.get_running_loop().create_future()
+
+    def finish(self, chunk: wire.GenerateChunk) -> None:
+        """Say how it ended; what ended before stays as it is."""
+        if not self.end.done():
+            self.end.set_result(chunk)
+
+
+class RunningCalls:
+    """All of them, for the replica's loop. ``cancel`` ends one in the engine; ``leaving``: whether the replica ends."""
+
+    def __init__(
+        self, replica_id: str, sender: TokenSender, cancel: Callable[[str], None], leaving: Callable[[], bool]
+    ) -> None:
+        self._replica_id = replica_id
+        self._sender = sender
+        self._cancel = cancel
+        self._leaving = leaving
+        self._calls: dict[str, RunningCall] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def begin(self, call_id: str, reply_to: wire.ReplyTo | None, stream: TokenStream) -> RunningCall:
+        """Take outputs of a generation that is about to be submitted."""
+        call = self._calls[call_id] = RunningCall(reply_to, stream)
+        return call
+
+    def forget(self, call_id: str) -> None:
+        """Take no more outputs of a generation."""
+        self._calls.pop(call_id, None)
+
+    def break_off(self, message: str) -> None:
+        """End every generation, so that its ingress goes on with it elsewhere; nothing of it runs on here."""
+        calls, self._calls = self._calls, {}
+        for call_id, call in calls.items():
+            self._cancel(call_id)
+            call.finish(self._failure("unavailable", message, call))
+
+    def deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """Send a step's outputs to those who wait for them; those of other requests are nobody's."""
+        messages: dict[wire.ReplyTo, list[Addressed]] = {}
+        for output in outputs:
+            call = self._calls.get(output.request_id)
+            ready = call.stream.push(output) if call is not None else None
+            if call is None or ready is None:
+                continue
+            chunk = self._chunk(ready, call)
+            if not chunk.error and call.reply_to is not None:
+                messages.setdefault(call.reply_to, []).append((output.request_id, chunk))
+            call.sent += len(chunk.token_ids)
+            if chunk.error or chunk.finish_reason is not None:
+                call.finish(wire.GenerateChunk(
+                    start=call.sent, replica_id=self._replica_id, finish_reason=chunk.finish_reason,
+                    error=chunk.error, message=chunk.message,
+                ))  # fmt: skip
+        for reply_to, chunks in messages.items():
+            if not self._sender.send(reply_to, chunks):
+                for call_id, chunk in chunks:
+                    self._lost(call_id, chunk)
+
+    def _lost(self, call_id: str, chunk: wire.GenerateChunk) -> None:
+        """End a generation whose tokens its ingress does not take; it may ask another replica for the rest."""
+        call = self._calls[call_id]
+        if not call.end.done():
+            call.sent = chunk.start
+            call.finish(self._failure("unavailable", "its tokens are not taken in time", call))
+            self._cancel(call_id)
+
+    def _chunk(self, output: EngineOutput, call: RunningCall) -> wire.GenerateChunk:
+        if output.finish_reason == "timeout":
+            return self._failure("timeout", output.error, call)
+        if output.finish_reason == "error":
+            # A stopping replica fails what it could not finish; another replica can take it over.
+            return self._failure("unavailable" if self._leaving() else "failed", output.error, call)
+        return wire.GenerateChunk(
+            token_ids=output.token_ids,
+            start=call.sent,
+            replica_id=self._replica_id if output.cached_tokens is not None else "",
+            cached_tokens=output.cached_tokens,
+            queue_s=output.queue_s,
+            finish_reason=output.finish_reason,
+            save=output.save,
+            logprobs=output.logprobs,
+        )
+
+    def _failure(self, error: wire.ChunkError, message: str, call: RunningCall) -> wire.GenerateChunk:
+        return wire.GenerateChunk(start=call.sent, replica_id=self._replica_id, error=error, message=message)

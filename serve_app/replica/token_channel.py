@@ -1,0 +1,162 @@
+"""Tokens on their way from replicas to an ingress: one encrypted message a step for each pair of them.
+
+An ingress has a socket, and its calls say where. A replica sends the chunks of all calls of one ingress together, in
+order, and never waits: what an ingress does not take in time is refused to it, and its calls end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from serve_app.replica.messages import GenerateChunk, ReplyTo
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_MESSAGES = 512
+"""Steps that an ingress may be behind, at each end of the connection."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""A peer that sends more in one message is cut off."""
+MAX_INGRESSES = 64
+"""Connections that a replica keeps; ingresses that were replaced are the first to be forgotten."""
+
+Addressed = tuple[str, GenerateChunk]
+"""A call's id, and a chunk of its answer."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[Addressed]).decode
+
+
+class TokenSender:
+    """The replica's end. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._public_key, self._secret_key = zmq.curve_keypair()
+        self._sockets: OrderedDict[ReplyTo, zmq.Socket[bytes]] = OrderedDict()
+
+    def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
+        """Send chunks to an ingress; False where it is too far behind, or cannot be reached by such an address."""
+        try:
+            self._socket(to).send(_encode(chunks), flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.warning("tokens for the ingress at %s are not taken: %s", to.address, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connections; what is under way has a second to arrive."""
+        self._context.destroy(linger=1000)
+
+    def _socket(self, to: ReplyTo) -> zmq.Socket[bytes]:
+        socket = self._sockets.get(to)
+        if socket is None:
+            socket = self._context.socket(zmq.PUSH)
+            try:
+                socket.setsockopt(zmq.SNDHWM, MAX_WAITING_MESSAGES)
+                socket.setsockopt(zmq.LINGER, 1000)
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
+                socket.setsockopt(zmq.CURVE_SERVERKEY, to.public_key.encode())
+                socket.connect(to.address)
+            except zmq.ZMQError:
+                socket.close(0)
+                raise
+            self._sockets[to] = socket
+            if len(self._sockets) > MAX_INGRESSES:
+                self._sockets.popitem(last=False)[1].close(0)
+        self._sockets.move_to_end(to)
+        return socket
+
+
+class Arrivals:
+    """Chunks of one call that were not taken yet."""
+
+    __slots__ = ("_chunks", "_news")
+
+    def __init__(self) -> None:
+        self._chunks: deque[GenerateChunk] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    def add(self, chunk: GenerateChunk) -> None:
+        """Add a chunk, and wake whoever waits."""
+        self._chunks.append(chunk)
+        self.wake()
+
+    def take(self) -> GenerateChunk | None:
+        """Return the oldest chunk, None where there is none."""
+        return self._chunks.popleft() if self._chunks else None
+
+    def wake(self) -> None:
+        """End ``news``."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def news(self) -> None:
+        """Wait for a chunk, or for ``wake``."""
+        if not self._chunks:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+
+
+class TokenInbox:
+    """Calls of one ingress and what has come for each. ``reply_to``: what they tell replicas. One loop uses it."""
+
+    def __init__(self, reply_to: ReplyTo) -> None:
+        self.reply_to = reply_to
+        self._calls: dict[str, Arrivals] = {}
+
+    @contextmanager
+    def arrivals(self, call_id: str) -> Iterator[Arrivals]:
+        """Take a call's chunks within the block; those of other calls are nobody's."""
+        arrivals = self._calls[call_id] = Arrivals()
+        try:
+            yield arrivals
+        finally:
+            del self._calls[call_id]
+
+    def deliver(self, chunks: Sequence[Addressed]) -> None:
+        """Hand chunks to those who wait for them."""
+        for call_id, chunk in chunks:
+            arrivals = self._calls.get(call_id)
+            if arrivals is not None:
+                arrivals.add(chunk)
+
+
+class TokenReceiver:
+    """The ingress' end: puts what comes by its socket into ``inbox``."""
+
+    def __init__(self, host: str) -> None:
+        """Bind to a random port of ``host``, in the loop that reads."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        public_key, secret_key = zmq.curve_keypair()
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.inbox = TokenInbox(ReplyTo(f"tcp://{host}:{port}", public_key.decode()))
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def close(self) -> None:
+        """Take nothing more."""
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                self.inbox.deliver(_decode(data))
+            except msgspec.MsgspecError:
+                logger.exception("a message of %d bytes is none of a replica's", len(data))

@@ -1,0 +1,109 @@
+"""What runs in a replica: a step is one message for each ingress, and every call has one end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.engine.protocol import EngineOutput
+from serve_app.replica.messages import GenerateChunk, ReplyTo
+from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.token_channel import Addressed
+from serve_app.replica.token_streams import TokenStream
+
+INGRESSES = (ReplyTo("one"), ReplyTo("two"))
+
+
+class Sender:
+    """Notes messages; takes none after ``full``."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[ReplyTo, list[Addressed]]] = []
+        self.full = False
+
+    def send(self, to: ReplyTo, chunks: Sequence[Addressed]) -> bool:
+        if not self.full:
+            self.messages.append((to, list(chunks)))
+        return not self.full
+
+
+def play(script: Callable[[RunningCalls, Sender, list[str]], Any]) -> None:
+    async def run() -> None:
+        sender, cancelled = Sender(), list[str]()
+        script(RunningCalls("me", sender, cancelled.append, lambda: False), sender, cancelled)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=20), st.data())
+def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
+    """Whatever steps have which calls: one message an ingress and step, and chunks begin where the last one ended."""
+
+    def script(calls: RunningCalls, sender: Sender, _: list[str]) -> None:
+        interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
+        running = {
+            str(n): calls.begin(str(n), INGRESSES[n % 2], TokenStream(interval_s if n % 3 == 0 else 0.0))
+            for n in range(6)
+        }
+        wanted: dict[str, list[int]] = {name: [] for name in running}
+        for number, step in enumerate(steps):
+            before = len(sender.messages)
+            for n in step:
+                wanted[str(n)].append(number)
+            calls.deliver([EngineOutput(str(n), (number,)) for n in step])
+            assert len({to for to, _ in sender.messages[before:]}) == len(sender.messages) - before <= 2
+        calls.deliver([EngineOutput(name, (), finish_reason="length") for name in running])
+        sent: dict[str, list[int]] = {name: [] for name in running}
+        for to, chunks in sender.messages:
+            for name, chunk in chunks:
+                assert to == INGRESSES[int(name) % 2] and chunk.start == len(sent[name])
+                sent[name] += chunk.token_ids
+        assert sent == wanted
+        for name, call in running.items():
+            assert call.end.result() == GenerateChunk(start=len(wanted[name]), replica_id="me", finish_reason="length")
+
+    play(script)
+
+
+def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
+    """An ingress that is too far behind: its calls are cancelled, and say how many tokens were sent. Others go on."""
+
+    def script(calls: RunningCalls, sender: Sender, cancelled: list[str]) -> None:
+        running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
+        calls.deliver([EngineOutput("a", (1, 2)), EngineOutput("b", (3,))])
+        sender.full = True
+        calls.deliver([EngineOutput("a", (4,)), EngineOutput("b", (5,), finish_reason="stop")])
+        lost = running["a"].end.result()
+        assert (lost.error, lost.start, cancelled) == ("unavailable", 2, ["a"])
+        ended = running["b"].end.result()
+        # It had ended: its ingress misses a token of the two, and asks for the rest.
+        assert (ended.error, ended.finish_reason, ended.start) == ("", "stop", 2)
+
+    play(script)
+
+
+def test_failures_are_ends_and_no_message() -> None:
+    """An engine's error and a time that is over; a replica that leaves breaks off what runs."""
+
+    def script(calls: RunningCalls, sender: Sender, cancelled: list[str]) -> None:
+        running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b", "c")}
+        failed = [
+            EngineOutput("a", finish_reason="error", error="broken"),
+            EngineOutput("b", finish_reason="timeout", error="too long"),
+            EngineOutput("unknown", (1,)),
+        ]
+        calls.deliver(failed)
+        assert not sender.messages
+        calls.break_off("leaving")
+        ends = {name: call.end.result() for name, call in running.items()}
+        assert {name: (end.error, end.message) for name, end in ends.items()} == {
+            "a": ("failed", "broken"), "b": ("timeout", "too long"), "c": ("unavailable", "leaving"),
+        }  # fmt: skip
+        assert not calls and "c" in cancelled
+
+    play(script)

@@ -1,0 +1,111 @@
+"""Tokens by the channel: in order, each to its call, encrypted, and never a replica that waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import zmq
+from msgspec import structs
+
+from serve_app.replica import token_channel
+from serve_app.replica.messages import GenerateChunk, ReplyTo
+from serve_app.replica.token_channel import Arrivals, TokenReceiver, TokenSender
+
+WITHIN_S = 60.0
+
+
+def run(play: Callable[[TokenReceiver, TokenSender], Coroutine[Any, Any, None]]) -> None:
+    """Play with both ends in one process, on loopback."""
+
+    async def both() -> None:
+        receiver, sender = TokenReceiver("127.0.0.1"), TokenSender()
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                await play(receiver, sender)
+        finally:
+            await asyncio.to_thread(sender.close)
+            await receiver.close()
+
+    asyncio.run(both())
+
+
+async def next_of(arrivals: Arrivals) -> GenerateChunk:
+    while (chunk := arrivals.take()) is None:
+        await arrivals.news()
+    return chunk
+
+
+def test_each_call_gets_its_own_chunks_in_order() -> None:
+    """Several steps of two calls; what comes for a call that is over is nobody's."""
+
+    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+        inbox = receiver.inbox
+        with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
+            for step in range(100):
+                chunks = [(call, GenerateChunk((step, ord(call[0])), start=2 * step)) for call in ("a", "gone", "b")]
+                assert sender.send(inbox.reply_to, chunks)
+            for arrivals, name in ((first, "a"), (second, "b")):
+                tokens = [(await next_of(arrivals)).token_ids for _ in range(100)]
+                assert tokens == [(step, ord(name)) for step in range(100)]
+
+    run(play)
+
+
+def test_who_was_not_told_the_key_is_not_heard() -> None:
+    """Without encryption or with another ingress' key nothing arrives; with the right one it does."""
+
+    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+        reply_to = receiver.inbox.reply_to
+        other_key, _ = zmq.curve_keypair()
+        plain = zmq.Context()
+        try:
+            stranger = plain.socket(zmq.PUSH)
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(reply_to.address)
+            forged = [("a", GenerateChunk((666,)))]
+            stranger.send(token_channel._encode(forged), flags=zmq.NOBLOCK)
+            with receiver.inbox.arrivals("a") as arrivals:
+                sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
+                for _ in range(20):
+                    assert sender.send(reply_to, [("a", GenerateChunk((1,)))])
+                assert [(await next_of(arrivals)).token_ids for _ in range(20)] == [(1,)] * 20
+                assert arrivals.take() is None
+        finally:
+            plain.destroy(linger=0)
+
+    run(play)
+
+
+def test_noise_harms_nobody() -> None:
+    """Bytes that are no message are passed over; the next message is read."""
+
+    async def play(receiver: TokenReceiver, sender: TokenSender) -> None:
+        with receiver.inbox.arrivals("a") as arrivals:
+            sender._socket(receiver.inbox.reply_to).send(b"\xc1noise")
+            sender.send(receiver.inbox.reply_to, [("a", GenerateChunk((7,)))])
+            assert (await next_of(arrivals)).token_ids == (7,)
+
+    run(play)
+
+
+def test_an_ingress_that_takes_nothing_costs_a_bounded_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens at an address: after so many messages the next are refused, at once."""
+    monkeypatch.setattr(token_channel, "MAX_WAITING_MESSAGES", 8)
+    key, _ = zmq.curve_keypair()
+    sender = TokenSender()
+    try:
+        nobody = ReplyTo("tcp://127.0.0.1:1", key.decode())
+        taken = [sender.send(nobody, [("a", GenerateChunk((step,)))]) for step in range(50)]
+        assert taken.count(True) == taken.index(False) <= 8
+    finally:
+        sender._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("reply_to", [ReplyTo("nowhere", "x"), ReplyTo("tcp://127.0.0.1:1", "short")])
+def test_an_address_that_is_none_is_refused(reply_to: ReplyTo) -> None:
+    sender = TokenSender()
+    assert not sender.send(reply_to, [("a", GenerateChunk())])
+    sender.close()
