@@ -35,7 +35,7 @@ def messages_of(items: list[Any], ignored: set[str]) -> list[dict[str, Any]]:
         kind = item.get("type") or "message"
         if kind == "reasoning":
             continue  # a client sends back whatever it got; no model here wrote it, and no template has a place for it
-        if kind not in _ITEM_FIELDS:
+        if not isinstance(kind, str) or kind not in _ITEM_FIELDS:
             stored = "; nothing is stored here, so send the item itself" if kind == "item_reference" else ""
             raise InvalidRequest(f"{path} must be one of {', '.join(_ITEM_FIELDS)}{stored}.", param=path)
         ignored.update(f"input[].{name}" for name in item.keys() - _ITEM_FIELDS[kind] if item[name] not in (None, []))
@@ -65,10 +65,11 @@ def _text(content: Any, path: str, ignored: set[str]) -> str:
         raise InvalidRequest(f"{path} must be a string or a list of text parts.", param=path)
     texts: list[str] = []
     for part in content:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if not isinstance(kind, str) or kind not in _TEXTS or not isinstance(text, str):
             example = '{"type": "input_text", "text": "..."}'
             raise InvalidRequest(f"{path} must be text only: a string, or parts like {example}.", param=path)
-        texts.append(part["text"])
+        texts.append(text)
         unread = part.keys() - _PART_FIELDS
         ignored.update(f"input[].content[].{name}" for name in unread if part[name] not in (None, []))
     return "".join(texts)

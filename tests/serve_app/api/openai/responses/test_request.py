@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.openai.request import parse_chat
@@ -161,6 +161,8 @@ VALUES = st.recursive(
 
 @settings(max_examples=400)
 @given(fields=st.dictionaries(NAMES, VALUES, max_size=5))
+@example({"input": [{"type": [None]}]})
+@example({"input": [{"role": "user", "content": [{"type": [None], "text": ""}]}]})
 def test_any_json_parses_or_is_refused(fields: dict[str, Any]) -> None:
     """No other exception gets out of the parser."""
     try:
