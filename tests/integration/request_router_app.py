@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -29,8 +29,8 @@ from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
 from router.serve.request_router import deployment_key
 from serve_app.generation.aborts import Aborts
-from serve_app.generation.dispatch import cancel_call
 from serve_app.generation.reservation import Reservation
+from serve_app.ray_compat import cancel_call
 from serve_app.replica.call_tracker import CallTracker
 
 REPLICAS, FAMILIES, BLOCKS = 3, 30, 40
@@ -65,8 +65,8 @@ class Holder:
         while Path(gate).exists():
             time.sleep(0.05)
         self.replica_id = serve.get_replica_context().replica_id.unique_id
-        self.endless: set[str] = set()
-        self.calls = CallTracker(self.endless.discard, lambda _: True)
+        self.endless: dict[str, asyncio.Event] = {}
+        self.calls = CallTracker(self.end, lambda _: True)
         self.watching = asyncio.create_task(self.calls.watch())
         self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
         self.feed.start()
@@ -93,16 +93,19 @@ class Holder:
         await asyncio.sleep(0.01)
         return self.replica_id, -1 if decision is None else decision.reservation
 
-    async def generate_for_ever(self, *, route: RoutedRequest, decision: Decision | None) -> AsyncIterator[int]:
-        """Yield until the caller leaves."""
-        self.endless.add(route.request_id)
+    def end(self, request_id: str) -> None:
+        """End a call without an end."""
+        if request_id in self.endless:
+            self.endless[request_id].set()
+
+    async def generate_for_ever(self, *, route: RoutedRequest, decision: Decision | None) -> None:
+        """Run until the caller leaves."""
+        ended = self.endless[route.request_id] = asyncio.Event()
         self.calls.began("", route.request_id)
         try:
-            while route.request_id in self.endless:
-                yield 1
-                await asyncio.sleep(0.02)
+            await ended.wait()
         finally:
-            self.endless.discard(route.request_id)
+            del self.endless[route.request_id]
             self.calls.ended("", route.request_id)
 
     async def end_calls(self, request_ids: Sequence[str], *, target: str) -> None:
@@ -155,17 +158,16 @@ class Ingress:
     async def departures(self, core: Any) -> dict[str, Any]:
         """Call in bursts and leave at random moments, most of them while a replica is chosen; count what runs on."""
         rng = Random(1)
-        handle = self.holders.options(method_name="generate_for_ever", stream=True)
+        handle = self.holders.options(method_name="generate_for_ever")
 
         aborts = Aborts(self.holders)
 
         async def listen(route: RoutedRequest) -> None:
-            stream, reservation = handle.remote(route=route, decision=None), Reservation(core, self.decisions, route)
+            response, reservation = handle.remote(route=route, decision=None), Reservation(core, self.decisions, route)
             try:
-                async for _ in stream:
-                    pass
+                await response
             finally:
-                cancel_call(stream)
+                cancel_call(response)
                 reservation.leave()
                 if reservation.replica_id:
                     aborts.note(reservation.replica_id, route.request_id)

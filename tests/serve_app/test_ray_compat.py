@@ -19,7 +19,7 @@ from ray.serve import context
 from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.handle_options import InitHandleOptions
 from ray.serve.config import RequestRouterConfig
-from ray.serve.handle import DeploymentResponseGenerator
+from ray.serve.handle import DeploymentResponse
 from ray.serve.request_router import RequestRouter
 
 from serve_app import ray_compat
@@ -64,7 +64,7 @@ def test_outside_of_a_request_there_is_no_id() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (DeploymentResponseGenerator, "_replica_result_future"),
+        (DeploymentResponse, "_replica_result_future"),
         (InitHandleOptions, "_run_router_in_separate_loop"),
         (context.ReplicaContext, "_deployment_config"),
         (context._get_global_client, "ServeControllerClient"),
