@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import structs
 
 from serve_app.replica.messages import GenerateChunk, ReplyTo
 
@@ -77,7 +78,7 @@ class TokenSender:
 
 
 class Arrivals:
-    """Chunks of one call that were not taken yet."""
+    """Chunks of one call that were not taken yet, in order."""
 
     __slots__ = ("_chunks", "_news")
 
@@ -91,8 +92,21 @@ class Arrivals:
         self.wake()
 
     def take(self) -> GenerateChunk | None:
-        """Return the oldest chunk, None where there is none."""
-        return self._chunks.popleft() if self._chunks else None
+        """Return all that waits as one chunk, as far as no token is missing; None where there is none.
+
+        So an ingress that is behind has fewer, larger chunks to do, and catches up.
+        """
+        if not self._chunks:
+            return None
+        first = last = self._chunks.popleft()
+        token_ids, logprobs = first.token_ids, first.logprobs
+        while self._chunks and self._chunks[0].start == first.start + len(token_ids):
+            last = self._chunks.popleft()
+            token_ids += last.token_ids
+            logprobs += last.logprobs
+        if last is first:
+            return first
+        return structs.replace(first, token_ids=token_ids, logprobs=logprobs, finish_reason=last.finish_reason)
 
     def wake(self) -> None:
         """End ``news``."""

@@ -32,6 +32,13 @@ def run(play: Callable[[TokenReceiver, TokenSender], Coroutine[Any, Any, None]])
     asyncio.run(both())
 
 
+async def tokens_of(arrivals: Arrivals, count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens += (await next_of(arrivals)).token_ids
+    return tokens
+
+
 async def next_of(arrivals: Arrivals) -> GenerateChunk:
     while (chunk := arrivals.take()) is None:
         await arrivals.news()
@@ -48,8 +55,8 @@ def test_each_call_gets_its_own_chunks_in_order() -> None:
                 chunks = [(call, GenerateChunk((step, ord(call[0])), start=2 * step)) for call in ("a", "gone", "b")]
                 assert sender.send(inbox.reply_to, chunks)
             for arrivals, name in ((first, "a"), (second, "b")):
-                tokens = [(await next_of(arrivals)).token_ids for _ in range(100)]
-                assert tokens == [(step, ord(name)) for step in range(100)]
+                wanted = [token for step in range(100) for token in (step, ord(name))]
+                assert await tokens_of(arrivals, 200) == wanted
 
     run(play)
 
@@ -69,14 +76,28 @@ def test_who_was_not_told_the_key_is_not_heard() -> None:
             stranger.send(token_channel._encode(forged), flags=zmq.NOBLOCK)
             with receiver.inbox.arrivals("a") as arrivals:
                 sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
-                for _ in range(20):
-                    assert sender.send(reply_to, [("a", GenerateChunk((1,)))])
-                assert [(await next_of(arrivals)).token_ids for _ in range(20)] == [(1,)] * 20
+                for step in range(20):
+                    assert sender.send(reply_to, [("a", GenerateChunk((step,), start=step))])
+                assert await tokens_of(arrivals, 20) == list(range(20))
                 assert arrivals.take() is None
         finally:
             plain.destroy(linger=0)
 
     run(play)
+
+
+def test_what_waits_is_taken_together_up_to_a_gap() -> None:
+    """The first one's figures and the last one's end; what comes behind a missing token stays apart, with its place."""
+    arrivals = Arrivals()
+    arrivals.add(GenerateChunk((1, 2), "me", 16))
+    arrivals.add(GenerateChunk((3,), start=2))
+    arrivals.add(GenerateChunk((5,), start=4, finish_reason="stop"))
+    assert arrivals.take() == GenerateChunk((1, 2, 3), "me", 16)
+    assert arrivals.take() == GenerateChunk((5,), start=4, finish_reason="stop")
+    assert arrivals.take() is None
+    for step in range(3):
+        arrivals.add(GenerateChunk((step,), start=step, finish_reason="length" if step == 2 else None))
+    assert arrivals.take() == GenerateChunk((0, 1, 2), finish_reason="length")
 
 
 def test_noise_harms_nobody() -> None:
