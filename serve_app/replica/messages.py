@@ -95,8 +95,8 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True):
 class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that were ready together. The first chunk has ``replica_id``, ``cached_tokens``, ``queue_s``, ``save``.
 
-    ``start``: how many tokens of its call were sent before. A call returns a last one without tokens, which says that
-    no more come: with the end of those that were sent, or with an error. ``error`` names a class of failure and
+    ``seq``: how many chunks of its call were sent before. A call returns a last one without tokens, which says that no
+    more come: with the end of those that were sent, or with an error. ``error`` names a class of failure and
     ``message`` the sentence for the client. ``load``: what the replica has to do, where that is more than the router
     believed ("rerouted"). ``logprobs``: one a token.
     """
@@ -112,7 +112,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, array_like=True):
     save: SaveResult | None = None
     load: LoadReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    start: int = 0
+    seq: int = 0
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -12,7 +12,10 @@ from serve_app.replica.token_streams import TokenStream
 
 
 class RunningCall:
-    """One generation. ``end``: its last chunk, once no more tokens come. ``reply_to``: None where nobody reads it."""
+    """One generation. ``sent``: its chunks so far. ``end``: the last one, once no more tokens come.
+
+    ``reply_to``: None where nobody reads it.
+    """
 
     __slots__ = ("end", "reply_to", "sent", "stream")
 
@@ -70,10 +73,10 @@ class RunningCalls:
             chunk = self._chunk(ready, call)
             if not chunk.error and call.reply_to is not None:
                 messages.setdefault(call.reply_to, []).append((output.request_id, chunk))
-            call.sent += len(chunk.token_ids)
+                call.sent += 1
             if chunk.error or chunk.finish_reason is not None:
                 call.finish(wire.GenerateChunk(
-                    start=call.sent, replica_id=self._replica_id, finish_reason=chunk.finish_reason,
+                    seq=call.sent, replica_id=self._replica_id, finish_reason=chunk.finish_reason,
                     error=chunk.error, message=chunk.message,
                 ))  # fmt: skip
         for reply_to, chunks in messages.items():
@@ -85,7 +88,7 @@ class RunningCalls:
         """End a generation whose tokens its ingress does not take; it may ask another replica for the rest."""
         call = self._calls[call_id]
         if not call.end.done():
-            call.sent = chunk.start
+            call.sent = chunk.seq
             call.finish(self._failure("unavailable", "its tokens are not taken in time", call))
             self._cancel(call_id)
 
@@ -97,7 +100,7 @@ class RunningCalls:
             return self._failure("unavailable" if self._leaving() else "failed", output.error, call)
         return wire.GenerateChunk(
             token_ids=output.token_ids,
-            start=call.sent,
+            seq=call.sent,
             replica_id=self._replica_id if output.cached_tokens is not None else "",
             cached_tokens=output.cached_tokens,
             queue_s=output.queue_s,
@@ -107,4 +110,4 @@ class RunningCalls:
         )
 
     def _failure(self, error: wire.ChunkError, message: str, call: RunningCall) -> wire.GenerateChunk:
-        return wire.GenerateChunk(start=call.sent, replica_id=self._replica_id, error=error, message=message)
+        return wire.GenerateChunk(seq=call.sent, replica_id=self._replica_id, error=error, message=message)

@@ -63,6 +63,7 @@ class TokenSender:
             try:
                 socket.setsockopt(zmq.SNDHWM, MAX_WAITING_MESSAGES)
                 socket.setsockopt(zmq.LINGER, 1000)
+                socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)  # an ingress that has ended is asked less and less often
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
                 socket.setsockopt(zmq.CURVE_SERVERKEY, to.public_key.encode())
@@ -78,34 +79,37 @@ class TokenSender:
 
 
 class Arrivals:
-    """Chunks of one call that were not taken yet, in order."""
+    """Chunks of one call that were not taken yet. ``received``: how many came, up to the first that was lost."""
 
-    __slots__ = ("_chunks", "_news")
+    __slots__ = ("_chunks", "_news", "received")
 
     def __init__(self) -> None:
         self._chunks: deque[GenerateChunk] = deque()
         self._news: asyncio.Future[None] | None = None
+        self.received = 0
 
     def add(self, chunk: GenerateChunk) -> None:
-        """Add a chunk, and wake whoever waits."""
-        self._chunks.append(chunk)
-        self.wake()
+        """Add a chunk, and wake whoever waits; what comes behind a lost one is of no use."""
+        if chunk.seq == self.received:
+            self.received += 1
+            self._chunks.append(chunk)
+            self.wake()
 
     def take(self) -> GenerateChunk | None:
-        """Return all that waits as one chunk, as far as no token is missing; None where there is none.
+        """Return all that waits as one chunk, None where nothing does.
 
         So an ingress that is behind has fewer, larger chunks to do, and catches up.
         """
         if not self._chunks:
             return None
         first = last = self._chunks.popleft()
+        if not self._chunks:
+            return first
         token_ids, logprobs = first.token_ids, first.logprobs
-        while self._chunks and self._chunks[0].start == first.start + len(token_ids):
+        while self._chunks:
             last = self._chunks.popleft()
             token_ids += last.token_ids
             logprobs += last.logprobs
-        if last is first:
-            return first
         return structs.replace(first, token_ids=token_ids, logprobs=logprobs, finish_reason=last.finish_reason)
 
     def wake(self) -> None:

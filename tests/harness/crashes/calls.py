@@ -63,7 +63,7 @@ class BreakingReplicas:
         self._engines = {f"replica-{number}": engine for number, engine in enumerate(engines)}
         self._core = core
         self._random = rng
-        self._broken: dict[str, tuple[int, asyncio.Event]] = {}
+        self._breaks: dict[str, _Break] = {}
         self._running = {
             name: RunningCalls(name, self, engine.cancel, lambda: False)  # type: ignore[arg-type]
             for name, engine in self._engines.items()
@@ -94,44 +94,38 @@ class BreakingReplicas:
         """Hand a step's chunks to the ingress, as far as their calls are not broken."""
         assert to == self.inbox.reply_to
         for call_id, chunk in chunks:
-            if call_id in self._broken:
-                after, broken = self._broken[call_id]
-                if chunk.start + len(chunk.token_ids) > after or chunk.finish_reason is not None:
-                    kept = max(0, after - chunk.start)
-                    chunk = structs.replace(
-                        chunk, token_ids=chunk.token_ids[:kept], logprobs=chunk.logprobs[:kept], finish_reason=None
-                    )
-                    broken.set()
-                if not chunk.token_ids:
-                    continue
-            self.inbox.deliver([(call_id, chunk)])
+            planned = self._breaks.get(call_id)
+            if planned is None:
+                self.inbox.deliver([(call_id, chunk)])
+            elif not planned.reached.is_set():
+                self.inbox.deliver([(call_id, kept) for kept in planned.pass_on(chunk)])
         return True
 
     async def _answer(self, call: wire.GenerateCall, route: RoutedRequest, replica_id: str, after: int | None) -> bytes:
         """Return the call's end as the replica says it, or break it once so many tokens were sent."""
         engine, loop, calls = self._engines[replica_id], asyncio.get_running_loop(), self._running[replica_id]
-        running, broken = calls.begin(call.request_id, call.reply_to, TokenStream(call.interval_s)), asyncio.Event()
+        running, planned = calls.begin(call.request_id, call.reply_to, TokenStream(call.interval_s)), _Break(after or 0)
         if after is not None:
-            self._broken[call.request_id] = (after, broken)
+            self._breaks[call.request_id] = planned
 
         def hear(outputs: Sequence[EngineOutput]) -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(calls.deliver, outputs)
 
-        waiting = asyncio.ensure_future(broken.wait())
+        waiting = asyncio.ensure_future(planned.reached.wait())
         try:
             matcher = self._matchers.matcher(call.grammar) if call.grammar else None
             engine.submit(call.to_engine_request(route.block_hashes, "", 0, matcher), hear)
             await asyncio.wait((waiting, running.end), return_when=asyncio.FIRST_COMPLETED)
-            if broken.is_set():
+            if planned.reached.is_set():
                 self._break(engine)
-                return wire.encode(wire.GenerateChunk(start=after or 0))
+                return wire.encode(wire.GenerateChunk(seq=planned.sent))
             end = running.end.result()
             assert not end.error, end
             return wire.encode(end)
         finally:
             waiting.cancel()
-            self._broken.pop(call.request_id, None)
+            self._breaks.pop(call.request_id, None)
             calls.forget(call.request_id)
             engine.cancel(call.request_id)
 
@@ -142,6 +136,26 @@ class BreakingReplicas:
         loss = self._random.choice(LOSSES)
         if loss is not None:
             raise loss.with_traceback(None)
+
+
+class _Break:
+    """Where a call breaks: after so many tokens. ``sent``: its chunks before."""
+
+    def __init__(self, after: int) -> None:
+        self.reached = asyncio.Event()
+        self.sent = 0
+        self._left = after
+
+    def pass_on(self, chunk: wire.GenerateChunk) -> list[wire.GenerateChunk]:
+        """Return a chunk as far as it comes through."""
+        kept = chunk.token_ids[: self._left]
+        self._left -= len(kept)
+        if len(kept) < len(chunk.token_ids) or chunk.finish_reason is not None:
+            self.reached.set()
+            if not kept:
+                return []
+        self.sent += 1
+        return [structs.replace(chunk, token_ids=kept, logprobs=chunk.logprobs[: len(kept)], finish_reason=None)]
 
 
 class _Result:

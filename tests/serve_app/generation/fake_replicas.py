@@ -45,11 +45,11 @@ class FakeResult:
         sent = 0
         async for chunk in self._chunks:
             if chunk.error:
-                return wire.encode(structs.replace(chunk, start=sent))
-            self._inbox.deliver([(self._call_id, structs.replace(chunk, start=sent))])
-            sent += len(chunk.token_ids)
+                return wire.encode(structs.replace(chunk, seq=sent))
+            self._inbox.deliver([(self._call_id, structs.replace(chunk, seq=sent))])
+            sent += 1
             if chunk.finish_reason is not None:
-                return wire.encode(wire.GenerateChunk(start=sent, finish_reason=chunk.finish_reason))
+                return wire.encode(wire.GenerateChunk(seq=sent, finish_reason=chunk.finish_reason))
             await asyncio.sleep(0)
         raise ActorUnavailableError("it broke off", None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def play(script: Callable[[RunningCalls, Sender, list[str]], Any]) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), max_size=20), st.data())
 def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.DataObject) -> None:
-    """Whatever steps have which calls: one message an ingress and step, and chunks begin where the last one ended."""
+    """Whatever steps have which calls: one message an ingress and step, and numbered chunks."""
 
     def script(calls: RunningCalls, sender: Sender, _: list[str]) -> None:
         interval_s = data.draw(st.sampled_from([0.0, 1000.0]))
@@ -59,19 +60,21 @@ def test_every_token_is_sent_once_in_order(steps: list[list[int]], data: st.Data
             assert len({to for to, _ in sender.messages[before:]}) == len(sender.messages) - before <= 2
         calls.deliver([EngineOutput(name, (), finish_reason="length") for name in running])
         sent: dict[str, list[int]] = {name: [] for name in running}
+        chunks_of = Counter[str]()
         for to, chunks in sender.messages:
             for name, chunk in chunks:
-                assert to == INGRESSES[int(name) % 2] and chunk.start == len(sent[name])
+                assert to == INGRESSES[int(name) % 2] and chunk.seq == chunks_of[name]
+                chunks_of[name] += 1
                 sent[name] += chunk.token_ids
         assert sent == wanted
         for name, call in running.items():
-            assert call.end.result() == GenerateChunk(start=len(wanted[name]), replica_id="me", finish_reason="length")
+            assert call.end.result() == GenerateChunk(seq=chunks_of[name], replica_id="me", finish_reason="length")
 
     play(script)
 
 
 def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
-    """An ingress that is too far behind: its calls are cancelled, and say how many tokens were sent. Others go on."""
+    """An ingress that is too far behind: its calls are cancelled, and say how many chunks were sent. Others go on."""
 
     def script(calls: RunningCalls, sender: Sender, cancelled: list[str]) -> None:
         running = {name: calls.begin(name, INGRESSES[0], TokenStream()) for name in ("a", "b")}
@@ -79,10 +82,10 @@ def test_what_is_not_taken_ends_and_can_be_asked_for_elsewhere() -> None:
         sender.full = True
         calls.deliver([EngineOutput("a", (4,)), EngineOutput("b", (5,), finish_reason="stop")])
         lost = running["a"].end.result()
-        assert (lost.error, lost.start, cancelled) == ("unavailable", 2, ["a"])
+        assert (lost.error, lost.seq, cancelled) == ("unavailable", 1, ["a"])
         ended = running["b"].end.result()
-        # It had ended: its ingress misses a token of the two, and asks for the rest.
-        assert (ended.error, ended.finish_reason, ended.start) == ("", "stop", 2)
+        # It had ended: its ingress misses one chunk of the two, and asks for the rest.
+        assert (ended.error, ended.finish_reason, ended.seq) == ("", "stop", 2)
 
     play(script)
 

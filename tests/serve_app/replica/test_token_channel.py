@@ -52,7 +52,7 @@ def test_each_call_gets_its_own_chunks_in_order() -> None:
         inbox = receiver.inbox
         with inbox.arrivals("a") as first, inbox.arrivals("b") as second:
             for step in range(100):
-                chunks = [(call, GenerateChunk((step, ord(call[0])), start=2 * step)) for call in ("a", "gone", "b")]
+                chunks = [(call, GenerateChunk((step, ord(call[0])), seq=step)) for call in ("a", "gone", "b")]
                 assert sender.send(inbox.reply_to, chunks)
             for arrivals, name in ((first, "a"), (second, "b")):
                 wanted = [token for step in range(100) for token in (step, ord(name))]
@@ -77,7 +77,7 @@ def test_who_was_not_told_the_key_is_not_heard() -> None:
             with receiver.inbox.arrivals("a") as arrivals:
                 sender.send(structs.replace(reply_to, public_key=other_key.decode()), forged)
                 for step in range(20):
-                    assert sender.send(reply_to, [("a", GenerateChunk((step,), start=step))])
+                    assert sender.send(reply_to, [("a", GenerateChunk((step,), seq=step))])
                 assert await tokens_of(arrivals, 20) == list(range(20))
                 assert arrivals.take() is None
         finally:
@@ -87,17 +87,14 @@ def test_who_was_not_told_the_key_is_not_heard() -> None:
 
 
 def test_what_waits_is_taken_together_up_to_a_gap() -> None:
-    """The first one's figures and the last one's end; what comes behind a missing token stays apart, with its place."""
+    """The first one's figures and the last one's end; what comes behind a lost chunk is not taken."""
     arrivals = Arrivals()
-    arrivals.add(GenerateChunk((1, 2), "me", 16))
-    arrivals.add(GenerateChunk((3,), start=2))
-    arrivals.add(GenerateChunk((5,), start=4, finish_reason="stop"))
-    assert arrivals.take() == GenerateChunk((1, 2, 3), "me", 16)
-    assert arrivals.take() == GenerateChunk((5,), start=4, finish_reason="stop")
     assert arrivals.take() is None
-    for step in range(3):
-        arrivals.add(GenerateChunk((step,), start=step, finish_reason="length" if step == 2 else None))
-    assert arrivals.take() == GenerateChunk((0, 1, 2), finish_reason="length")
+    for seq, finish_reason in enumerate((None, None, "length")):
+        arrivals.add(GenerateChunk((seq,), "me", 16 if seq == 0 else None, finish_reason=finish_reason, seq=seq))
+    assert arrivals.take() == GenerateChunk((0, 1, 2), "me", 16, finish_reason="length")
+    arrivals.add(GenerateChunk((4,), seq=4))
+    assert (arrivals.take(), arrivals.received) == (None, 3)
 
 
 def test_noise_harms_nobody() -> None:
