@@ -190,7 +190,7 @@ class Dispatcher:
             keep=generation.keep,
             traceparent="" if trace is None else trace.traceparent,
         )
-        finished = answered = False
+        answered = False
         with self._inbox.arrivals(route.request_id) as arrivals:
             try:
                 response = self._generate.remote(wire.encode(call), route=route, decision=None)
@@ -215,7 +215,6 @@ class Dispatcher:
                         trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
                     answered = bool(chunk.error or chunk.finish_reason)
                     yield chunk
-                finished = True
             except BackPressureError as error:
                 raise _queue_full(1.0) from error
             except DeploymentUnavailableError as error:
@@ -231,12 +230,11 @@ class Dispatcher:
                 # Ray lost the call, not the replica's code: another replica can go on from what was received.
                 raise _ReplicaLost(type(error).__name__) from error
             finally:
-                if not finished:
-                    end.cancel()
-                    cancel_call(response)
                 if answered:
                     reservation.end()
                 else:
+                    end.cancel()
+                    cancel_call(response)
                     reservation.leave()
                     if self._left is not None and reservation.replica_id:
                         self._left(reservation.replica_id, route.request_id)
