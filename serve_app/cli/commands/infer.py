@@ -1,4 +1,4 @@
-"""`warmpath infer`: a batch file in, a file of answers out, without a server."""
+"""`warmpath infer`: OpenAI's batch file in, a file of responses out, without a server."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ from serve_app.config.files import load_settings
 from serve_app.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from serve_app.batch.input_file import BatchFile
-    from serve_app.batch.run import BatchResult
+    from serve_app.batch.batch_file import BatchRequest
     from serve_app.config.app import AppConfig
 
 
 def infer(
-    input_file: Annotated[Path, typer.Option(help="TensorRT Edge-LLM's batch file (docs/batch.md)")],
-    output_file: Annotated[Path, typer.Option(help="where the answers go, as JSON")],
-    profile_output_file: Annotated[
-        Path | None, typer.Option(help="where figures of prefill and generation go, as JSON")
-    ] = None,
-    debug: Annotated[bool, typer.Option(help="tell what was saved and what was reused")] = False,
+    input_file: Annotated[Path, typer.Option(help="OpenAI's batch file: a request a line (docs/batch.md)")],
+    output_file: Annotated[Path, typer.Option(help="where the responses go, a line each, as they are ready")],
     model: Annotated[str | None, typer.Option(help="as `warmpath serve` takes it")] = None,
     revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a hub id")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML or JSON file of settings")] = None,
@@ -38,63 +33,56 @@ def infer(
 ) -> None:
     """Answer a file of requests in this process, without a server; leaves with 1 where one failed."""
     # Seconds of imports, which `warmpath --help` need not wait for.
-    from serve_app.batch.input_file import read_batch_file
+    from serve_app.batch.batch_file import read_batch_file
 
-    _log(debug=debug)
+    logger = logging.getLogger("serve_app")
+    logger.handlers, logger.propagate = [RichHandler(console=console, show_path=False, show_time=False)], False
     try:
-        batch = read_batch_file(input_file)
+        requests = read_batch_file(input_file)
     except (OSError, InvalidRequest) as error:
-        where = f"{error.param}: " if isinstance(error, InvalidRequest) and error.param else ""
-        fail(f"{input_file}: {where}{error}")
-    for name in batch.unread:
-        console.print(f"warning: {input_file}: nothing reads {name}", style="yellow", markup=False, soft_wrap=True)
-    own: dict[str, Any] = {"replicas": 1, "tenants": []}
-    if batch.adapters:
-        own["lora_adapters"] = {name: str(path) for name, path in batch.adapters.items()}
+        fail(f"{input_file}: {error}")
     try:
-        settings = load_settings(config, setting or [], model=model, revision=revision, **own)
-        result = _run(settings, batch)
-        _write(output_file, {"input_file": str(input_file), "responses": result.responses})
-        if profile_output_file is not None:
-            _write(profile_output_file, result.profile)
+        settings = load_settings(config, setting or [], model=model, revision=revision, replicas=1, tenants=[])
+        responses = _run(settings, requests, output_file)
     except (OSError, ValueError) as error:
         fail(str(error))
-    prefill = result.profile["prefill"]
+    bodies = [line["response"]["body"] for line in responses]
+    usages = [body["usage"] for body in bodies if "usage" in body]
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    computed = sum(usage["prompt_tokens"] for usage in usages) - cached
     console.print(
-        f"{len(result.responses) - len(result.errors)} of {len(result.responses)} requests answered; prompt tokens: "
-        f"{prefill['reused_tokens']} reused, {prefill['computed_tokens']} computed"
+        f"{len(usages)} of {len(bodies)} requests answered; prompt tokens: {cached} reused, {computed} computed"
     )
-    for failure in result.errors:
-        console.print(f"failed: {failure}", style="red", markup=False, soft_wrap=True)
-    if result.errors:
+    for line, body in zip(responses, bodies, strict=True):
+        if "error" in body:
+            failure = f"failed: {line['custom_id']}: {body['error']['message']}"
+            console.print(failure, style="red", markup=False, soft_wrap=True)
+    if len(usages) < len(bodies):
         raise typer.Exit(1)
 
 
-def _run(settings: AppConfig, batch: BatchFile) -> BatchResult:
+def _run(settings: AppConfig, requests: list[BatchRequest], output_file: Path) -> list[dict[str, Any]]:
     from serve_app.batch.run import run_batch
     from serve_app.checkpoints.drafter import load_served_model
     from serve_app.checkpoints.sources.resolve import with_local_model
 
-    if batch.batch_size > settings.max_num_seqs:
-        raise ValueError(f"batch_size {batch.batch_size} is over max_num_seqs={settings.max_num_seqs}; set that higher")
     settings = with_local_model(settings, console.print)
     info = load_served_model(settings)
+    responses: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        output_file.open("w") as output,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         bar = progress.add_task(f"loading {settings.model_name}", total=None)
 
         def begin() -> None:
-            progress.update(bar, description="requests", total=len(batch.requests))
+            progress.update(bar, description="requests", total=len(requests))
 
-        return asyncio.run(run_batch(settings, info, batch, begin, lambda: progress.advance(bar)))
+        def write(line: dict[str, Any]) -> None:
+            print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+            responses.append(line)
+            progress.advance(bar)
 
-
-def _log(*, debug: bool) -> None:
-    logger = logging.getLogger("serve_app")
-    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
-    logger.propagate = False
-    logging.getLogger("serve_app.batch").setLevel(logging.DEBUG if debug else logging.WARNING)
-
-
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=4) + "\n")
+        asyncio.run(run_batch(settings, info, requests, begin, write))
+    return responses

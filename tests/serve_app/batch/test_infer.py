@@ -1,81 +1,39 @@
-"""`warmpath infer`: Edge-LLM's files, as its documentation writes them, answered in this process."""
+"""`warmpath infer`: OpenAI's batch files, answered in this process."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
-from serve_app.batch.input_file import read_batch_file
 from serve_app.cli.main import app
 from tests.serve_app.engine.adapters import save_adapter
 
-SAVES = """{
-    "requests": [
-        {
-            "messages": [
-                {"role": "system", "content": "You are a helpful Python programming assistant."},
-                {"role": "user", "content": "How do I read a CSV file?"}
-            ],
-            "save_system_prompt_kv_cache": true
-        }
-    ]
-}"""
-REUSES = """{
-    "requests": [
-        {
-            "messages": [
-                {"role": "system", "content": "You are a helpful Python programming assistant."},
-                {"role": "user", "content": "How do I write JSON?"}
-            ]
-        }
-    ]
-}"""
-LORA = """{
-    "available_lora_weights": {
-        "french": "/path/to/french_adapter.safetensors"
-    },
-    "requests": [
-        {
-            "messages": [
-                {"role": "system", "content": "Translate the following to French."},
-                {"role": "user", "content": "Hello"}
-            ],
-            "lora_name": "french",
-            "save_system_prompt_kv_cache": true
-        }
-    ]
-}"""
-"""The three examples of Edge-LLM's page on its system prompt cache."""
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+SYSTEM = {"role": "system", "content": "You are a helpful Python programming assistant."}
 
 
 class Runner:
-    """Runs files over the tiny model, blocks of 4 tokens: the examples' prompts are short."""
+    """Runs files over the tiny model, blocks of 4 tokens: the prompts are short."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model = model
         self.folder = folder
 
-    def run(self, text: str, *more: str) -> tuple[Result, list[dict[str, Any]], dict[str, Any]]:
-        """Return what the command said, the responses, and the profile; empty where there is none."""
-        names = ("in.json", "out.json", "profile.json")
-        given, out, profile = (self.folder / name for name in names)
+    def run(self, text: str, *more: str) -> tuple[Result, dict[str, dict[str, Any]]]:
+        """Return what the command said, and the responses by custom_id; none where there is no file."""
+        given, out = self.folder / "in.jsonl", self.folder / "out.jsonl"
         given.write_text(text)
-        for made in (out, profile):
-            made.unlink(missing_ok=True)
-        files = ["--input-file", str(given), "--output-file", str(out), "--profile-output-file", str(profile)]
+        out.unlink(missing_ok=True)
+        files = ["--input-file", str(given), "--output-file", str(out)]
         settings = ["--model", str(self.model), "--set", "block_size=4", "--set", "dtype=float32"]
         result = CliRunner().invoke(app, ["infer", *files, *settings, *more])
-        if not out.exists():
-            return result, [], {}
-        answer = json.loads(out.read_text())
-        assert answer["input_file"] == str(given)
-        return result, answer["responses"], json.loads(profile.read_text())
+        lines = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        assert all(line.keys() == {"id", "custom_id", "response", "error"} for line in lines)
+        return result, {line["custom_id"]: line["response"] for line in lines}
 
 
 @pytest.fixture
@@ -84,95 +42,118 @@ def runner(tiny_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return Runner(tiny_model_path, tmp_path)
 
 
-def joined(*texts: str, **fields: Any) -> str:
-    """Return one file with the requests of several."""
-    return json.dumps({"requests": [one for text in texts for one in json.loads(text)["requests"]], **fields})
+def line(custom_id: str, url: str = CHAT, **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
-def test_the_documented_defaults_hold(tmp_path: Path) -> None:
-    """What a file leaves out is what Edge-LLM takes."""
-    path = tmp_path / "in.json"
-    path.write_text(SAVES)
-    file = read_batch_file(path)
-    request = file.request(0, "m")
-    assert (file.batch_size, request.temperature, request.top_p, request.top_k) == (1, 1.0, 0.8, 50)
-    assert request.apply_chat_template and request.add_generation_prompt and request.save_system_prompt_kv_cache
-    assert request.chat_template_kwargs == {"enable_thinking": False} and not request.disable_spec_decode
-    path.write_text(joined(SAVES).replace('"save_system', '"stop": "x", "disable_spec_decode": true, "save_system'))
-    request = read_batch_file(path).request(0, "m")
-    assert request.stop == ("x",) and request.disable_spec_decode
+def chat(custom_id: str, question: str, **body: Any) -> str:
+    return line(custom_id, messages=[SYSTEM, {"role": "user", "content": question}], **{"max_tokens": 8, **body})
 
 
-def test_a_saved_prompt_is_reused_and_changes_no_answer(runner: Runner) -> None:
-    """The saving request hits too; the answers are those of a run without any cache. (docs/batch.md)"""
-    text = joined(SAVES, REUSES, SAVES, max_generate_length=12)
-    result, responses, profile = runner.run(text, "--debug")
+def cached(response: dict[str, Any]) -> int:
+    tokens: int = response["body"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tokens
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text
+
+
+def said(result: Result) -> str:
+    return " ".join(result.output.split())
+
+
+def test_requests_are_answered_as_the_server_would_and_again_the_same(runner: Runner) -> None:
+    """Chats and completions in one file, with a save, a grammar, choices and logprobs; the cache changes no answer."""
+    text = "\n".join(
+        [
+            chat("saves", "How do I read a CSV file?", save_system_prompt_kv_cache=True),
+            "",
+            chat("choices", "How do I write JSON?", n=2, logprobs=True),
+            chat("grammar", "Yes or no?", structured_outputs={"choice": ["yes", "no"]}, seed=None),
+            line("completion", COMPLETION, prompt=["one two three", [1, 2, 3]], max_tokens=4),
+        ]
+    )
+    result, responses = runner.run(text)
     assert result.exit_code == 0, result.output
-    saved, reused, again = (one["reused_tokens"] for one in profile["requests"])
-    assert 0 < saved <= reused < again  # questions that begin alike share more; the third is the first one whole
-    prefill = profile["prefill"]
-    assert prefill["total_runs"] == 3 and prefill["reused_tokens"] == saved + reused + again
-    assert prefill["computed_tokens"] == sum(one["computed_tokens"] for one in profile["requests"])
-    said = " ".join(result.output.split())
-    assert "system prompt is saved" in said and "was saved already" in said and f"{reused} of" in said
-    first = responses[0]
-    assert first["request_idx"] == first["batch_idx"] == 0 and first["finish_reason"] in ("stop", "length")
-    assert first["messages"][1] == {"role": "user", "content": [{"type": "text", "text": "How do I read a CSV file?"}]}
-    assert first["formatted_complete_request"].startswith(first["formatted_system_prompt"])
-    assert "Python programming" in first["formatted_system_prompt"]
+    assert "4 of 4 requests answered" in said(result)
+    assert {response["status_code"] for response in responses.values()} == {200}
+    first = responses["saves"]["body"]
+    assert (first["object"], first["model"]) == ("chat.completion", "tiny-llama")
+    assert cached(responses["saves"]) > 0, "its own save comes first"
+    two, three = responses["choices"]["body"]["choices"], responses["completion"]["body"]["choices"]
+    assert [choice["index"] for choice in two] == [0, 1]
+    assert len({choice["message"]["content"] for choice in two}) == 2
+    assert all(choice["logprobs"]["content"] for choice in two)
+    assert responses["grammar"]["body"]["choices"][0]["message"]["content"] in ("yes", "no")
+    assert [choice["index"] for choice in three] == [0, 1]
 
-    plain, uncached, none = runner.run(text, "--set", "enable_prefix_caching=false")
-    assert plain.exit_code == 0 and none["prefill"]["reused_tokens"] == 0
-    assert "prefix caching is switched off" in " ".join(plain.output.split())
-    assert uncached == responses
+    plain, uncached = runner.run(text, "--set", "enable_prefix_caching=false")
+    assert plain.exit_code == 0
+    assert "saves: save_system_prompt_kv_cache: not saved, because prefix caching is switched off" in said(plain)
+    assert set(map(cached, uncached.values())) == {0}
+    for name, response in responses.items():
+        assert list(map(text_of, uncached[name]["body"]["choices"])) == list(map(text_of, response["body"]["choices"]))
 
 
 def test_one_that_fails_is_named_and_the_others_are_answered(runner: Runner) -> None:
-    """Each error names its request and its field; the run leaves with 1. (docs/batch.md)"""
+    """Each has its status and the API's error; the run leaves with 1."""
     image = {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}
-    bad = [{"messages": [image]}, {"messages": [{"role": "user", "content": "a"}], "lora_name": "none"}, {}, 7]
-    good = json.loads(REUSES)["requests"]
-    text = json.dumps({"requests": [*bad, *good], "batch_size": 2, "max_generate_length": 4, "verbose": 1})
-    result, responses, profile = runner.run(text)
-    assert result.exit_code == 1 and "nothing reads verbose" in result.output
-    reasons = [one["finish_reason"] for one in responses]
-    assert reasons[:4] == ["error"] * 4 and reasons[4] in ("stop", "length")
-    assert [one["batch_idx"] for one in responses] == [0, 1, 0, 1, 0]
-    wanted = ("requests[0]: messages[0].content", "requests[1]: lora_name", "requests[2]: messages", "requests[3]: ")
-    for response, words in zip(responses, wanted, strict=False):
-        assert response["output_text"].startswith(words)
-    assert [one["request_idx"] for one in profile["requests"]] == [4]
+    text = "\n".join(
+        [
+            line("image", messages=[image]),
+            chat("adapter", "a", lora_name="none"),
+            chat("long", "a", max_tokens=10**6),
+            line("no prompt", COMPLETION),
+            chat("good", "a", verbose=1),
+        ]
+    )
+    result, responses = runner.run(text, "--set", "max_num_seqs=1")
+    assert result.exit_code == 1
+    assert "1 of 5 requests answered" in said(result)
+    assert "good: unknown fields ignored: verbose" in said(result)
+    assert "failed: no prompt: prompt is missing" in said(result)
+    errors = {name: response["body"].get("error", {}).get("param") for name, response in responses.items()}
+    assert errors == {
+        "image": "messages[0].content",
+        "adapter": "lora_name",
+        "long": "max_tokens",
+        "no prompt": "prompt",
+        "good": None,
+    }
+    assert [name for name, response in responses.items() if response["status_code"] == 200] == ["good"]
 
 
-def test_lora_weights_are_a_file_and_share_no_kv(runner: Runner, tmp_path: Path) -> None:
-    """The documentation's third example: a safetensors file; the base model's saved prompt is not the adapter's."""
-    made = save_adapter(runner.model, tmp_path / "peft", seed=1)
-    weights = tmp_path / "adapters" / "french_adapter.safetensors"
-    weights.parent.mkdir()
-    shutil.copy(made / "adapter_model.safetensors", weights)
-    shutil.copy(made / "adapter_config.json", weights.parent)
-    base = [{**json.loads(LORA)["requests"][0], "lora_name": None}]
-    file = json.loads(LORA)
-    file["available_lora_weights"]["french"] = "adapters/french_adapter.safetensors"
-    alone = json.dumps({**file, "requests": base + file["requests"], "max_generate_length": 8, "top_k": 1})
-    result, responses, profile = runner.run(alone)
+def test_adapters_are_the_settings_and_share_no_kv(runner: Runner, tmp_path: Path) -> None:
+    """The base model's saved prompt is not the adapter's."""
+    path = save_adapter(runner.model, tmp_path / "peft", seed=1)
+    text = "\n".join(
+        chat(name, "Hello", temperature=0, save_system_prompt_kv_cache=True, lora_name=lora)
+        for name, lora in (("base", None), ("adapter", "french"))
+    )
+    result, responses = runner.run(text, "--set", f"lora_adapters={{french: {path}}}")
     assert result.exit_code == 0, result.output
-    first, adapters = profile["requests"]
-    assert first["reused_tokens"] == adapters["reused_tokens"] > 0  # each its own save's
-    assert responses[0]["output_text"] != responses[1]["output_text"]
+    assert cached(responses["base"]) == cached(responses["adapter"]) > 0  # each its own save's
+    assert responses["base"]["body"]["choices"] != responses["adapter"]["body"]["choices"]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
-        ("[1]", "must be a JSON object"),
-        ("{", "not valid JSON"),
-        ("{}", "requests"),
-        ('{"requests": [{}], "batch_size": 0}', "batch_size: batch_size must be a whole number"),
-        (LORA, "french"),
+        ("", "It holds no request"),
+        (chat("a", "x") + "\n[1]", "line 2: The body must be a JSON object"),
+        ("{", "line 1: The body is not valid JSON"),
+        ('{"requests": []}', "line 1: custom_id is missing"),
+        (line("", CHAT), "line 1: custom_id must be a string that is not empty"),
+        (line("a", "/v1/embeddings"), "line 1: url must be one of /v1/chat/completions, /v1/completions"),
+        (line("a").replace("POST", "GET"), 'line 1: method must be "POST"'),
+        ("\n".join([chat("a", "x"), chat("b", "x"), chat("a", "y")]), "lines 1 and 3 have the same custom_id"),
     ],
 )
-def test_a_file_that_cannot_be_run_is_refused_whole(runner: Runner, text: str, said: str) -> None:
+def test_a_file_that_cannot_be_run_is_refused_whole(runner: Runner, text: str, sentence: str) -> None:
     """Nothing is written, and the status is 2."""
-    result, responses, _ = runner.run(text)
-    assert result.exit_code == 2 and said in result.output and not responses
+    result, responses = runner.run(text)
+    assert result.exit_code == 2
+    assert sentence in said(result)
+    assert not responses

@@ -1,0 +1,74 @@
+"""OpenAI's batch file: a request a line in, a response a line out.
+
+Owns what is around a body; the bodies of requests and answers are the API's own.
+Source: OpenAI's Batch API guide, and its reference of the request input and output objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from serve_app.api.format import AnswerFormat, ErrorAnswer
+from serve_app.api.json_body import JsonBody, Must
+from serve_app.api.openai.request import parse_chat, parse_completion
+from serve_app.api.openai.response import ChatFormat, CompletionFormat
+from serve_app.api.request import GenerateRequest
+from serve_app.errors import InvalidRequest
+
+APIS: dict[str, tuple[Callable[[bytes], GenerateRequest], AnswerFormat]] = {
+    "/v1/chat/completions": (parse_chat, ChatFormat()),
+    "/v1/completions": (parse_completion, CompletionFormat()),
+}
+
+
+class BatchRequest(JsonBody):
+    """One line of the input."""
+
+    custom_id: Annotated[str, Field(min_length=1), Must("a string that is not empty")]
+    method: Annotated[Literal["POST"], Must('"POST"')] = "POST"
+    url: Annotated[Literal["/v1/chat/completions", "/v1/completions"], Must(f"one of {', '.join(APIS)}")]
+    body: Annotated[dict[str, Any], Must("the object that is sent to url")]
+
+    def parse_body(self, model: str, seed: int) -> GenerateRequest:
+        """Return what the body asks for; ``model`` and ``seed``: where it names none. Raises InvalidRequest."""
+        given = {name: value for name, value in self.body.items() if value is not None}
+        return APIS[self.url][0](msgspec.json.encode({"model": model, "seed": seed, **given}))
+
+    @property
+    def format(self) -> AnswerFormat:
+        """How its answer is written."""
+        return APIS[self.url][1]
+
+    def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
+        """Return its line of the output. ``answer``: of status 200 where it is no error."""
+        return {
+            "id": f"batch_req_{answer_id}",
+            "custom_id": self.custom_id,
+            "response": {"status_code": answer.status, "request_id": answer_id, "body": answer.body},
+            "error": None,
+        }
+
+
+def read_batch_file(path: Path) -> list[BatchRequest]:
+    """Read a file; empty lines are none. Raises InvalidRequest, naming the line, and OSError."""
+    requests: list[BatchRequest] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            request = BatchRequest.parse(line)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"line {number}: {error.message}", param=error.param) from error
+        if request.custom_id in lines:
+            raise InvalidRequest(f"lines {lines[request.custom_id]} and {number} have the same custom_id.")
+        lines[request.custom_id] = number
+        requests.append(request)
+    if not requests:
+        raise InvalidRequest("It holds no request; it must have one JSON object a line.")
+    return requests
