@@ -12,8 +12,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.protocol import Engine, EngineRequest, SamplingParams, TokenRules
-from serve_app.engine.vllm.refusals import TABLE
-from serve_app.engine.vllm.unmapped import refuse_unmapped
+from serve_app.engine.vllm.refusals import TABLE, refuse_unmapped
 
 PAGE = Path(__file__).parents[1] / "docs/engines.md"
 REFUSED = "Settings that vLLM refuses"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,6 +18,8 @@ import msgspec
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_described
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.protocol import AdapterError, AdapterSpec
+from serve_app.engine.vllm.frontend import VllmFrontend
+from serve_app.engine.vllm.settings import VllmSettings
 
 _SAID_CHARS = 200
 
@@ -32,31 +33,17 @@ class VllmAdapter:
     request: Any
 
 
-AddLora = Callable[[str, int, str], Any]
-"""(name, number, path) -> what a request needs; waits until vLLM has it."""
-
-
 class VllmAdapters:
     """The adapters in memory by key; ``slots`` says who needs them and which goes first."""
 
-    def __init__(
-        self,
-        directory: Path,
-        add: AddLora,
-        remove: Callable[[int], object],
-        *,
-        enabled: bool,
-        max_loras: int,
-        max_cpu_loras: int,
-    ) -> None:
-        """``directory``: this user's alone. ``remove`` must not wait."""
+    def __init__(self, directory: Path, frontend: VllmFrontend, settings: VllmSettings) -> None:
+        """``directory``: this user's alone."""
         self._directory = directory
-        self._add = add
-        self._remove = remove
-        self._enabled = enabled
+        self._frontend = frontend
+        self._enabled = settings.lora
         self._numbers = count(1)
         self.slots: LoadedAdapters[VllmAdapter] = LoadedAdapters(
-            self._load, max_loras=max_loras, max_cpu_loras=max_cpu_loras, on_forget=self._forget
+            self._load, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras, on_forget=self._forget
         )
 
     def _load(self, spec: AdapterSpec) -> VllmAdapter:
@@ -71,14 +58,15 @@ class VllmAdapters:
         try:
             (directory / CONFIG_FILE).write_text(json.dumps(peft_config(file)))
             (directory / WEIGHTS_FILE).write_bytes(file.weights)
-            return VllmAdapter(number, directory, self._add(spec.key, number, str(directory)))
+            request = self._frontend.call(self._frontend.add_lora(spec.key, number, str(directory))).result()
+            return VllmAdapter(number, directory, request)
         except Exception as error:
             shutil.rmtree(directory, ignore_errors=True)
             said = str(error).replace(str(directory), spec.name).strip().splitlines() or [type(error).__name__]
             raise AdapterError(f"vLLM cannot serve this adapter: {said[-1][:_SAID_CHARS]}") from error
 
     def _forget(self, adapter: VllmAdapter) -> None:
-        self._remove(adapter.number)
+        self._frontend.call(self._frontend.remove_lora(adapter.number))
         shutil.rmtree(adapter.directory, ignore_errors=True)
 
 

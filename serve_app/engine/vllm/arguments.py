@@ -10,10 +10,12 @@ from typing import Any
 
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job import MODULE as CONNECTOR
 
 SAMPLING = "serve_app.engine.vllm.sampling.processor:WarmpathSampling"
 """Where vLLM's worker finds the logits processor."""
+
+CONNECTOR = "serve_app.engine.vllm.transfer.connector"
+"""Where vLLM finds the connector."""
 
 MAX_LOGPROBS = 20
 """The most likely tokens that a request may be told. Source: the OpenAI API."""

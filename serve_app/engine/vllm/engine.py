@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, extend_chain
+from router.protocol.block_hash import extend_chain
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
@@ -32,28 +32,28 @@ from serve_app.engine.protocol import (
     EventSink,
     FinishReason,
     OutputSink,
-    SaveResult,
 )
 from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.events.translator import Translator
-from serve_app.engine.vllm.frontend import Generated, VllmFrontend
-from serve_app.engine.vllm.gauges import gauge_samples
-from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
-from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
+from serve_app.engine.vllm.frontend import Generated, StepStats, VllmFrontend
+from serve_app.engine.vllm.live_requests import LiveRequest, Outbox
+from serve_app.engine.vllm.load_mirror import LoadMirror
+from serve_app.engine.vllm.refusals import refuse_unmapped
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.vllm.transfer.job_runner import JobRunner
-from serve_app.engine.vllm.transfer.migration import VllmMigration
-from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
-from serve_app.engine.vllm.unmapped import refuse_unmapped
+from serve_app.engine.vllm.transfer.job import JobRunner
+from serve_app.engine.vllm.transfer.migration import Transfer, VllmMigration, format_of
 
 _STOPPED = "the engine was stopped"
 _TOO_LATE = "The answer took too long; ask for fewer tokens."
+_RESET_TOLD_S = 10.0
+"""After this nobody waits any more for vLLM's events to tell of a reset."""
 
 
 class VllmEngine:
@@ -65,58 +65,39 @@ class VllmEngine:
         self._clock = clock
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        self._load = LoadMirror(settings.max_num_seqs, settings.max_waiting_requests, self._meters)
-        self._live = LiveRequests(settings.max_waiting_requests, len(settings.tenant_shares))
+        tenants = len(settings.tenant_shares)
+        self._load = LoadMirror(settings.max_num_seqs, settings.max_waiting_requests, tenants, self._meters)
+        self._live: dict[str, LiveRequest] = {}
         self._stopping = False
         self._progress_s = clock()
         self._endpoints = EventEndpoints.create()
-        self._events: EventSubscriber | None = None
+        directory = self._endpoints.directory
         try:
             self._frontend = VllmFrontend(settings, self._endpoints, self._stepped)
         except BaseException:
             self._endpoints.remove()
             raise
-        self.facts = self._frontend.facts
+        self.facts = facts = self._frontend.facts
         self._outbox = Outbox(self._frontend.loop.call_soon)
-        if settings.enable_prefix_caching:
-            translator = Translator(settings.block_size, self.facts.num_blocks, clock=clock)
-            self._events = EventSubscriber(self._endpoints, translator, event_sink)
-        self._adapters = VllmAdapters(
-            self._endpoints.directory / "adapters",
-            lambda name, number, path: self._frontend.call(self._frontend.add_lora(name, number, path)).result(),
-            lambda number: self._frontend.call(self._frontend.remove_lora(number)),
-            enabled=settings.lora,
-            max_loras=settings.max_loras,
-            max_cpu_loras=settings.max_cpu_loras,
+        self._held = HeldBlocks(clock)
+        translator = Translator(settings.block_size, facts.num_blocks, self._held)
+        self._events = EventSubscriber(self._endpoints, translator, event_sink)
+        self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
+        self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
+        budget = int(settings.pin_budget * facts.num_blocks if settings.pin_budget < 1 else settings.pin_budget)
+        self._saves = VllmSaves(
+            budget, settings.block_size, settings.tenant_shares, self._held, self._jobs.run, self._meters, clock
         )
-        jobs = JobRunner(self._frontend, self._adapters, self._copies)
-        budget = settings.pin_budget * self.facts.num_blocks if settings.pin_budget < 1 else settings.pin_budget
-        self._saves = VllmSaves(int(budget), settings.block_size, settings.tenant_shares, jobs.run, self._meters, clock)
-        transfer: VllmTransfer | None = None
-        if settings.transfer and self._events is not None:
-            directory = self._endpoints.directory
-            transfer = VllmTransfer(
-                format_of(directory, settings.model_fingerprint, settings.block_size),
-                directory,
-                self.facts.max_model_len,
-                jobs,
-                self.known_blocks,
-                self._events.root_of,
-            )
-        self._migration = VllmMigration(
-            self.facts.num_blocks,
-            self._events,
-            transfer,
-            self._saves,
-            lambda keep: self._frontend.call(keep).result(),
-            lambda: round(self.facts.num_blocks * self._load.kv_usage),
-            clock=clock,
-        )
+        transfer: Transfer | None = None
+        if settings.transfer:
+            kv_format = format_of(directory, settings.model_fingerprint, settings.block_size)
+            transfer = Transfer(kv_format, directory, self._jobs.wait, facts.max_model_len)
+        self._migration = VllmMigration(facts.num_blocks, self._held, self._saves.pins, transfer, clock)
         self._labels = (*settings.labels, ("engine", "vllm"))
 
     def start(self) -> None:
-        """Begin to listen to vLLM's events; vLLM itself runs since it was made."""
-        if self._events is not None:
+        """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
+        if self.settings.enable_prefix_caching:
             self._events.start()
 
     def stop(self) -> None:
@@ -126,8 +107,7 @@ class VllmEngine:
                 return
             self._stopping = True
         self._frontend.call(self._end_all()).result()
-        if self._events is not None:
-            self._events.stop()
+        self._events.stop()
         self._frontend.stop()
         self._endpoints.remove()
 
@@ -149,25 +129,24 @@ class VllmEngine:
         failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
         choice = choice_of(request, str(failure))
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
-        known, chain = 0, b""
-        if self._events is not None:
-            chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
-            known = self._events.requested(chain, (len(ids) - 1) // size) * size
-            self._migration.note_owner(request.root, request.scope, request.tenant)
+        chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
+        known = self._held.hit(chain, (len(ids) - 1) // size) * size
+        self._migration.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
         with self._lock:
             if self._stopping:
                 raise EngineError("the engine is stopped")
-            self._live.check(request.request_id, request.tenant, self._load.retry_after_s())
+            if request.request_id in self._live:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+            self._load.check(request.tenant)
             self._adapters.slots.pin(request.scope.lora)
-            if not len(self._live):
-                self._progress_s = self._clock()
-            live = LiveRequest(
-                replace(request, token_ids=ids, block_hashes=chain), sink, choice, self._clock(), failure
-            )
-            self._live.add(live)
-            self._load.arrived(request.request_id, request.router_id, request.reservation, len(ids) - known)
+            now_s = self._clock()
+            if not self._live:
+                self._progress_s = now_s
+            live = LiveRequest(replace(request, token_ids=ids, block_hashes=chain), sink, choice, now_s, failure)
+            self._live[request.request_id] = live
+            self._load.arrived(request, len(ids) - known)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
 
     def cancel(self, request_id: str) -> None:
@@ -184,9 +163,8 @@ class VllmEngine:
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        held = self._events.num_blocks() if self._events is not None else 0
         with self._lock:
-            gauges = tuple(gauge_samples(self.facts, self._load, held, self._saves.pins.blocks, self._labels))
+            gauges = tuple(self._load.gauges(self.facts, len(self._held), self._saves.pins.blocks, self._labels))
         counted = self._meters.samples(self._labels)
         pinned = pin_samples(self._saves.pins, self._labels, self._saves.recalled)
         return StatsReport(samples=(*counted, *gauges, *pinned, *self._adapters.slots.samples(self._labels)))
@@ -194,21 +172,21 @@ class VllmEngine:
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Let go of what is saved and forget every cached block; False, and none is, while a request uses one."""
         self._frontend.call(self._saves.clear()).result()
-        mark = self._events.reset_begins() if self._events is not None else 0
+        self._events.cleared.clear()
         done = self._frontend.call(self._frontend.reset_prefix_cache()).result()
-        if done and self._events is not None:
-            self._events.reset_ended(mark)
+        if done and self.settings.enable_prefix_caching:
+            self._jobs.step()  # with its events vLLM tells of the reset; all that they tell before is of before it
+            self._events.cleared.wait(_RESET_TOLD_S)
         return done
 
     def tell_cache(self, *, anew: bool = False) -> None:
         """Tell what the pool holds by vLLM's events so far, as a digest; ``anew``: every block before it."""
-        if self._events is not None:
-            self._events.tell(anew=anew)
+        self._events.tell(anew=anew)
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
         with self._lock:
-            self._live.waiting.tenants = len(shares)
+            self._load.line.tenants = len(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
 
     def export_prefix(
@@ -227,11 +205,11 @@ class VllmEngine:
 
     def cache_room(self) -> CacheRoom:
         """Return what would fit from elsewhere."""
-        return self._migration.cache_room()
+        return self._migration.cache_room(round(self.facts.num_blocks * self._load.kv_usage))
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
-        return self._migration.take_over_pin(saved, prefix)
+        return self._frontend.call(self._saves.take_over(saved, prefix)).result()
 
     @property
     def kv_block_bytes(self) -> int:
@@ -240,12 +218,12 @@ class VllmEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
-        return self._events.known_blocks(block_hashes, most) if self._events is not None else 0
+        return self._held.known(block_hashes, most)
 
     def wake(self) -> None:
         """Look again at what requests wait for (any thread)."""
         with self._lock:
-            for live in self._live.all():
+            for live in self._live.values():
                 if live.request.remote_kv is not None:
                     self._frontend.loop.call_soon_threadsafe(live.woken.set)
 
@@ -266,10 +244,10 @@ class VllmEngine:
 
     def healthy(self) -> bool:
         """Return whether vLLM's core and the listener live, and requests are not without a step for too long."""
-        if self._stopping or self._frontend.errored or (self._events is not None and not self._events.healthy()):
+        if self._stopping or self._frontend.errored or not self._events.healthy():
             return False
         with self._lock:
-            return not len(self._live) or self._clock() - self._progress_s < STALL_AFTER_S
+            return not self._live or self._clock() - self._progress_s < STALL_AFTER_S
 
     def _begin(self, live: LiveRequest) -> None:
         if not live.ended:
@@ -292,31 +270,22 @@ class VllmEngine:
             while request.remote_kv is not None and not request.remote_kv.done:
                 await live.woken.wait()
                 live.woken.clear()
-            self._count_what_came(live)
-            live.save = await self._before(request)
+            self._count_what_came(request)
+            live.save = await self._saves.save(request)
             async for part in parts:
                 if request.keep and not live.begun:
-                    live.save = await self._saves.keep(request) if self._saves.pins.budget_blocks else SaveResult("off")
+                    live.save = await self._saves.keep(request)
                 self._take(live, part)
                 if live.ended:
                     return
 
-    async def _before(self, request: EngineRequest) -> SaveResult | None:
-        """Renew the saves that a request reads, and make its own."""
-        if not self._saves.pins.budget_blocks:
-            return SaveResult("off") if request.save is not None else None
-        chain = request.block_hashes
-        self._saves.read(chain, self.known_blocks(chain, len(chain) // HASH_BYTES))
-        return await self._saves.save(request)
-
-    def _count_what_came(self, live: LiveRequest) -> None:
+    def _count_what_came(self, request: EngineRequest) -> None:
         """Count the prompt's tokens that a copy was to bring and did not."""
-        request, size = live.request, self.settings.block_size
-        if request.remote_kv is None:
-            return
-        known = self.known_blocks(request.block_hashes, (len(request.token_ids) - 1) // size)
-        with self._lock:
-            self._load.recount(request.request_id, len(request.token_ids) - known * size)
+        if request.remote_kv is not None:
+            size, prompt_tokens = self.settings.block_size, len(request.token_ids)
+            known = self._held.known(request.block_hashes, (prompt_tokens - 1) // size)
+            with self._lock:
+                self._load.recount(request.request_id, prompt_tokens - known * size)
 
     def _copies(self) -> None:
         with self._lock:
@@ -365,7 +334,7 @@ class VllmEngine:
             request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
         )
         with self._lock:
-            self._live.begin(live)
+            live.begun = True
             self._load.begun(request.request_id)
         return replace(output, cached_tokens=part.cached_tokens, queue_s=part.queue_s, save=live.save)
 
@@ -377,7 +346,8 @@ class VllmEngine:
             return
         request = live.request
         with self._lock:
-            self._live.remove(live)
+            live.ended = True
+            del self._live[request.request_id]
             self._load.ended(request.request_id)
         self._adapters.slots.unpin(request.scope.lora)
         live.failure.unlink(missing_ok=True)
@@ -387,10 +357,10 @@ class VllmEngine:
 
     async def _end_all(self) -> None:
         with self._lock:
-            live = self._live.all()
-        for one in live:
-            self._end(one, "error", error=_STOPPED)
-        tasks = [one.task for one in live if one.task is not None]
+            requests = list(self._live.values())
+        for live in requests:
+            self._end(live, "error", error=_STOPPED)
+        tasks = [live.task for live in requests if live.task is not None]
         for task in tasks:
             task.cancel()
         self._outbox.flush()

@@ -18,7 +18,6 @@ from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
 from serve_app.engine.vllm.arguments import engine_arguments, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.load_mirror import StepStats
 from serve_app.engine.vllm.settings import VllmSettings
 
 T = TypeVar("T")
@@ -54,6 +53,20 @@ class Generated:
     cached_tokens: int
     queue_s: float
     preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What vLLM says of one step. ``running``: sequences after it; ``kv_usage``: part of the pool in use.
+
+    Of a step that computed nothing, ``duration_s`` is 0.0.
+    """
+
+    running: int
+    kv_usage: float
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    duration_s: float = 0.0
 
 
 class VllmFrontend:

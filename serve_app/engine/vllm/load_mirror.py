@@ -6,42 +6,36 @@ to the token without asking. Not thread-safe: the engine's lock guards it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from router.protocol.events import LoadReport
+from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What vLLM says of one step. ``running``: sequences after it; ``kv_usage``: part of the pool in use.
-
-    Of a step that computed nothing, ``duration_s`` is 0.0.
-    """
-
-    running: int
-    kv_usage: float
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    duration_s: float = 0.0
+from serve_app.engine.vllm.frontend import ModelFacts, StepStats
+from serve_app.engine.waiting import WaitingByTenant
 
 
 @dataclass(slots=True)
 class _Prefill:
-    router_id: str
+    request: EngineRequest
     tokens: int
 
 
 class LoadMirror:
-    """Queued prefill tokens in all and by router. A request counts from its submission to its first token."""
+    """Queued prefill tokens in all and by router. A request counts from its submission to its first token.
 
-    def __init__(self, max_num_seqs: int, max_waiting_requests: int, meters: EngineMeters) -> None:
+    So long it is in the waiting line too, since vLLM says no more of a single one. ``tenants``: how many there can be.
+    """
+
+    def __init__(self, max_num_seqs: int, max_waiting_requests: int, tenants: int, meters: EngineMeters) -> None:
+        self.line = WaitingByTenant(max_waiting_requests, tenants)
         self._max_running = max_num_seqs
         self._max_waiting = max_waiting_requests
         self._meters = meters
-        self._prefills: OrderedDict[str, _Prefill] = OrderedDict()
+        self._prefills: dict[str, _Prefill] = {}
         self._reservations = RouterReservations()
         self._running = 0
         self._live = 0
@@ -63,11 +57,16 @@ class LoadMirror:
         """Prompt tokens still to be computed."""
         return sum(prefill.tokens for prefill in self._prefills.values())
 
-    def arrived(self, request_id: str, router_id: str, reservation: int, uncached_tokens: int) -> None:
-        """Count a request that is submitted. ``uncached_tokens``: of its prompt, by what is known to be cached."""
+    def check(self, tenant: str) -> None:
+        """Raise QueueFull where the line is full for a tenant."""
+        self.line.check(tenant, retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s))
+
+    def arrived(self, request: EngineRequest, uncached_tokens: int) -> None:
+        """Count a request that was checked. ``uncached_tokens``: of its prompt, by what is known to be cached."""
         self._live += 1
-        self._prefills[request_id] = _Prefill(router_id, uncached_tokens)
-        self._reservations.arrived(router_id, reservation)
+        self._prefills[request.request_id] = _Prefill(request, uncached_tokens)
+        self._reservations.arrived(request.router_id, request.reservation)
+        self.line.add(request.tenant)
 
     def recount(self, request_id: str, uncached_tokens: int) -> None:
         """Note how much of a live request's prompt is to be computed after all, once a copy has come or failed."""
@@ -99,11 +98,13 @@ class LoadMirror:
 
     def begun(self, request_id: str) -> None:
         """Note that a request has its first token: nothing of its prompt is left."""
-        self._prefills.pop(request_id, None)
+        prefill = self._prefills.pop(request_id, None)
+        if prefill is not None:
+            self.line.remove(prefill.request.tenant)
 
     def ended(self, request_id: str) -> None:
         """Note that a live request is live no more."""
-        self._prefills.pop(request_id, None)
+        self.begun(request_id)
         self._live -= 1
 
     def report(self, now_s: float) -> LoadReport:
@@ -119,13 +120,24 @@ class LoadMirror:
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             decode_step_s=self._meters.decode_step_s,
             shares=self._reservations.shares(
-                (prefill.router_id, prefill.tokens) for prefill in self._prefills.values()
+                (prefill.request.router_id, prefill.tokens) for prefill in self._prefills.values()
             ),
             committed_prefill_tokens=queued,
             committed_sequences=self.waiting,
             taken_at_s=now_s,
         )
 
-    def retry_after_s(self) -> float:
-        """Return when a refused request might fit."""
-        return retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)
+    def gauges(self, facts: ModelFacts, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
+        """Yield how many requests run and wait, and the pool's blocks by state.
+
+        ``held_blocks``: those that hold a prefix. vLLM tells which part of the pool is in use, not whether that is
+        indexed: "cached" are the indexed ones as far as the rest of the pool has room for them, which is exact while
+        nothing runs. ``pinned_blocks`` are in use to vLLM, and cached to whoever asks.
+        """
+        used = max(0, round(facts.num_blocks * self.kv_usage) - pinned_blocks)
+        cached = min(held_blocks, facts.num_blocks - used)
+        yield "warmpath_num_requests_running", labels, float(self.running)
+        yield "warmpath_num_requests_waiting", labels, float(self.waiting)
+        yield "warmpath_kv_cache_block_bytes", labels, float(facts.block_bytes)
+        for state, blocks in (("used", used), ("cached", cached), ("free", facts.num_blocks - used - cached)):
+            yield "warmpath_kv_cache_blocks", (*labels, ("state", state)), float(blocks)

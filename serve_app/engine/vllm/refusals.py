@@ -1,4 +1,4 @@
-"""What a deployment cannot have with ``engine: vllm``: settings and a checkpoint's config in, sentences out.
+"""What there cannot be with ``engine: vllm``: settings, a checkpoint's config or a request in, sentences out.
 
 A setting that would have no effect is refused where it is not at its default, so that nobody relies on it. What vLLM
 does only where it is asked for, as ``kv_pull``, has another default with it (``AppConfig``). Pure, and without vllm.
@@ -12,6 +12,7 @@ from typing import Any
 
 from serve_app.config.app import AppConfig
 from serve_app.config.engine import VLLM_CPU_BLOCK_SIZE
+from serve_app.engine.protocol import EngineRequest
 
 WINDOWED = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
 """Model types whose ``sliding_window``, where it is not null, is that of every layer."""
@@ -81,6 +82,14 @@ def refused_settings(config: AppConfig, *, on_cpu: bool) -> list[str]:
             f"set block_size: {VLLM_CPU_BLOCK_SIZE}"
         )
     return found
+
+
+def refuse_unmapped(request: EngineRequest) -> None:
+    """Raise ValueError for what of a request vLLM has no counterpart of."""
+    if request.scope.public_blocks:
+        raise ValueError("public prompts are not available with engine=vllm")
+    if not request.store_kv:
+        raise ValueError("with engine=vllm every request's KV stays in the cache; leave store_kv out")
 
 
 def refused_model(fields: Mapping[str, Any]) -> list[str]:

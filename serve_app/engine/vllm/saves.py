@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -17,6 +18,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.transfer.job import Job
 
 _log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ MAX_KEPT_PREFIXES = 256
 """Pins that one tenant's requests may add to its others: each remembers all of its blocks."""
 
 Run = Callable[[Job, Sequence[int], bytes, str], Awaitable[int]]
-"""Has vLLM run a job as a request of one token: job, prompt, root, adapter."""
+"""``JobRunner.run``."""
 
 
 def block_number(block_hash: bytes) -> int:
@@ -34,13 +36,14 @@ def block_number(block_hash: bytes) -> int:
 
 
 class VllmSaves:
-    """One engine's. ``weights``: of the tenants' shares of ``budget_blocks``."""
+    """One engine's. ``weights``: of the tenants' shares of ``budget_blocks``; ``held``: what the pool holds."""
 
     def __init__(
         self,
         budget_blocks: int,
         block_size: int,
         weights: Mapping[str, float],
+        held: HeldBlocks,
         run: Run,
         meters: EngineMeters,
         clock: Clock,
@@ -48,18 +51,26 @@ class VllmSaves:
         self.pins = Pins(budget_blocks, weights)
         self.recalled = 0
         self._size = block_size
+        self._held = held
         self._run = run
         self._meters = meters
         self._clock = clock
         self._names: dict[bytes, str] = {}
+        """What the connector knows a pin by: another name each time, as its end and its next beginning may overlap."""
         self._numbers = count()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._under_way: dict[bytes, asyncio.Task[SaveOutcome]] = {}
-        self._unpinning: set[asyncio.Task[None]] = set()
 
     async def save(self, request: EngineRequest) -> SaveResult | None:
-        """Have what a request asks to save computed and kept, before the request itself."""
-        self.expire()
-        save = request.save
+        """Let the time of what a request reads run anew; have what it asks to save computed and kept before it."""
+        now_s, chain, save = self._clock(), request.block_hashes, request.save
+        if not self.pins.budget_blocks:
+            return None if save is None else SaveResult("off")
+        if self.pins.next_expiry_s is not None:
+            held = self._held.known(chain, len(chain) // HASH_BYTES)
+            self.pins.read([block_number(hash_at(chain, i)) for i in range(held)], now_s)
+            for key in self.pins.expired(now_s):
+                self._spawn(self._unpin(key))
         if save is None:
             return None
         blocks = min(save.tokens, len(request.token_ids)) // self._size
@@ -67,47 +78,33 @@ class VllmSaves:
 
     async def keep(self, request: EngineRequest) -> SaveResult | None:
         """Keep the prefixes that a request asks for, as far as they fit, now that all of its prompt has KV."""
-        found: list[SaveResult] = []
+        if request.keep and not self.pins.budget_blocks:
+            return SaveResult("off")
+        results: dict[SaveOutcome, SaveResult] = {}
         for kept in request.keep:
             blocks = min(kept.tokens, len(request.token_ids)) // self._size
             if not blocks:
                 continue
             # Equal prefixes are one pin; nobody's request renews another tenant's.
             key = hash_at(request.block_hashes, blocks - 1) + request.tenant.encode()
-            full = key not in self._names and self.pins.of_tenant(request.tenant) >= MAX_KEPT_PREFIXES
-            if full:
-                found.append(self._refused("over_budget", blocks, request))
+            if key not in self._names and self.pins.of_tenant(request.tenant) >= MAX_KEPT_PREFIXES:
+                result = self._refused(blocks, request)
             else:
-                found.append(await self._keep(key, blocks, kept.ttl_s, request))
-            if found[-1].outcome not in ("saved", "present"):
-                return self._counted(found[-1])
-        if not found:
+                result = await self._keep(key, blocks, kept.ttl_s, request)
+            if result.outcome not in ("saved", "present"):
+                return self._counted(result)
+            results[result.outcome] = result
+        return self._counted(results.get("saved") or results["present"]) if results else None
+
+    async def take_over(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Keep what another replica kept, with what is left of its time; None where not all of it is held here."""
+        blocks = len(prefix.chain) // HASH_BYTES
+        root = self._held.root_of(hash_at(prefix.chain, 0))
+        over = (saved.ttl_s or math.inf) <= saved.unread_s
+        if not root or over or self._held.known(prefix.chain, blocks) < blocks:
             return None
-        return self._counted(next((one for one in found if one.outcome == "saved"), found[-1]))
-
-    async def take_over(self, saved: SavedPrefix, prefix: HashedTokens, root: bytes) -> PinOutcome | None:
-        """Keep what another replica kept, with what is left of its time; all of it is held here."""
-        blocks = [block_number(one) for one in split_chain(prefix.chain)]
-        ids = prefix.token_ids[: len(blocks) * self._size].tolist()
-        outcome = await self._begin(
-            saved.key,
-            self._pin(
-                saved.key, blocks, saved.ttl_s, saved.tenant, ids, root, prefix.scope.lora, unread_s=saved.unread_s
-            ),
-        )
+        outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, unread_s=saved.unread_s)
         return {"saved": "pinned", "present": "present", "over_budget": "over_budget"}.get(outcome)  # type: ignore[return-value]
-
-    def read(self, chain: bytes, blocks: int) -> None:
-        """Let the time of what is wholly within the first ``blocks`` of a chain run anew."""
-        if self.pins.next_expiry_s is not None:
-            self.pins.read([block_number(hash_at(chain, i)) for i in range(blocks)], self._clock())
-
-    def expire(self) -> None:
-        """Let go of what nobody read for its time."""
-        for key in self.pins.expired(self._clock()):
-            task = asyncio.get_running_loop().create_task(self._unpin(key))
-            self._unpinning.add(task)
-            task.add_done_callback(self._unpinning.discard)
 
     async def clear(self) -> None:
         """Let go of everything."""
@@ -121,43 +118,34 @@ class VllmSaves:
             await self._unpin(key)
 
     async def _keep(self, key: bytes, blocks: int, ttl_s: float | None, request: EngineRequest) -> SaveResult:
-        if key in self._under_way:
-            outcome = await asyncio.shield(self._under_way[key])
-            outcome = "present" if outcome == "saved" else outcome
-        elif not blocks:
-            outcome = "too_short"
-        elif self.pins.renew(key, ttl_s, self._clock()):
-            outcome = "present"
-        elif blocks > self.pins.budget_blocks:
-            return SaveResult("too_large", blocks * self._size, 0, self.pins.budget_blocks * self._size)
-        else:
-            numbers = [block_number(hash_at(request.block_hashes, i)) for i in range(blocks)]
-            ids = request.token_ids[: blocks * self._size].tolist()
-            pin = self._pin(key, numbers, ttl_s, request.tenant, ids, request.root, request.scope.lora)
-            outcome = await self._begin(key, pin)
-        return self._refused(outcome, blocks, request) if outcome == "over_budget" else SaveResult(outcome)
-
-    async def _begin(self, key: bytes, pin: Coroutine[Any, Any, SaveOutcome]) -> SaveOutcome:
-        """Run a pin to its end, whoever leaves meanwhile: others may wait for it."""
-        task = self._under_way[key] = asyncio.get_running_loop().create_task(pin)
-        task.add_done_callback(lambda _: self._under_way.pop(key, None))
-        return await asyncio.shield(task)
+        if key not in self._under_way:
+            if not blocks:
+                return SaveResult("too_short")
+            if blocks > self.pins.budget_blocks:
+                return SaveResult("too_large", blocks * self._size, 0, self.pins.budget_blocks * self._size)
+        chain = request.block_hashes[: blocks * HASH_BYTES]
+        prefix = HashedTokens(request.scope, request.token_ids, chain, request.tenant)
+        outcome = await self._pin(key, prefix, request.root, ttl_s)
+        return self._refused(blocks, request) if outcome == "over_budget" else SaveResult(outcome)
 
     async def _pin(
-        self,
-        key: bytes,
-        blocks: Sequence[int],
-        ttl_s: float | None,
-        tenant: str,
-        token_ids: list[int],
-        root: bytes,
-        lora: str,
-        *,
-        unread_s: float = 0.0,
+        self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, *, unread_s: float = 0.0
     ) -> SaveOutcome:
-        now_s = self._clock() - unread_s
-        while (added := self.pins.add(key, blocks, ttl_s, now_s, tenant)) == "over_budget":
-            lent = self.pins.recall(blocks, tenant)
+        """Pin a prefix, or wait for who does. It goes on to its end, whoever leaves meanwhile: others may wait."""
+        task = self._under_way.get(key)
+        if task is not None:
+            outcome = await asyncio.shield(task)
+            return "present" if outcome == "saved" else outcome
+        task = self._under_way[key] = self._spawn(self._pinned(key, prefix, root, ttl_s, unread_s))
+        task.add_done_callback(lambda _: self._under_way.pop(key))
+        return await asyncio.shield(task)
+
+    async def _pinned(
+        self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float
+    ) -> SaveOutcome:
+        blocks = [block_number(block_hash) for block_hash in split_chain(prefix.chain)]
+        while (added := self.pins.add(key, blocks, ttl_s, self._clock() - unread_s, prefix.tenant)) == "over_budget":
+            lent = self.pins.recall(blocks, prefix.tenant)
             if lent is None:
                 return "over_budget"
             self.recalled += 1
@@ -165,8 +153,9 @@ class VllmSaves:
         if added == "present":
             return "present"
         name = self._names[key] = f"pin-{next(self._numbers)}"
+        ids = prefix.token_ids[: len(blocks) * self._size].tolist()
         try:
-            await self._run(Job("pin", name, 0, len(blocks)), [*token_ids, 0], root, lora)
+            await self._run(Job("pin", name, 0, len(blocks)), [*ids, 0], root, prefix.scope.lora)
         except Exception:
             _log.exception("a prefix of %d blocks could not be kept", len(blocks))
             if self._names.get(key) == name:
@@ -185,16 +174,22 @@ class VllmSaves:
 
     async def _let_go(self, name: str) -> None:
         try:
-            await self._run(Job("unpin", name, 0, 0), [0], bytes(HASH_BYTES), "")
+            await self._run(Job("unpin", name), [0], bytes(HASH_BYTES), "")
         except Exception:
             _log.exception("vLLM did not let go of kept blocks")
 
-    def _refused(self, outcome: SaveOutcome, blocks: int, request: EngineRequest) -> SaveResult:
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _refused(self, blocks: int, request: EngineRequest) -> SaveResult:
         """Return what a client is told of a save for which there is no room."""
         numbers = (block_number(hash_at(request.block_hashes, i)) for i in range(blocks))
         more = blocks - self.pins.pinned_leading(numbers, request.tenant)
         held, budget = self.pins.room(request.tenant)
-        return SaveResult(outcome, more * self._size, held * self._size, budget * self._size)
+        return SaveResult("over_budget", more * self._size, held * self._size, budget * self._size)
 
     def _counted(self, result: SaveResult) -> SaveResult:
         self._meters.saves[result.outcome] += 1

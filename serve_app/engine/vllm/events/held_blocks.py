@@ -1,11 +1,13 @@
 """What a pool holds by its events: each block's tokens, what it hangs under, and how much it is used.
 
-Owns the look-ups that routers' hashes allow. Not thread-safe. Knows no hash of vLLM's.
+Owns the look-ups that routers' hashes allow. Only who follows the events changes it; any thread may ask. Knows no hash
+of vLLM's.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,7 +32,7 @@ class HeldBlock:
 class HeldBlocks:
     """Blocks by our hash, in the order in which they were stored. ``xor``: of the words of their hashes."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self.xor = 0
         self._clock = clock
         self._blocks: dict[bytes, HeldBlock] = {}
@@ -38,22 +40,18 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._blocks
-
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._blocks)
 
     def add(self, block_hash: bytes, under: bytes, token_bytes: bytes) -> None:
-        """Take in a block; what is held already stays as it is."""
-        if block_hash not in self._blocks:
-            self._blocks[block_hash] = HeldBlock(under, token_bytes, self._clock())
-            self.xor ^= block_word(block_hash)
+        """Take in a block that is not held."""
+        self._blocks[block_hash] = HeldBlock(under, token_bytes, self._clock())
+        self.xor ^= block_word(block_hash)
 
-    def discard(self, block_hash: bytes) -> None:
-        """Forget a block, if it is held."""
-        if self._blocks.pop(block_hash, None) is not None:
-            self.xor ^= block_word(block_hash)
+    def remove(self, block_hash: bytes) -> None:
+        """Forget a block that is held."""
+        del self._blocks[block_hash]
+        self.xor ^= block_word(block_hash)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -64,13 +62,15 @@ class HeldBlocks:
         """Return how many of a packed chain's first ``most`` blocks are held; a hint where a hole is among them."""
         return count_leading(chain, min(most, len(chain) // HASH_BYTES), self._blocks.__contains__)
 
-    def hit(self, chain: bytes, blocks: int) -> None:
-        """Count a request that found the first ``blocks`` of a chain held."""
+    def hit(self, chain: bytes, most: int) -> int:
+        """Do as ``known`` for a request that will use them, and count it: hot is what is used."""
+        blocks = self.known(chain, most)
         held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
         if held is not None:
             now_s = self._clock()
             held.hits = held.hits * math.exp((held.used_s - now_s) / HEAT_MEMORY_S) + 1.0
             held.used_s = now_s
+        return blocks
 
     def root_of(self, first_hash: bytes) -> bytes:
         """Return the root that a chain's first block hangs under; b"" where that is not held."""
@@ -81,14 +81,14 @@ class HeldBlocks:
         """Return everything that begins under a root whose owner is known, parents first, numbered from 0."""
         numbers: dict[bytes, int] = {}
         entries: list[CachedBlock] = []
-        for block_hash, held in self._blocks.items():
+        for block_hash, held in list(self._blocks.items()):
             parent = numbers.get(held.under)
             owner = owner_of(held.under) if parent is None else (entries[parent].scope, entries[parent].tenant)
             if owner is not None:
-                numbers[block_hash] = len(entries)
+                number = numbers[block_hash] = len(entries)
                 entries.append(
                     CachedBlock(
-                        block_hash, len(entries), parent, held.token_bytes, *owner, used_s=held.used_s, hits=held.hits
+                        block_hash, number, parent, held.token_bytes, *owner, used_s=held.used_s, hits=held.hits
                     )
                 )
         return entries

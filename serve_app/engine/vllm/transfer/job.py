@@ -1,19 +1,27 @@
-"""What a request of one token asks of the connector beside its prompt: plain data, and where it lies in the message.
+"""What a request of one token asks of the connector beside its prompt, and how such requests are run. Imports no vllm.
 
-Imports no vllm.
+vLLM places them as any other request; copies go before whatever else waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Literal
 
 import msgspec
 
-MODULE = "serve_app.engine.vllm.transfer.connector"
-"""Where vLLM finds the connector."""
+from router.protocol.block_hash import HASH_BYTES
+from serve_app.engine.protocol import EngineError
+from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.frontend import VllmFrontend
 
 LAYOUT_FILE = "kv_layout.json"
+
+_FIRST = -1
+"""vLLM's priority of a job; requests have 0. A copy costs a step's part, and whoever waits for it has a deadline."""
+
+_SAMPLING = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -24,8 +32,8 @@ class Job(msgspec.Struct, frozen=True):
 
     kind: Literal["export", "import", "pin", "unpin"]
     file: str
-    first: int
-    end: int
+    first: int = 0
+    end: int = 0
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return it as ``SamplingParams.extra_args`` carry it."""
@@ -46,3 +54,46 @@ class Layout(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     layers: tuple[str, ...]
+
+
+class JobRunner:
+    """Runs jobs in vLLM. ``begins`` is called before each (any thread): its one token is nobody's prompt."""
+
+    def __init__(self, frontend: VllmFrontend, adapters: VllmAdapters, begins: Callable[[], None]) -> None:
+        self._frontend = frontend
+        self._slots = adapters.slots
+        self._begins = begins
+        self._numbers = count()
+
+    def wait(self, job: Job | None, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        """Run a job to its end (any thread but the loop's); returns and raises as ``run``."""
+        return self._frontend.call(self.run(job, token_ids, root, lora)).result()
+
+    def step(self) -> None:
+        """Have vLLM compute a step, of one token that is nobody's (any thread but the loop's)."""
+        self.wait(None, [0], bytes(HASH_BYTES), "")
+
+    async def run(self, job: Job | None, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        """Run a job in the frontend's loop, None: a step alone; return how many of its tokens were not computed.
+
+        Raises EngineError, or LookupError for an adapter that is not loaded.
+        """
+        if lora:
+            self._slots.pin(lora)
+        try:
+            weights = self._slots.weights(lora).request if lora else None
+            self._begins()
+            sampling = _SAMPLING if job is None else {**_SAMPLING, "extra_args": job.to_extra_args()}
+            priority = 0 if job is not None and job.kind == "pin" else _FIRST  # what is to be kept may be computed
+            name, cached = f"job {next(self._numbers)}", 0
+            parts = self._frontend.generate(name, list(token_ids), root.hex(), sampling, weights, priority=priority)
+            async for part in parts:
+                cached = max(cached, part.cached_tokens)
+            return cached
+        except (LookupError, EngineError):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM could not copy KV: {type(error).__name__}") from error
+        finally:
+            if lora:
+                self._slots.unpin(lora)

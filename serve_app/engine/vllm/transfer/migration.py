@@ -1,75 +1,71 @@
-"""What other replicas ask when a cache moves: what vLLM's pool holds and what is hot there, to take KV in, to keep it.
+"""What other replicas ask when a cache moves: what vLLM's pool holds and what is hot there, to hand KV out, to take it.
 
-Made of vLLM's events, of the saves, and of the requests so far, which say whose a root is. Any thread but the loop's.
+What leaves is described, and what comes is verified before vLLM sees it. Made of vLLM's events, of the saves, and of
+the requests so far, which say whose a root is. Any thread but the loop's. Imports no vllm.
 """
 
 from __future__ import annotations
 
-import math
+import hashlib
+import itertools
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at
-from serve_app.cache.kv_chain import KvChain, TransferError
+import msgspec
+import numpy as np
+
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, hash_blocks
+from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import (
-    HashedTokens,
-    HotPrefixes,
-    PinnedBlocks,
-    SavedPrefix,
-    idle_heats,
-    list_hot,
-)
-from serve_app.cache.prefix.pins import PinOutcome
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, PinnedBlocks, idle_heats, list_hot
+from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.protocol import CacheRoom, Clock
-from serve_app.engine.vllm.events.held_blocks import OwnerOf
-from serve_app.engine.vllm.saves import VllmSaves, block_number
-from serve_app.engine.vllm.transfer.transfer import VllmTransfer
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.saves import block_number
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
+
+RunJob = Callable[[Job, Sequence[int], bytes, str], int]
+"""``JobRunner.wait``."""
 
 
-class Held(Protocol):
-    """What a pool holds; see ``EventSubscriber``."""
+def format_of(directory: Path, model: str, block_size: int) -> KvFormat:
+    """Return what KV has to be like to be loaded, from what the worker wrote of its layers."""
+    layout = msgspec.json.decode((directory / LAYOUT_FILE).read_bytes(), type=Layout)
+    made = hashlib.blake2b(msgspec.json.encode((layout.vllm, layout.cpu, layout.layers)), digest_size=8).hexdigest()
+    part = KvPart(layout.dtype, (len(layout.layers), *layout.shape), axes=f"vllm {layout.vllm}: layers, block")
+    return KvFormat(f"{model}/vllm-{made}", block_size, (part,))
 
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
-        """Return how many of a chain's first ``most`` blocks."""
 
-    def root_of(self, first_hash: bytes) -> bytes:
-        """Return under which root a chain begins."""
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How KV leaves and enters. ``directory``: for its files."""
 
-    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
-        """Return it by owner, parents first."""
+    format: KvFormat
+    directory: Path
+    run_job: RunJob
+    max_model_len: int
+
+    @property
+    def most_blocks(self) -> int:
+        """Of a prefix that a job can name: it has a token more, and answers with one."""
+        return (self.max_model_len - 2) // self.format.block_size
 
 
 class VllmMigration:
-    """One engine's answers; the names are those of ``protocol.Engine``.
+    """One engine's answers; the names are those of ``protocol.Engine``. ``transfer`` None: nothing leaves or enters."""
 
-    ``held`` None: nothing is cached. ``transfer`` None: nothing leaves or enters. ``wait`` runs what belongs to the
-    loop; ``used_blocks``: how many are in use.
-    """
-
-    def __init__(
-        self,
-        num_blocks: int,
-        held: Held | None,
-        transfer: VllmTransfer | None,
-        saves: VllmSaves,
-        wait: Callable[[Coroutine[Any, Any, PinOutcome | None]], PinOutcome | None],
-        used_blocks: Callable[[], int],
-        *,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, num_blocks: int, held: HeldBlocks, pins: Pins, transfer: Transfer | None, clock: Clock) -> None:
         self._num_blocks = num_blocks
         self._held = held
+        self._pins = pins
         self._transfer = transfer
-        self._saves = saves
-        self._wait = wait
-        self._used_blocks = used_blocks
         self._clock = clock
         self._lock = threading.Lock()
         self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
+        self._file_numbers = itertools.count()
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
         """Remember whose a root is. As many as the pool has blocks: it holds no more beginnings."""
@@ -80,29 +76,60 @@ class VllmMigration:
                 self._owners.popitem(last=False)
 
     def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
-        """Return the blocks from ``first`` on that are held of a prefix."""
-        return self._transfer.export_prefix(prefix, first, most_blocks) if self._transfer is not None else None
+        """Return the blocks from ``first`` on that vLLM holds of a prefix, ``most_blocks`` at most; None for none."""
+        transfer = self._transfer
+        if transfer is None or prefix.scope.public_blocks:
+            return None
+        size, ids = transfer.format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
+        most = transfer.most_blocks if most_blocks is None else min(first + most_blocks, transfer.most_blocks)
+        end = self._held.known(prefix.chain, min(most, len(ids) // size))
+        chain = prefix.chain[: end * HASH_BYTES]
+        root = self._root(chain, ids[: end * size], size) if end > first else b""
+        if not root:
+            return None
+        file = self._file(transfer)
+        job, job_ids = Job("export", str(file), first, end), [*ids[: end * size].tolist(), 0]
+        try:
+            transfer.run_job(job, job_ids, root, prefix.scope.lora)
+            payload = np.fromfile(file, np.uint8).reshape(-1, transfer.format.block_bytes)
+        except (FileNotFoundError, LookupError):
+            return None
+        finally:
+            file.unlink(missing_ok=True)
+        end = first + len(payload)
+        header = make_header(
+            transfer.format, prefix.scope, ids[: end * size], chain[: end * HASH_BYTES], payload, first
+        )
+        return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
-        """Load blocks of a prefix that another vLLM handed out; return how many leading ones are held then.
+        """Load the blocks from ``first`` on of the chain that is wanted; return how many leading ones are held then.
 
-        Raises a TransferError, taking nothing, or EngineError.
+        Where blocks before ``first`` were evicted meanwhile vLLM computes the prefix, and fewer than ``first`` is said.
+        Raises a TransferError, taking nothing, for what is not that, or EngineError.
         """
-        if self._transfer is None:
+        transfer = self._transfer
+        if transfer is None:
             raise TransferError("this vLLM takes no KV from elsewhere")
-        held = self._transfer.import_part(part, prefix, first)
-        self.note_owner(part.header.root, prefix.scope, prefix.tenant)
-        return held
-
-    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Keep a prefix that another replica kept; None where not all of it is here, or its time is over."""
-        blocks = len(prefix.chain) // HASH_BYTES
-        if self._held is None or not blocks or (saved.ttl_s or math.inf) <= saved.unread_s:
-            return None
-        root = self._held.root_of(hash_at(prefix.chain, 0))
-        if not root or self._held.known_blocks(prefix.chain, blocks) < blocks:
-            return None
-        return self._wait(self._saves.take_over(saved, prefix, root))
+        scope, token_ids = prefix.scope, prefix.token_ids
+        verify_part(part, transfer.format, scope, token_ids, prefix.chain, first)
+        end, size = first + part.header.blocks, transfer.format.block_size
+        root = part.header.root
+        if scope.public_blocks or end > transfer.most_blocks:
+            raise TransferError("vLLM cannot hold it")
+        if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
+            raise WrongChain("its root is not that of the tokens that were asked for")
+        file = self._file(transfer)
+        job, job_ids = Job("import", str(file), first, end), [*token_ids[: end * size].tolist(), 0]
+        try:
+            np.ascontiguousarray(part.payload).tofile(file)
+            cached = transfer.run_job(job, job_ids, root, scope.lora)
+        except LookupError as error:
+            raise TransferError(f"adapter {scope.lora} is not loaded") from error
+        finally:
+            file.unlink(missing_ok=True)
+        self.note_owner(root, scope, prefix.tenant)
+        return cached // size
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
@@ -110,16 +137,16 @@ class VllmMigration:
         base = [entry for entry in self._entries() if not entry.scope.lora]
         now_s, blocks = self._clock(), {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
-            PinnedBlocks(pin.key, pin.tenant, [blocks[one] for one in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
-            for pin in self._saves.pins.soonest_first()
+            PinnedBlocks(pin.key, pin.tenant, [blocks[block] for block in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
+            for pin in self._pins.soonest_first()
             if blocks.keys() >= set(pin.blocks)
         ]
         return list_hot(base, pins, now_s)
 
-    def cache_room(self) -> CacheRoom:
+    def cache_room(self, used_blocks: int) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""
         entries = self._entries()
-        room = max(0, self._num_blocks - self._used_blocks())
+        room = max(0, self._num_blocks - used_blocks)
         idle = min(len(entries), room)
         heats = idle_heats(entries, range(len(entries)), self._clock())
         return CacheRoom(room - idle, heats[: 4 * idle])
@@ -127,4 +154,12 @@ class VllmMigration:
     def _entries(self) -> list[CachedBlock]:
         with self._lock:
             owners = dict(self._owners)
-        return self._held.entries(owners.get) if self._held is not None else []
+        return self._held.entries(owners.get)
+
+    def _root(self, chain: bytes, token_ids: TokenArray, block_size: int) -> bytes:
+        """Return the root under which these tokens have this chain, b"" where none is known."""
+        root = self._held.root_of(hash_at(chain, 0))
+        return root if root and hash_blocks(root, token_ids, block_size) == chain else b""
+
+    def _file(self, transfer: Transfer) -> Path:
+        return transfer.directory / f"kv-{next(self._file_numbers)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,21 +16,10 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, hash_blocks
 from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 
-_ARRAY_FIELDS = {
-    "BlockStored": BlockStored.__struct_fields__,
-    "BlockRemoved": BlockRemoved.__struct_fields__,
-    "AllBlocksCleared": (),
-}
 
-
-def encode(
-    events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared], *, maps: bool = True, rank: int = 0
-) -> bytes:
-    """Return the payload of a batch in one of the two published forms."""
-    forms: list[Any] = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
-    if not maps:
-        forms = [[form["type"], *(form[name] for name in _ARRAY_FIELDS[form["type"]])] for form in forms]
-    return msgspec.msgpack.encode([1.0, forms, rank])
+def encode(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared], *, rank: int = 0) -> bytes:
+    """Return the payload of a batch."""
+    return msgspec.msgpack.encode([1.0, events, rank])
 
 
 @dataclass

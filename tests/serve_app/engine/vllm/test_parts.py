@@ -1,22 +1,22 @@
-"""Arguments, adapters' files and the waiting line, without vLLM."""
+"""Arguments, adapters' files and what goes to submitters, without vLLM."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_app.engine.protocol import AdapterError, EngineOutput, QueueFull
+from serve_app.engine.protocol import AdapterError, EngineOutput
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.arguments import EXECUTOR, engine_arguments, lora_rank, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
-from serve_app.engine.vllm.sampling.token_choice import choice_of
+from serve_app.engine.vllm.live_requests import Outbox
 from serve_app.engine.vllm.settings import VllmSettings
 from tests.serve_app.engine.adapters import described, save_plain
-from tests.serve_app.engine.tiny import prompt, request
 
 ENDPOINTS = EventEndpoints(Path("/run/private"))
 
@@ -68,23 +68,33 @@ def test_the_environment_keeps_whole_hashes() -> None:
 
 
 class Vllm:
-    """What vLLM was told, and which files it was given."""
+    """A frontend that notes what vLLM was told, and which files it was given."""
 
     def __init__(self) -> None:
         self.paths: dict[int, Path] = {}
         self.removed: list[int] = []
         self.error = ""
 
-    def add(self, name: str, number: int, path: str) -> Any:
+    async def add_lora(self, name: str, number: int, path: str) -> Any:
         self.paths[number] = Path(path)
         if self.error:
             raise ValueError(f"{path}: {self.error}")
         return name, number
 
+    async def remove_lora(self, number: int) -> None:
+        self.removed.append(number)
 
-def adapters_of(vllm: Vllm, directory: Path, **settings: Any) -> VllmAdapters:
-    values = {"enabled": True, "max_loras": 1, "max_cpu_loras": 1, **settings}
-    return VllmAdapters(directory, vllm.add, vllm.removed.append, **values)
+    def call(self, coroutine: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(asyncio.run(coroutine))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
+
+
+def adapters_of(vllm: Any, directory: Path, *, lora: bool = True) -> VllmAdapters:
+    return VllmAdapters(directory, vllm, VllmSettings("m", lora=lora, max_loras=1, max_cpu_loras=1))
 
 
 def test_vllm_reads_files_that_nobody_else_writes(tmp_path: Path) -> None:
@@ -118,32 +128,7 @@ def test_changed_files_and_what_vllm_refuses_are_errors_that_name_no_path(tmp_pa
     with pytest.raises(AdapterError, match="changed after it was loaded"):
         adapters.slots.load(spec)
     with pytest.raises(AdapterError, match="allow_runtime_lora"):
-        adapters_of(vllm, tmp_path / "other", enabled=False).slots.load(spec)
-
-
-def live(name: str, tenant: str = "default") -> LiveRequest:
-    asked = request(name, prompt(4), tenant=tenant)
-    return LiveRequest(asked, lambda _: None, choice_of(asked, "/none"), 0.0, Path("/none"))
-
-
-def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
-    """Among several tenants one alone fills seven eighths of the line; whoever has a token waits no more."""
-    line = LiveRequests(8, tenants=2)
-    flood = [live(str(number), "flood") for number in range(7)]
-    for one in flood:
-        line.check(one.request.request_id, "flood", 1.0)
-        line.add(one)
-    with pytest.raises(QueueFull):
-        line.check("more", "flood", 2.5)
-    line.check("other", "calm", 1.0)
-    with pytest.raises(ValueError, match="in use"):
-        line.check("0", "calm", 1.0)
-    line.begin(flood[0])
-    line.begin(flood[0])
-    line.check("more", "flood", 1.0)
-    line.remove(flood[1])
-    assert len(line) == 6
-    assert line.get("1") is None
+        adapters_of(vllm, tmp_path / "other", lora=False).slots.load(spec)
 
 
 def test_a_submitter_gets_the_outputs_of_a_turn_together() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import wraps
+from typing import Any
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import PrefixScope, extend_chain
+from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, KeptPrefix, Save, SaveResult
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
@@ -32,16 +35,17 @@ class Vllm:
 
     async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)
+        number = len(self.jobs) - 1
         if job.kind == "unpin":  # as the request arrives
             self.kept.pop(job.file, None)
         await asyncio.sleep(0)
         if job.kind == "pin":
-            if len(self.jobs) - 1 in self.fails:
+            if number in self.fails:
                 raise EngineError("it failed")
             assert len(token_ids) == job.end * SIZE + 1
             assert job.file not in self.kept
             chain = extend_chain(root, 0, np.array(token_ids, np.int32), SIZE)
-            self.kept[job.file] = [block_number(chain[i * 16 : i * 16 + 16]) for i in range(job.end)]
+            self.kept[job.file] = list(map(block_number, split_chain(chain)))
         await asyncio.sleep(0)
         return 0
 
@@ -49,12 +53,19 @@ class Vllm:
 class Made:
     def __init__(self, budget: int = BUDGET, **weights: float) -> None:
         self.now_s = 0.0
-        self.vllm, self.meters = Vllm(), EngineMeters()
-        self.saves = VllmSaves(budget, SIZE, weights, self.vllm.run, self.meters, lambda: self.now_s)
+        self.vllm, self.meters, self.held = Vllm(), EngineMeters(), HeldBlocks()
+        self.saves = VllmSaves(budget, SIZE, weights, self.held, self.vllm.run, self.meters, lambda: self.now_s)
+
+    def hold(self, asked: EngineRequest, blocks: int) -> None:
+        """Have the pool hold the first blocks of a prompt."""
+        under = asked.root
+        for block_hash in list(split_chain(asked.block_hashes))[:blocks]:
+            self.held.add(block_hash, under, b"")
+            under = block_hash
 
     async def settle(self) -> None:
-        while tasks := [*self.saves._under_way.values(), *self.saves._unpinning]:
-            await asyncio.wait(tasks)
+        while self.saves._tasks:
+            await asyncio.wait(self.saves._tasks)
 
     def kept(self) -> list[list[int]]:
         return sorted(self.vllm.kept.values())
@@ -63,29 +74,29 @@ class Made:
         return sorted(list(pin.blocks) for pin in self.saves.pins.soonest_first())
 
 
-def asked(tokens: int, seed: int = 0, tenant: str = "default", **fields: object) -> EngineRequest:
+def asked(tokens: int, seed: int = 0, tenant: str = "default", **fields: Any) -> EngineRequest:
     ids = prompt(tokens, seed)
     made = request("r", ids, scope=SCOPE, tenant=tenant)
-    return replace(made, block_hashes=extend_chain(root_of(SCOPE), 0, ids, SIZE), **fields)  # type: ignore[arg-type]
+    return replace(made, block_hashes=extend_chain(root_of(SCOPE), 0, ids, SIZE), **fields)
 
 
-def saving(key: int, blocks: int, ttl_s: float | None = None, **fields: object) -> EngineRequest:
-    return asked(blocks * SIZE + 2, key, save=Save(bytes([key]), blocks * SIZE, ttl_s), **fields)  # type: ignore[arg-type]
+def saving(key: int, blocks: int, ttl_s: float | None = None, tenant: str = "default") -> EngineRequest:
+    return asked(blocks * SIZE + 2, key, tenant, save=Save(bytes([key]), blocks * SIZE, ttl_s))
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def inside() -> None:
-        await asyncio.wait_for(work(), 60)
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
-    asyncio.run(inside())
+    return run
 
 
+OfTenant = (st.integers(0, 4), st.integers(0, 6), st.sampled_from("ab"))
 Steps = st.lists(
     st.one_of(
-        st.tuples(
-            st.just("save"), st.integers(0, 4), st.integers(0, 6), st.sampled_from("ab"), st.sampled_from([None, 5.0])
-        ),
-        st.tuples(st.just("keep"), st.integers(0, 4), st.integers(0, 6), st.sampled_from("ab"), st.just(5.0)),
+        st.tuples(st.just("save"), *OfTenant, st.sampled_from([None, 5.0])),
+        st.tuples(st.just("keep"), *OfTenant, st.just(5.0)),
         st.tuples(st.sampled_from(["later", "clear", "shares", "wait"])),
     ),
     max_size=20,
@@ -93,142 +104,123 @@ Steps = st.lists(
 
 
 @given(steps=Steps, fails=st.sets(st.integers(0, 20)), shared=st.booleans())
-def test_vllm_keeps_what_is_pinned_and_no_more(
-    steps: list[tuple[str, int, int, str, float | None]], fails: set[int], *, shared: bool
-) -> None:
+@in_loop
+async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: set[int], shared: bool) -> None:
     """Saves of two tenants at once, as they end, fail, are recalled and forgotten: inside the budget at any time."""
-
-    async def work() -> None:
-        made = Made(**({"a": 1.0, "b": 1.0} if shared else {}))
-        saves = made.saves
-        made.vllm.fails = fails
-        begun: list[asyncio.Task[object]] = []
-        for kind, *values in steps:
-            if kind == "save":
-                key, blocks, tenant, ttl_s = values
-                wanted = saving(key, blocks, ttl_s, tenant=tenant)  # type: ignore[arg-type]
-                begun.append(asyncio.ensure_future(saves.save(wanted)))
-            elif kind == "keep":
-                key, blocks, tenant, ttl_s = values
-                wanted = asked(blocks * SIZE + 1, key, tenant, keep=(KeptPrefix(blocks * SIZE, ttl_s),))  # type: ignore[arg-type]
-                begun.append(asyncio.ensure_future(saves.keep(wanted)))
-            elif kind == "later":
-                made.now_s += 4
-            elif kind == "clear":
-                begun.append(asyncio.ensure_future(saves.clear()))
-            elif kind == "shares":
-                begun.append(asyncio.ensure_future(saves.set_shares({"a": 1.0, "c": 1.0})))
-            else:
-                await asyncio.sleep(0)
-            assert saves.pins.blocks <= BUDGET
-        await asyncio.gather(*begun)
-        await made.settle()
-        assert made.kept() == made.pinned()
-        assert len({block for blocks in made.kept() for block in blocks}) <= BUDGET
-        await saves.clear()
-        assert not made.vllm.kept
-
-    run(work)
+    made = Made(**({"a": 1.0, "b": 1.0} if shared else {}))
+    saves = made.saves
+    made.vllm.fails = fails
+    begun: list[asyncio.Future[Any]] = []
+    for kind, *values in steps:
+        if kind == "save":
+            key, blocks, tenant, ttl_s = values
+            begun.append(asyncio.ensure_future(saves.save(saving(key, blocks, ttl_s, tenant))))
+        elif kind == "keep":
+            key, blocks, tenant, ttl_s = values
+            wanted = asked(blocks * SIZE + 1, key, tenant, keep=(KeptPrefix(blocks * SIZE, ttl_s),))
+            begun.append(asyncio.ensure_future(saves.keep(wanted)))
+        elif kind == "later":
+            made.now_s += 4
+        elif kind == "clear":
+            begun.append(asyncio.ensure_future(saves.clear()))
+        elif kind == "shares":
+            begun.append(asyncio.ensure_future(saves.set_shares({"a": 1.0, "c": 1.0})))
+        else:
+            await asyncio.sleep(0)
+        assert saves.pins.blocks <= BUDGET
+    await asyncio.gather(*begun)
+    await made.settle()
+    assert made.kept() == made.pinned()
+    assert len({block for blocks in made.kept() for block in blocks}) <= BUDGET
+    await saves.clear()
+    assert not made.vllm.kept
 
 
-def test_what_a_client_is_told() -> None:
+@in_loop
+async def test_what_a_client_is_told() -> None:
     """Of each way in which a save may end, as the built-in engine tells it."""
-
-    async def work() -> None:
-        made = Made()
-        save = made.saves.save
-        assert await save(asked(9)) is None
-        assert await save(saving(1, 0)) == SaveResult("too_short")
-        one, two = await asyncio.gather(save(saving(1, 6)), save(saving(1, 6)))
-        assert (one, two) == (SaveResult("saved"), SaveResult("present"))
-        assert await save(saving(1, 6)) == SaveResult("present")
-        assert await save(saving(2, 11)) == SaveResult("too_large", 44, 0, 40)
-        assert await save(saving(2, 5)) == SaveResult("over_budget", 20, 24, 40)
-        made.vllm.fails = {len(made.vllm.jobs)}
-        assert await save(saving(3, 4)) == SaveResult("failed")
-        assert await save(saving(3, 4)) == SaveResult("saved")
-        kept = asked(18, 1, keep=(KeptPrefix(8, 9.0), KeptPrefix(16, 9.0)))
-        assert await made.saves.keep(kept) == SaveResult("saved"), "their blocks are kept already"
-        assert await made.saves.keep(kept) == SaveResult("present")
-        assert made.meters.saves["saved"] == 3
-        assert made.meters.saves["failed"] == 1
-
-    run(work)
+    made = Made()
+    save, keep = made.saves.save, made.saves.keep
+    assert await save(asked(9)) is None
+    assert await save(saving(1, 0)) == SaveResult("too_short")
+    assert await asyncio.gather(save(saving(1, 6)), save(saving(1, 6))) == [SaveResult("saved"), SaveResult("present")]
+    assert await save(saving(1, 6)) == SaveResult("present")
+    assert await save(saving(2, 11)) == SaveResult("too_large", 44, 0, 40)
+    assert await save(saving(2, 5)) == SaveResult("over_budget", 20, 24, 40)
+    made.vllm.fails = {len(made.vllm.jobs)}
+    assert await save(saving(3, 4)) == SaveResult("failed")
+    assert await save(saving(3, 4)) == SaveResult("saved")
+    kept = asked(18, 1, keep=(KeptPrefix(3, 9.0), KeptPrefix(8, 9.0), KeptPrefix(16, 9.0)))
+    assert await keep(kept) == SaveResult("saved"), "their blocks are kept already"
+    assert await keep(kept) == SaveResult("present")
+    assert await keep(replace(kept, keep=kept.keep[:1])) is None
+    assert (made.meters.saves["saved"], made.meters.saves["failed"]) == (3, 1)
+    off = Made(budget=0).saves
+    assert (await off.save(saving(1, 1)), await off.keep(kept)) == (SaveResult("off"), SaveResult("off"))
+    assert (await off.save(asked(9)), await off.keep(asked(9))) == (None, None)
 
 
-def test_tenants_that_share_a_prefix_each_keep_it() -> None:
+@in_loop
+async def test_tenants_that_share_a_prefix_each_keep_it() -> None:
     """Neither ends with the other's pin: nobody's request renews another tenant's, nor is told that it is there."""
-
-    async def work() -> None:
-        made = Made()
-        for tenant in ("a", "b"):
-            kept = await made.saves.keep(asked(9, 1, tenant, keep=(KeptPrefix(8, 9.0),)))
-            assert kept == SaveResult("saved")
-        assert made.saves.pins.holdings() == {"a": 2, "b": 2}
-
-    run(work)
+    made = Made()
+    for tenant in ("a", "b"):
+        kept = await made.saves.keep(asked(9, 1, tenant, keep=(KeptPrefix(8, 9.0),)))
+        assert kept == SaveResult("saved")
+    assert made.saves.pins.holdings() == {"a": 2, "b": 2}
 
 
-def test_time_runs_from_the_last_read() -> None:
+@in_loop
+async def test_time_runs_from_the_last_read() -> None:
     """What nobody reads is let go of with the next request; what is read in part is not read."""
-
-    async def work() -> None:
-        made = Made()
-        for key in (1, 2):
-            await made.saves.save(saving(key, 3, 10.0))
-        made.now_s = 8
-        made.saves.read(asked(14, 1).block_hashes, 3)
-        made.saves.read(asked(14, 2).block_hashes, 2)
-        made.now_s = 12
-        made.saves.expire()
+    made = Made()
+    for key, held in ((1, 3), (2, 2)):
+        await made.saves.save(saving(key, 3, 10.0))
+        made.hold(asked(14, key), held)
+    made.now_s = 8
+    for key in (1, 2):
+        await made.saves.save(asked(14, key))
+    for now_s, left in ((12, 1), (19, 0)):
+        made.now_s = now_s
+        await made.saves.save(asked(4, 9))
         await made.settle()
         assert made.kept() == made.pinned()
-        assert len(made.kept()) == 1
-        made.now_s = 19
-        made.saves.expire()
-        await made.settle()
-        assert made.kept() == made.pinned() == []
-
-    run(work)
+        assert len(made.kept()) == left
 
 
-def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
+@in_loop
+async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
     """The client who asked first goes away; the save goes on, and the second one is told of it."""
-
-    async def work() -> None:
-        made = Made()
-        first = asyncio.ensure_future(made.saves.save(saving(1, 3)))
-        await asyncio.sleep(0)
-        second = asyncio.ensure_future(made.saves.save(saving(1, 3)))
-        await asyncio.sleep(0)
-        first.cancel()
-        assert await second == SaveResult("present")
-        assert made.kept() == made.pinned() != []
-
-    run(work)
+    made = Made()
+    first, second = (asyncio.ensure_future(made.saves.save(saving(1, 3))) for _ in range(2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == SaveResult("present")
+    assert made.kept() == made.pinned() != []
 
 
-def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time() -> None:
-    """As it was, and once."""
+@in_loop
+async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time() -> None:
+    """As it was, and once; one that is over, or not all held here, is none."""
+    made = Made()
+    saved = SavedPrefix(b"k", "default", 10.0, 4.0, 0)
 
-    async def work() -> None:
-        made = Made()
-        wanted = asked(12)
-        prefix = HashedTokens(SCOPE, wanted.token_ids, wanted.block_hashes)
-        saved = SavedPrefix(b"k", "default", 10.0, 4.0, 0)
-        assert await made.saves.take_over(saved, prefix, root_of(SCOPE)) == "pinned"
-        assert await made.saves.take_over(saved, prefix, root_of(SCOPE)) == "present"
-        large = asked(44, 3)
-        beyond = HashedTokens(SCOPE, large.token_ids, large.block_hashes)
-        assert await made.saves.take_over(replace(saved, key=b"l"), beyond, root_of(SCOPE)) == "over_budget"
-        made.vllm.fails = {len(made.vllm.jobs)}
-        small = asked(8, 4)
-        failing = HashedTokens(SCOPE, small.token_ids, small.block_hashes)
-        assert await made.saves.take_over(replace(saved, key=b"m"), failing, root_of(SCOPE)) is None
-        assert len(made.kept()) == 1
-        made.now_s = 11
-        made.saves.expire()
+    async def take_over(saved: SavedPrefix, blocks: int, seed: int, held: int | None = None) -> str | None:
+        wanted = asked(blocks * SIZE, seed)
+        made.hold(wanted, blocks if held is None else held)
+        return await made.saves.take_over(saved, HashedTokens(SCOPE, wanted.token_ids, wanted.block_hashes))
+
+    assert await take_over(replace(saved, unread_s=10.0), 1, 5) is None
+    assert await take_over(saved, 3, 6, held=2) is None
+    assert await take_over(saved, 0, 7) is None
+    assert await take_over(saved, 3, 1) == "pinned"
+    assert await take_over(saved, 3, 1, held=0) == "present"
+    assert await take_over(replace(saved, key=b"l"), 11, 3) == "over_budget"
+    made.vllm.fails = {len(made.vllm.jobs)}
+    assert await take_over(replace(saved, key=b"m"), 2, 4) is None
+    for now_s, left in ((5, 1), (11, 0)):
+        made.now_s = now_s
+        await made.saves.save(asked(4, 9))
         await made.settle()
-        assert made.kept() == []
-
-    run(work)
+        assert len(made.kept()) == left

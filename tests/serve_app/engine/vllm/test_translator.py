@@ -1,12 +1,15 @@
-"""What the translator takes, counts and refuses; the law over whole histories is in ``test_translator_laws``."""
+"""What is read of vLLM's events, taken and refused; the law over whole histories is in ``test_translator_laws``."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
@@ -16,7 +19,9 @@ from serve_app.engine.vllm.events.batches import (
     BlockStored,
     KvEventBatch,
     MalformedBatch,
+    decode_batch,
 )
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
@@ -25,12 +30,51 @@ STORED = BlockStored(
 )
 
 
+def pack(events: list[Any], *rest: Any) -> bytes:
+    return msgspec.msgpack.encode([2.5, events, *rest])
+
+
+def test_fields_to_come_are_ignored_and_absent_ones_are_none() -> None:
+    """A newer vLLM says more, and an adapter or a rank is not always there."""
+    event = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1, 2]}
+    removed = {"type": "BlockRemoved", "block_hashes": [b"7"], "locality": "LOCAL"}
+    batch = decode_batch(pack([{**event, "block_size": 2}, removed, {"type": "AllBlocksCleared"}]))
+    assert batch == KvEventBatch(2.5, [BlockStored([7], None, [1, 2], 2), BlockRemoved([b"7"]), AllBlocksCleared()])
+
+
+@pytest.mark.parametrize(
+    ("payload", "sentence"),
+    [
+        (b"", "not a batch"),
+        (b"\xff\x00garbage", "not a batch"),
+        (msgspec.msgpack.encode({"ts": 1.0, "events": []}), "not a batch"),
+        (pack([{"block_hashes": [7]}]), "missing required field `type`"),
+        (pack([{"type": "BlockMoved", "block_hashes": [7]}]), "BlockMoved"),
+        (pack([{"type": "BlockRemoved"}]), "missing required field `block_hashes`"),
+        (pack([{"type": "BlockRemoved", "block_hashes": [1.5]}]), "block_hashes"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_says_what(payload: bytes, sentence: str) -> None:
+    with pytest.raises(MalformedBatch, match=sentence):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_raise_anything_else(payload: bytes) -> None:
+    with suppress(MalformedBatch):
+        decode_batch(payload)
+
+
 def chain(*tokens: int, root: bytes = ROOT) -> bytes:
     return hash_blocks(root, np.array(tokens, dtype=np.int32), 2)
 
 
+def translator_of(blocks: int = 8) -> Translator:
+    return Translator(2, blocks, HeldBlocks())
+
+
 def told(translator: Translator, *events: Any, rank: int | None = 0) -> list[Event]:
-    return translator.translate(KvEventBatch(1.0, events, rank))
+    return translator.translate(KvEventBatch(1.0, list(events), rank))
 
 
 def stored(**changes: Any) -> BlockStored:
@@ -38,127 +82,61 @@ def stored(**changes: Any) -> BlockStored:
 
 
 def test_the_salt_of_a_first_block_is_the_root_and_children_hang_under_their_parent() -> None:
-    translator = Translator(2, 8)
+    translator = translator_of()
     child = stored(block_hashes=[b"2", b"3"], parent_block_hash=b"1", token_ids=[3, 4, 5, 6], extra_keys=[None, None])
     assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
     assert told(translator, child) == [BlocksStored(chain(1, 2, 3, 4, 5, 6)[16:])]
-    assert translator.known_blocks(chain(1, 2, 3, 4, 5, 6, 7, 8), 9) == 3
-    assert translator.known_blocks(chain(1, 2, 3, 4), 1) == 1
-    assert translator.known_blocks(chain(1, 2, root=OTHER), 1) == 0
-
-
-def test_an_adapter_is_taken_off_the_extra_keys() -> None:
-    named = stored(
-        block_hashes=[b"1", b"2"],
-        token_ids=[1, 2, 3, 4],
-        lora_name="x@1",
-        extra_keys=[("x@1", ROOT.hex()), ("x@1",)],
-    )
-    assert told(Translator(2, 8), named) == [BlocksStored(chain(1, 2, 3, 4))]
-
-
-def test_an_adapter_whose_name_is_a_root_is_not_taken_for_one() -> None:
-    named = stored(lora_name=OTHER.hex(), extra_keys=[(OTHER.hex(), ROOT.hex())])
-    assert told(Translator(2, 8), named) == [BlocksStored(chain(1, 2))]
-    unsalted = stored(lora_name=OTHER.hex(), extra_keys=[(OTHER.hex(),)])
-    assert told(Translator(2, 8), unsalted) == []
+    known = translator.held.known
+    assert (known(chain(1, 2, 3, 4, 5, 6, 7, 8), 9), known(chain(1, 2, 3, 4), 1)) == (3, 1)
+    assert known(chain(1, 2, root=OTHER), 1) == 0
 
 
 @pytest.mark.parametrize(
-    "keys",
+    "changes",
     [
-        None,
-        [None],
-        [()],
-        [("short",)],
-        [("g" * 32,)],
-        [(ROOT.hex().upper().replace("7", "A"),)],
-        [(ROOT.hex(), "image")],
-        [(7,)],
+        {"lora_name": "x@1", "extra_keys": [("x@1", ROOT.hex())]},
+        {"lora_name": OTHER.hex(), "extra_keys": [(OTHER.hex(), ROOT.hex())]},
+        {"kv_cache_spec_kind": "mla_attention"},
+    ],
+    ids=["an adapter", "an adapter whose name is a root", "mla"],
+)
+def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
+    assert told(translator_of(), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"extra_keys": keys} for keys in (None, [None], [()], [("short",)], [("g" * 32,)], [(7,)])),
+        {"extra_keys": [(ROOT.hex().upper().replace("7", "A"),)]},
+        {"extra_keys": [(ROOT.hex(), "image")]},
+        {"lora_name": OTHER.hex(), "extra_keys": [(OTHER.hex(),)]},
+        {"parent_block_hash": b"?", "extra_keys": None},
+        {"parent_block_hash": b"0", "extra_keys": [(("image", 0),)]},
     ],
 )
-def test_a_chain_without_a_root_of_ours_is_counted_and_nobodys(keys: Any) -> None:
-    translator = Translator(2, 8)
-    assert told(translator, stored(extra_keys=keys)) == []
-    assert translator.counts.unsalted_blocks == 1
-
-
-def test_blocks_of_images_are_nobodys_for_tokens_do_not_say_what_they_are() -> None:
-    translator = Translator(2, 8)
-    child = stored(block_hashes=[b"2"], parent_block_hash=b"1", token_ids=[3, 4], extra_keys=[(("image", 0),)])
-    assert told(translator, STORED, child) == [BlocksStored(chain(1, 2))]
-    assert translator.counts.unsalted_blocks == 1
+def test_what_has_no_root_of_ours_or_is_not_tokens_alone_is_nobodys(changes: dict[str, Any]) -> None:
+    """Tokens do not say what an image is; a block whose parent is unknown has no hash of ours. Its end is no news."""
+    translator = translator_of()
+    parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
+    assert told(translator, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
 
 
 def test_only_the_last_copy_that_goes_is_told() -> None:
-    translator = Translator(2, 8)
+    translator = translator_of()
     assert told(translator, STORED, STORED) == [BlocksStored(chain(1, 2))]
     assert told(translator, BlockRemoved([b"1"])) == []
     assert told(translator, BlockRemoved([b"1"])) == [BlocksRemoved(chain(1, 2))]
     assert told(translator, BlockRemoved([b"1"])) == []
-    assert (translator.counts.duplicate_blocks, translator.counts.unknown_removals) == (1, 1)
-
-
-def test_a_hash_that_comes_again_for_other_tokens_is_counted() -> None:
-    translator = Translator(2, 8)
-    told(translator, STORED, stored(token_ids=[9, 9]))
-    assert translator.counts.collisions == 1
-
-
-def test_orphans_and_unknown_events_are_counted() -> None:
-    translator = Translator(2, 8)
-    assert told(translator, stored(parent_block_hash=b"?", extra_keys=None)) == []
-    batch = msgspec.structs.replace(KvEventBatch(1.0, ()), events=(AllBlocksCleared(), STORED))
-    assert translator.translate(batch) == [CacheCleared(), BlocksStored(chain(1, 2))]
-    assert (translator.counts.orphan_blocks, translator.counts.clears) == (1, 1)
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
     """Memory is bounded by the pool."""
-    translator = Translator(2, 2)
+    translator = translator_of(2)
     told(translator, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
     events = told(translator, stored(block_hashes=[b"3"], token_ids=[5, 6]))
     assert events == [CacheCleared(), BlocksStored(chain(5, 6))]
-    assert (translator.num_blocks, translator.counts.restarts) == (1, 1)
-
-
-def test_a_reset_is_told_once_and_what_is_of_before_it_is_not() -> None:
-    translator = Translator(2, 8)
-    told(translator, STORED)
-    mark = translator.before_reset()
-    assert translator.after_reset(mark) == [CacheCleared()]
-    assert told(translator, stored(block_hashes=[b"2"], token_ids=[3, 4]), BlockRemoved([b"1"])) == []
-    assert translator.counts.stale_blocks == 2
-    assert told(translator, AllBlocksCleared(), STORED) == [CacheCleared(), BlocksStored(chain(1, 2))]
-
-
-def test_a_reset_that_the_engine_told_first_takes_nothing_away() -> None:
-    translator = Translator(2, 8)
-    mark = translator.before_reset()
-    told(translator, AllBlocksCleared(), STORED)
-    assert translator.after_reset(mark) == []
-    assert translator.num_blocks == 1
-
-
-def test_after_a_loss_no_reset_is_waited_for() -> None:
-    """Its event may be among what was lost."""
-    translator = Translator(2, 8)
-    translator.after_reset(translator.before_reset())
-    assert translator.forget() == [CacheCleared()]
-    assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
-
-
-@pytest.mark.parametrize("resets_before", [0, 1, 2])
-def test_a_loss_while_a_reset_is_under_way_leaves_nothing_to_wait_for(resets_before: int) -> None:
-    """Else all that comes later would count as of before the reset, and the replica look empty until another one."""
-    translator = Translator(2, 8)
-    for _ in range(resets_before):
-        translator.after_reset(translator.before_reset())
-    mark = translator.before_reset()
-    translator.forget()
-    translator.after_reset(mark)
-    assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
-    assert translator.counts.stale_blocks == 0
+    assert len(translator.held) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,20 +154,15 @@ def test_a_loss_while_a_reset_is_under_way_leaves_nothing_to_wait_for(resets_bef
 )
 def test_another_kind_of_cache_is_refused_with_a_sentence(event: Any, sentence: str) -> None:
     with pytest.raises(UnsupportedEvents, match=sentence):
-        told(Translator(2, 8), event)
+        told(translator_of(), event)
 
 
 def test_other_data_parallel_ranks_are_refused() -> None:
     with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
-        told(Translator(2, 8), STORED, rank=1)
-    assert told(Translator(2, 8), STORED, rank=None)
-
-
-def test_mla_is_taken() -> None:
-    assert told(Translator(2, 8), stored(kv_cache_spec_kind="mla_attention"))
+        told(translator_of(), STORED, rank=1)
 
 
 @pytest.mark.parametrize("event", [stored(token_ids=[1, 2**31]), stored(extra_keys=[None, None])])
 def test_an_event_that_contradicts_itself_is_malformed(event: BlockStored) -> None:
     with pytest.raises(MalformedBatch):
-        told(Translator(2, 8), event)
+        told(translator_of(), event)

@@ -1,18 +1,23 @@
-"""After any history of vLLM's pool, heard over a line that loses batches, routers know what the pool holds."""
+"""After any history of vLLM's pool, heard with batches that are lost for good, routers know what the pool holds."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from router.directory.directory import Directory
 from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 from router.protocol.events import CacheDigest, Event
-from serve_app.engine.vllm.events.batch_order import SILENCE_S, BatchOrder, Lost, Ordered
-from serve_app.engine.vllm.events.batches import decode_batch
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.events.translator import Translator
 from tests.conformance.kv_events.laws import Checker
 from tests.serve_app.engine.vllm.pool_model import PoolModel, Request, encode
@@ -29,6 +34,19 @@ SCOPES = (
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
+class Line(EventSubscriber):
+    """Its engine's last batches come from ``published`` in place of a socket. ``forgot``: whether some were lost."""
+
+    published: list[bytes]
+    forgot = False
+
+    def _catch_up(self, context: Any) -> None:
+        first = max(0, len(self.published) - KEPT)
+        self.forgot |= first > self._expected
+        for number in range(first, len(self.published)):
+            self._take(number, self.published[number])
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Requests come, grow, end, are preempted; prefixes are pinned; the cache is reset; batches are lost on the way."""
 
@@ -38,21 +56,15 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PoolModel(BLOCKS, SIZE)
-        self.translator = Translator(SIZE, BLOCKS)
-        self.now_s = 0.0
-        self.order = BatchOrder(self.now_s)
-        self.published: list[bytes] = []
+        self.held = HeldBlocks()
+        self.line = Line(EventEndpoints(Path("/none")), Translator(SIZE, BLOCKS, self.held), self.tell)
+        self.line.published = []
         self.checker = Checker(BLOCKS)
         self.on_the_way: list[tuple[int, bytes]] = []
         self.mirror = BlockMirror()
         self.directory = Directory(SIZE)
         self.directory.add_replica("r")
-        self.forgot = False
         self.prompts: list[tuple[bytes, list[int]]] = []
-
-    @initialize(maps=st.booleans())
-    def form(self, maps: bool) -> None:
-        self.maps = maps
 
     @rule(target=running, scope=st.sampled_from(SCOPES), tokens=TOKENS, chunk=st.integers(1, 12))
     def begin(self, scope: tuple[PrefixScope, str | None], tokens: list[int], chunk: int) -> object:
@@ -87,63 +99,37 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(lost=st.booleans())
     def step(self, lost: bool) -> None:
         """The engine publishes what happened, and the batch may be lost."""
-        events = self.pool.take_events()
+        events, published = self.pool.take_events(), self.line.published
         if events:
-            self.published.append(encode(events, maps=self.maps))
-            self.checker.batch(len(self.published) - 1, self.published[-1])
+            published.append(encode(events))
+            self.checker.batch(len(published) - 1, published[-1])
             if not lost:
-                self.on_the_way.append((len(self.published) - 1, self.published[-1]))
+                self.on_the_way.append((len(published) - 1, published[-1]))
 
     @rule(batches=st.integers(1, 4))
     def hear(self, batches: int) -> None:
         for _ in range(min(batches, len(self.on_the_way))):
-            number, payload = self.on_the_way.pop(0)
-            self.take(self.order.live(number, payload, self.now_s))
-
-    @rule(late=st.booleans())
-    def reset(self, late: bool) -> None:
-        """The engine's word of a reset may come before the call returns, or with the next step only."""
-        mark = self.translator.before_reset()
-        if not self.pool.reset():
-            return
-        if late:
-            self.tell(self.translator.after_reset(mark))
-            self.hear(len(self.on_the_way))
-            assert self.mirrored() == set(), "what was on the way is of before the reset"
-        else:
-            self.step(lost=False)
-            self.hear(len(self.on_the_way))
-            self.tell(self.translator.after_reset(mark))
+            self.line._hear(*self.on_the_way.pop(0), None)  # type: ignore[arg-type]
 
     @rule()
-    def reset_amid_a_loss(self) -> None:
-        """Batches are known to be lost while the engine resets its cache, its word of that among them."""
-        mark = self.translator.before_reset()
-        done = self.pool.reset()
-        self.step(lost=True)
-        self.hear(len(self.on_the_way))
-        self.order = BatchOrder(self.now_s)
-        self.order.expected = len(self.published)
-        self.take([Lost(1)])
-        if done:
-            self.tell(self.translator.after_reset(mark))
-            assert not self.translator.waits_for_reset, "its word will not come"
+    def reset(self) -> None:
+        """Once its word of that is heard nothing of before is told any more."""
+        self.line.cleared.clear()
+        if self.pool.reset():
+            self.step(lost=False)
+            self.hear(len(self.on_the_way))
+            assert self.line.cleared.is_set()
+            assert self.mirrored() == set()
 
     @rule()
     def catch_up(self) -> None:
         """After a silence the engine is asked, and nothing is missing then."""
         self.step(lost=True)
         self.hear(len(self.on_the_way))
-        self.now_s += SILENCE_S
-        for _ in range(3):
-            first = self.order.ask(self.now_s)
-            if first is not None:
-                for number in range(max(first, len(self.published) - KEPT), len(self.published)):
-                    self.take(self.order.replayed(number, self.published[number]))
-                self.take(self.order.replay_ended(self.now_s))
-        assert self.order.expected == len(self.published)
+        self.line._catch_up(None)
+        assert self.line._expected == len(self.line.published)
         assert self.checker.violations == [], "the model keeps the laws that recorded engines keep"
-        if self.forgot:
+        if self.line.forgot:
             assert self.mirrored() <= self.pool.held()
         else:
             assert self.mirrored() == self.pool.held()
@@ -156,32 +142,28 @@ class PoolMachine(RuleBasedStateMachine):
             lora = next(lora for scope, lora in SCOPES if scope.root(b"k") == root)
             hit = len(self.pool.match(Request(root, lora, tokens), len(tokens)))
             assert self.directory.match(chain).get("r", 0) == hit * SIZE
-            assert self.translator.known_blocks(chain, len(tokens)) == hit
+            assert self.held.known(chain, len(tokens)) == hit
 
     @invariant()
     def says_what_it_holds(self) -> None:
-        """What was told and what the translator holds are the same, and bounded."""
-        assert len(self.mirrored()) == self.translator.num_blocks <= BLOCKS
-        assert self.directory.blocks_held("r").get("pool", 0) == self.translator.num_blocks
-        assert not self.translator.counts.collisions
-        digest, anew = CacheDigest((self.translator.digest,)), BlockMirror()
+        """What was told and what is held are the same, and bounded; and it is told anew."""
+        assert len(self.mirrored()) == len(self.held) <= BLOCKS
+        assert self.directory.blocks_held("r").get("pool", 0) == len(self.held)
+        said: list[Event] = []
+        self.line._sink, anew = said.extend, BlockMirror()
+        self.line.tell(anew=True)
+        self.line._sink = self.tell
+        *blocks, digest = said
+        assert isinstance(digest, CacheDigest)
         assert self.mirror.holds(digest)
-        for event in self.translator.announce():
+        for event in blocks:
             anew.apply(event)
         assert anew.holds(digest)
 
     def mirrored(self) -> set[bytes]:
         return set(split_chain(self.mirror.tiers().get("pool", b"")))
 
-    def take(self, batches: list[Ordered]) -> None:
-        for batch in batches:
-            if isinstance(batch, Lost):
-                self.forgot = True
-                self.tell(self.translator.forget())
-            else:
-                self.tell(self.translator.translate(decode_batch(batch)))
-
-    def tell(self, events: list[Event]) -> None:
+    def tell(self, events: Sequence[Event]) -> None:
         for event in events:
             self.mirror.apply(event)
         self.directory.apply("r", "e", events)

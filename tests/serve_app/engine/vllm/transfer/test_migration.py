@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
-from serve_app.engine.metrics import EngineMeters
+from serve_app.cache.prefix.hot_prefixes import SavedPrefix
+from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.vllm.events.batches import decode_batch
-from serve_app.engine.vllm.events.held_blocks import OwnerOf
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.events.translator import Translator
-from serve_app.engine.vllm.saves import VllmSaves, block_number
-from serve_app.engine.vllm.transfer.job import Job
+from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.serve_app.engine.tiny import root_of
 from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
@@ -37,30 +31,15 @@ class Pool:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.model = PoolModel(BLOCKS, SIZE)
-        self.translator = Translator(SIZE, BLOCKS, clock=lambda: self.now_s)
-        self.used = 0
-        self.saves = VllmSaves(BLOCKS, SIZE, {}, self.run, EngineMeters(), lambda: self.now_s)
-        self.migration = VllmMigration(
-            BLOCKS, self, None, self.saves, asyncio.run, lambda: self.used, clock=lambda: self.now_s
-        )
-
-    async def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
-        return 0
-
-    def known_blocks(self, block_hashes: bytes, most: int) -> int:
-        return self.translator.known_blocks(block_hashes, most)
-
-    def root_of(self, first_hash: bytes) -> bytes:
-        return self.translator.held.root_of(first_hash)
-
-    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
-        return self.translator.held.entries(owner_of)
+        self.held = HeldBlocks(lambda: self.now_s)
+        self.translator = Translator(SIZE, BLOCKS, self.held)
+        self.pins = Pins(BLOCKS)
+        self.migration = VllmMigration(BLOCKS, self.held, self.pins, None, lambda: self.now_s)
 
     def compute(self, scope: PrefixScope, tokens: list[int], *, owned: bool = True) -> None:
         self.now_s += 1
         root = root_of(scope)
-        chain = extend_chain(root, 0, np.array(tokens, np.int32), SIZE)
-        self.translator.held.hit(chain, self.translator.known_blocks(chain, (len(tokens) - 1) // SIZE))
+        self.held.hit(extend_chain(root, 0, np.array(tokens, np.int32), SIZE), (len(tokens) - 1) // SIZE)
         if owned:
             self.migration.note_owner(root, scope, "t")
         begun = self.model.begin(root, scope.lora or None, list(tokens), len(tokens))
@@ -68,9 +47,9 @@ class Pool:
         self.model.end(begun[0])
         self.translator.translate(decode_batch(encode(self.model.take_events())))
 
-    def held(self, *scopes: PrefixScope) -> set[bytes]:
+    def held_by(self, *scopes: PrefixScope) -> set[bytes]:
         """Our hashes of what is held under these scopes' roots."""
-        known = {entry.block_hash: entry.scope for entry in self.translator.held.entries(self.migration._owners.get)}
+        known = {entry.block_hash: entry.scope for entry in self.held.entries(self.migration._owners.get)}
         return {block_hash for block_hash in self.model.held() if known.get(block_hash) in scopes}
 
 
@@ -84,12 +63,11 @@ def test_what_is_offered_is_what_is_held_and_parents_come_first(
         pool.compute(scope, tokens, owned=known)
         owned |= {scope} if known else set()
     hot = pool.migration.hot_prefixes()
-    told = [one for run in hot.runs for one in split_chain(run.hashes)]
+    told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]
     assert len(told) == len(set(told))
-    assert set(told) == {one for one in pool.held(*owned) if one in told} == pool.held(*owned & set(SCOPES[:2]))
+    assert set(told) == pool.held_by(*owned & set(SCOPES[:2]))
     for number in range(len(hot.runs)):
         prefix = hot.prefix(number)
-        assert isinstance(prefix, HashedTokens)
         assert prefix.chain == extend_chain(root_of(prefix.scope), 0, prefix.token_ids, SIZE)
         assert prefix.tenant == "t"
         parent = hot.runs[number].parent
@@ -114,33 +92,26 @@ def test_saves_go_first_and_stay_saves() -> None:
     for _ in range(3):
         pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
     chain = extend_chain(root_of(SCOPES[0]), 0, np.ones(4, np.int32), SIZE)
-    saved = SavedPrefix(b"k", "t", 60.0, 40.0, 0)
-    prefix = HashedTokens(SCOPES[0], np.ones(4, np.int32), chain)
-    assert pool.migration.take_over_pin(saved, prefix) == "pinned"
-    assert pool.migration.take_over_pin(replace(saved, key=b"over", unread_s=60.0), prefix) is None
-    unknown = replace(prefix, chain=extend_chain(root_of(SCOPES[1]), 0, np.ones(4, np.int32), SIZE))
-    assert pool.migration.take_over_pin(replace(saved, key=b"unknown"), unknown) is None
-    pool.saves.pins.add(b"gone", [block_number(chain[:16]), 5], None, pool.now_s)
+    pool.pins.add(b"k", [block_number(block_hash) for block_hash in split_chain(chain)], 60.0, pool.now_s - 40.0, "t")
+    pool.pins.add(b"gone", [block_number(chain[:16]), 5], None, pool.now_s)
     hot = pool.migration.hot_prefixes()
     assert (hot.runs[0].kind, hot.runs[0].hashes) == ("save", chain)
-    assert hot.saves == (saved,)
+    assert hot.saves == (SavedPrefix(b"k", "t", 60.0, 40.0, 0),)
 
 
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
     """Blocks in use hold no room; those that hold a prefix give way to a hotter one."""
     pool = Pool()
-    assert pool.migration.cache_room().blocks_for(0.0) == BLOCKS
+    assert pool.migration.cache_room(0).blocks_for(0.0) == BLOCKS
     pool.compute(SCOPES[0], [0] * 7)
     pool.compute(SCOPES[0], [0] * 7)
     pool.compute(SCOPES[2], [1] * 5)
-    room = pool.migration.cache_room()
+    room = pool.migration.cache_room(0)
     assert room.free_blocks == BLOCKS - 5
     assert (room.blocks_for(0.0), room.blocks_for(1.5), room.blocks_for(9.0)) == (7, 9, 12)
-    pool.used = 9
-    room = pool.migration.cache_room()
+    room = pool.migration.cache_room(9)
     assert (room.free_blocks, room.blocks_for(9.0)) == (0, 3)
-    pool.used = 12
-    assert pool.migration.cache_room().blocks_for(9.0) == 0
+    assert pool.migration.cache_room(12).blocks_for(9.0) == 0
 
 
 def test_owners_are_remembered_within_bounds() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,12 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain
+from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.kv_chain import KvChain, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.cache.prefix.pins import Pins
+from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.transfer.block_rows import BlockRows, UnevenLayers
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
-from serve_app.engine.vllm.transfer.transfer import VllmTransfer, format_of
+from serve_app.engine.vllm.transfer.migration import Transfer, VllmMigration, format_of
 from tests.serve_app.engine.tiny import prompt, root_of
 
 SIZE, BLOCKS = 4, 12
@@ -66,47 +70,42 @@ def test_a_job_crosses_to_the_core() -> None:
 
 
 class Pool:
-    """What vLLM and its connector do with a job, over torch tensors: chains of blocks by their root and tokens."""
+    """What vLLM and its connector do with a job, over torch tensors; ``held``: what the events told of it."""
 
-    def __init__(self, directory: Path, held: Sequence[tuple[bytes, np.ndarray]] = ()) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.rows = BlockRows(layers(torch.float32))
         layout = Layout("0.32.0", "AVX2", "float32", self.rows.shape, self.rows.names)
         (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(layout))
-        self.format = format_of(directory, "m", SIZE)
-        self.chains: dict[bytes, int] = {}
-        self.roots = {extend_chain(root, 0, ids, SIZE)[:HASH_BYTES]: root for root, ids in held}
-        self.jobs: list[Job] = []
-        for root, ids in held:
-            self._hold(extend_chain(root, 0, ids, SIZE))
-        self.directory = directory
-        self.transfer = VllmTransfer(
-            self.format, directory, 1000, self.run, self.known, lambda first: self.roots.get(first, b"")
-        )
+        self.held, self.jobs, self.directory = HeldBlocks(), list[Job](), directory
+        transfer = Transfer(format_of(directory, "m", SIZE), directory, self.run, 1000)
+        self.migration = VllmMigration(BLOCKS, self.held, Pins(0), transfer, time.monotonic)
 
-    def _hold(self, chain: bytes) -> None:
-        for at in range(HASH_BYTES, len(chain) + 1, HASH_BYTES):
-            self.chains.setdefault(chain[:at], len(self.chains))
-
-    def known(self, chain: bytes, most: int) -> int:
-        known = 0
-        while known < most and chain[: (known + 1) * HASH_BYTES] in self.chains:
-            known += 1
-        return known
+    def hold(self, root: bytes, ids: np.ndarray) -> list[int]:
+        """Hold a chain; return its blocks, numbered as they came."""
+        chain, under = list(split_chain(extend_chain(root, 0, ids, SIZE))), root
+        for block_hash in chain:
+            if block_hash not in list(self.held):
+                self.held.add(block_hash, under, b"")
+            under = block_hash
+        return [list(self.held).index(block_hash) for block_hash in chain]
 
     def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)
-        chain = extend_chain(root, 0, np.array(token_ids, np.int32), SIZE)
-        held = self.known(chain, len(token_ids) // SIZE)
         assert len(token_ids) == job.end * SIZE + 1
+        ids = np.array(token_ids, np.int32)
+        held = self.held.known(extend_chain(root, 0, ids, SIZE), job.end)
+        blocks = self.hold(root, ids)
         if job.kind == "export":
-            ids = [self.chains[chain[: (at + 1) * HASH_BYTES]] for at in range(job.first, min(held, job.end))]
-            self.rows.read(ids).tofile(job.file)
+            self.rows.read(blocks[job.first : held]).tofile(job.file)
         else:
-            self._hold(chain)
-            ids = [self.chains[chain[: (at + 1) * HASH_BYTES]] for at in range(job.first, job.end)]
-            self.rows.write(ids, np.fromfile(job.file, np.uint8).reshape(-1, self.rows.block_bytes))
+            rows = np.fromfile(job.file, np.uint8).reshape(-1, self.rows.block_bytes)
+            self.rows.write(blocks[job.first :], rows)
         return held * SIZE
+
+
+def prefix_of(scope: PrefixScope, ids: np.ndarray) -> HashedTokens:
+    return HashedTokens(scope, ids, extend_chain(root_of(scope), 0, ids, SIZE))
 
 
 @given(blocks=st.integers(1, 6), first=st.integers(0, 6), most=st.none() | st.integers(0, 6))
@@ -114,9 +113,9 @@ def test_what_leaves_is_what_is_held_of_the_chain(
     tmp_path_factory: pytest.TempPathFactory, blocks: int, first: int, most: int | None
 ) -> None:
     ids = prompt(blocks * SIZE + 2)
-    pool = Pool(tmp_path_factory.mktemp("pool") / "p", [(root_of(SCOPE), ids)])
-    chain = extend_chain(root_of(SCOPE), 0, ids, SIZE)
-    part = pool.transfer.export_prefix(HashedTokens(SCOPE, ids, chain), first, most)
+    pool = Pool(tmp_path_factory.mktemp("pool") / "p")
+    pool.hold(root_of(SCOPE), ids)
+    part = pool.migration.export_prefix(prefix_of(SCOPE, ids), first, most)
     end = blocks if most is None else min(blocks, first + most)
     if end <= first:
         assert part is None
@@ -125,37 +124,40 @@ def test_what_leaves_is_what_is_held_of_the_chain(
     assert part is not None
     assert np.array_equal(part.payload, pool.rows.read(range(first, end)))
     assert not list(pool.directory.glob("kv-[0-9]*"))
-    assert (
-        pool.transfer.export_prefix(HashedTokens(OTHER, ids, extend_chain(root_of(OTHER), 0, ids, SIZE)), first, most)
-        is None
-    )
+    assert pool.migration.export_prefix(prefix_of(OTHER, ids), first, most) is None
 
 
 def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
-    ids = prompt(6 * SIZE)
-    chain = extend_chain(root_of(SCOPE), 0, ids, SIZE)
-    holder = Pool(tmp_path / "holder", [(root_of(SCOPE), ids)])
-    part = holder.transfer.export_prefix(HashedTokens(SCOPE, ids, chain), 0, None)
+    ids, other_ids = prompt(6 * SIZE), prompt(6 * SIZE, seed=9)
+    own = prefix_of(SCOPE, ids)
+    holder, asker = Pool(tmp_path / "holder"), Pool(tmp_path / "asker")
+    holder.hold(root_of(SCOPE), ids)
+    part = holder.migration.export_prefix(own, 0, None)
     assert part is not None
-    asker = Pool(tmp_path / "asker")
     broken = part.payload.copy()
     broken[1, 2] ^= 1
-    layout = msgspec.structs.replace(part.header.format, model="m/vllm-other")
-    other_ids = prompt(6 * SIZE, seed=9)
-    for wrong, scope, tokens, hashes, first in (
-        (KvChain(part.header, broken), SCOPE, ids, chain, 0),
-        (KvChain(part.header, part.payload[:-1]), SCOPE, ids, chain, 0),
-        (KvChain(msgspec.structs.replace(part.header, format=layout), part.payload), SCOPE, ids, chain, 0),
-        (KvChain(msgspec.structs.replace(part.header, root=b""), part.payload), SCOPE, ids, chain, 0),
-        (KvChain(msgspec.structs.replace(part.header, root=root_of(OTHER)), part.payload), SCOPE, ids, chain, 0),
-        (part, OTHER, ids, extend_chain(root_of(OTHER), 0, ids, SIZE), 0),
-        (part, SCOPE, other_ids, extend_chain(root_of(SCOPE), 0, other_ids, SIZE), 0),
-        (part, SCOPE, other_ids, chain, 0),
-        (part, SCOPE, ids, chain, 1),
+
+    def changed(**header: Any) -> KvChain:
+        return KvChain(msgspec.structs.replace(part.header, **header), part.payload)
+
+    for wrong, prefix, first in (
+        (KvChain(part.header, broken), own, 0),
+        (KvChain(part.header, part.payload[:-1]), own, 0),
+        (changed(format=msgspec.structs.replace(part.header.format, model="m/vllm-other")), own, 0),
+        (changed(root=b""), own, 0),
+        (changed(root=root_of(OTHER)), own, 0),
+        (part, prefix_of(OTHER, ids), 0),
+        (part, prefix_of(SCOPE, other_ids), 0),
+        (part, HashedTokens(SCOPE, other_ids, own.chain), 0),
+        (part, own, 1),
     ):
         with pytest.raises(TransferError):
-            asker.transfer.import_part(wrong, HashedTokens(scope, tokens, hashes), first)
+            asker.migration.import_part(wrong, prefix, first)
     assert not asker.jobs
-    asker.transfer.import_part(part, HashedTokens(SCOPE, ids, chain), 0)
-    assert asker.known(chain, 6) == 6
+    asker.migration.import_part(part, own, 0)
+    assert asker.held.known(own.chain, 6) == 6
     assert not list(asker.directory.glob("kv-[0-9]*"))
+    closed = VllmMigration(BLOCKS, asker.held, Pins(0), None, time.monotonic)
+    assert closed.export_prefix(own, 0, None) is None
+    with pytest.raises(TransferError, match="takes no KV"):
+        closed.import_part(part, own, 0)
