@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from safetensors import safe_open
 
-from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_described
+from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, read_described
 from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.engine.vllm.frontend import VllmFrontend
 from serve_app.engine.vllm.settings import VllmSettings
 
-_SAID_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class VllmAdapter:
-    """An adapter that vLLM has. ``request``: what ``VllmFrontend.generate`` takes."""
-
-    number: int
-    directory: Path
-    request: Any
-
 
 class VllmAdapters:
-    """The adapters in memory by key; ``slots`` says who needs them and which goes first."""
+    """The adapters in memory by key, as vLLM's ``LoRARequest``s; ``slots`` says who needs them and which goes first."""
 
     def __init__(self, directory: Path, frontend: VllmFrontend, settings: VllmSettings) -> None:
         """``directory``: this user's alone."""
@@ -42,11 +31,11 @@ class VllmAdapters:
         self._frontend = frontend
         self._enabled = settings.lora
         self._numbers = count(1)
-        self.slots: LoadedAdapters[VllmAdapter] = LoadedAdapters(
+        self.slots: LoadedAdapters[Any] = LoadedAdapters(
             self._load, max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras, on_forget=self._forget
         )
 
-    def _load(self, spec: AdapterSpec) -> VllmAdapter:
+    def _load(self, spec: AdapterSpec) -> Any:
         if not self._enabled:
             raise AdapterError(
                 "with engine=vllm room for adapters is made at the start; set lora_adapters or allow_runtime_lora"
@@ -56,28 +45,22 @@ class VllmAdapters:
         directory = self._directory / f"{spec.digest[:32]}-{number}"
         directory.mkdir(parents=True)
         try:
-            (directory / CONFIG_FILE).write_text(json.dumps(peft_config(file)))
             (directory / WEIGHTS_FILE).write_bytes(file.weights)
-            request = self._frontend.call(self._frontend.add_lora(spec.key, number, str(directory))).result()
-            return VllmAdapter(number, directory, request)
+            with safe_open(directory / WEIGHTS_FILE, "np") as weights:
+                (directory / CONFIG_FILE).write_text(json.dumps(peft_config(file.config, weights.keys())))
+            return self._frontend.call(self._frontend.add_lora(spec.key, number, str(directory))).result()
         except Exception as error:
             shutil.rmtree(directory, ignore_errors=True)
             said = str(error).replace(str(directory), spec.name).strip().splitlines() or [type(error).__name__]
-            raise AdapterError(f"vLLM cannot serve this adapter: {said[-1][:_SAID_CHARS]}") from error
+            raise AdapterError(f"vLLM cannot serve this adapter: {said[-1][:200]}") from error
 
-    def _forget(self, adapter: VllmAdapter) -> None:
-        self._frontend.call(self._frontend.remove_lora(adapter.number))
-        shutil.rmtree(adapter.directory, ignore_errors=True)
+    def _forget(self, request: Any) -> None:
+        self._frontend.call(self._frontend.llm.remove_lora(request.lora_int_id))
+        shutil.rmtree(request.lora_path, ignore_errors=True)
 
 
-def peft_config(file: AdapterFile) -> dict[str, Any]:
-    """Return the adapter_config.json of what was read, with nothing that was not. Raises AdapterError."""
-    try:
-        header = file.weights[8 : 8 + int.from_bytes(file.weights[:8], "little")]
-        names = msgspec.json.decode(header, type=dict[str, Any]).keys() - {"__metadata__"}
-    except ValueError as error:
-        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
-    config = file.config
+def peft_config(config: AdapterConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Return the adapter_config.json of what was read, with nothing that was not. ``names``: of its tensors."""
     return {
         "peft_type": "LORA",
         "r": config.rank,

@@ -25,7 +25,6 @@ from serve_app.engine.metrics import EngineMeters, pin_samples
 from serve_app.engine.protocol import (
     AdapterSpec,
     CacheRoom,
-    Clock,
     EngineError,
     EngineOutput,
     EngineRequest,
@@ -44,14 +43,14 @@ from serve_app.engine.vllm.frontend import Generated, StepStats, VllmFrontend
 from serve_app.engine.vllm.live_requests import LiveRequest, Outbox
 from serve_app.engine.vllm.load_mirror import LoadMirror
 from serve_app.engine.vllm.refusals import refuse_unmapped
-from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
+from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import JobRunner
-from serve_app.engine.vllm.transfer.migration import Transfer, VllmMigration, format_of
+from serve_app.engine.vllm.transfer.migration import VllmMigration
 
-_STOPPED = "the engine was stopped"
-_TOO_LATE = "The answer took too long; ask for fewer tokens."
+_LABELS = (("engine", "vllm"),)
+_REASONS: dict[str, FinishReason | None] = {"": None, "stop": "stop", "length": "length", "abort": "cancelled"}
 _RESET_TOLD_S = 10.0
 """After this nobody waits any more for vLLM's events to tell of a reset."""
 
@@ -59,17 +58,15 @@ _RESET_TOLD_S = 10.0
 class VllmEngine:
     """Continuous batching by vLLM in child processes; satisfies ``protocol.Engine``."""
 
-    def __init__(self, settings: VllmSettings, event_sink: EventSink, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, settings: VllmSettings, event_sink: EventSink) -> None:
         """Start vLLM, which takes half a minute or more. Raises what ``VllmFrontend`` raises."""
         self.settings = settings
-        self._clock = clock
         self._lock = threading.Lock()
         self._meters = EngineMeters()
-        tenants = len(settings.tenant_shares)
-        self._load = LoadMirror(settings.max_num_seqs, settings.max_waiting_requests, tenants, self._meters)
+        self._load = LoadMirror(settings, self._meters)
         self._live: dict[str, LiveRequest] = {}
         self._stopping = False
-        self._progress_s = clock()
+        self._progress_s = time.monotonic()
         self._endpoints = EventEndpoints.create()
         directory = self._endpoints.directory
         try:
@@ -79,21 +76,13 @@ class VllmEngine:
             raise
         self.facts = facts = self._frontend.facts
         self._outbox = Outbox(self._frontend.loop.call_soon)
-        self._held = HeldBlocks(clock)
+        self._held = HeldBlocks()
         translator = Translator(settings.block_size, facts.num_blocks, self._held)
         self._events = EventSubscriber(self._endpoints, translator, event_sink)
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
         self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
-        budget = int(settings.pin_budget * facts.num_blocks if settings.pin_budget < 1 else settings.pin_budget)
-        self._saves = VllmSaves(
-            budget, settings.block_size, settings.tenant_shares, self._held, self._jobs.run, self._meters, clock
-        )
-        transfer: Transfer | None = None
-        if settings.transfer:
-            kv_format = format_of(directory, settings.model_fingerprint, settings.block_size)
-            transfer = Transfer(kv_format, directory, self._jobs.wait, facts.max_model_len)
-        self._migration = VllmMigration(facts.num_blocks, self._held, self._saves.pins, transfer, clock)
-        self._labels = (*settings.labels, ("engine", "vllm"))
+        self._saves = VllmSaves(settings, facts.num_blocks, self._held, self._jobs.run, self._meters)
+        self._migration = VllmMigration(settings, facts, self._held, self._saves.pins, directory, self._jobs.wait)
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
@@ -141,7 +130,7 @@ class VllmEngine:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             self._load.check(request.tenant)
             self._adapters.slots.pin(request.scope.lora)
-            now_s = self._clock()
+            now_s = time.monotonic()
             if not self._live:
                 self._progress_s = now_s
             live = LiveRequest(replace(request, token_ids=ids, block_hashes=chain), sink, choice, now_s, failure)
@@ -159,21 +148,28 @@ class VllmEngine:
     def load(self) -> LoadReport:
         """Return the load as of the last step, with everything submitted since."""
         with self._lock:
-            return self._load.report(self._clock())
+            return self._load.report(time.monotonic())
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
+        pins, held_blocks = self._saves.pins, len(self._held)
         with self._lock:
-            gauges = tuple(self._load.gauges(self.facts, len(self._held), self._saves.pins.blocks, self._labels))
-        counted = self._meters.samples(self._labels)
-        pinned = pin_samples(self._saves.pins, self._labels, self._saves.recalled)
-        return StatsReport(samples=(*counted, *gauges, *pinned, *self._adapters.slots.samples(self._labels)))
+            gauges = tuple(self._load.gauges(self.facts.num_blocks, held_blocks, pins.blocks, _LABELS))
+        return StatsReport(
+            samples=(
+                *self._meters.samples(_LABELS),
+                *gauges,
+                ("warmpath_kv_cache_block_bytes", _LABELS, float(self.kv_block_bytes)),
+                *pin_samples(pins, _LABELS, self._saves.recalled),
+                *self._adapters.slots.samples(_LABELS),
+            )
+        )
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Let go of what is saved and forget every cached block; False, and none is, while a request uses one."""
         self._frontend.call(self._saves.clear()).result()
         self._events.cleared.clear()
-        done = self._frontend.call(self._frontend.reset_prefix_cache()).result()
+        done = bool(self._frontend.call(self._frontend.llm.reset_prefix_cache()).result())
         if done and self.settings.enable_prefix_caching:
             self._jobs.step()  # with its events vLLM tells of the reset; all that they tell before is of before it
             self._events.cleared.wait(_RESET_TOLD_S)
@@ -214,7 +210,7 @@ class VllmEngine:
     @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block's KV."""
-        return self.facts.block_bytes
+        return self.settings.block_bytes
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
@@ -247,7 +243,7 @@ class VllmEngine:
         if self._stopping or self._frontend.errored or not self._events.healthy():
             return False
         with self._lock:
-            return not self._live or self._clock() - self._progress_s < STALL_AFTER_S
+            return not self._live or time.monotonic() - self._progress_s < STALL_AFTER_S
 
     def _begin(self, live: LiveRequest) -> None:
         if not live.ended:
@@ -257,7 +253,7 @@ class VllmEngine:
     async def _generate(self, live: LiveRequest) -> None:
         request = live.request
         key = request.scope.lora
-        lora = self._adapters.slots.weights(key).request if key else None
+        lora = self._adapters.slots.weights(key) if key else None
         parts = self._frontend.generate(
             request.request_id,
             request.token_ids.tolist(),
@@ -265,7 +261,7 @@ class VllmEngine:
             vllm_sampling(request.sampling, live.choice),
             lora,
         )
-        left_s = live.arrival_s + request.timeout_s - self._clock()
+        left_s = live.arrival_s + request.timeout_s - time.monotonic()
         async with asyncio.timeout(None if left_s == math.inf else left_s), aclosing(parts):
             while request.remote_kv is not None and not request.remote_kv.done:
                 await live.woken.wait()
@@ -293,25 +289,22 @@ class VllmEngine:
 
     def _settle(self, live: LiveRequest, task: asyncio.Task[None]) -> None:
         """End a request whose task ended before its answer did."""
+        error = None if task.cancelled() else task.exception()
         if task.cancelled():
             self._end(live, "cancelled")
-            return
-        error = task.exception()
-        if isinstance(error, TimeoutError):
-            self._end(live, "timeout", error=_TOO_LATE)
+        elif isinstance(error, TimeoutError):
+            self._end(live, "timeout", error="The answer took too long; ask for fewer tokens.")
         else:
             self._end(live, "error", error=f"vLLM failed: {type(error).__name__}" if error else "vLLM ended it")
 
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
-        self._progress_s = self._clock()
+        self._progress_s = time.monotonic()
         if live.failure.exists():
             self._end(live, "error", error=live.failure.read_text())
             return
         ids = part.token_ids if sampling.max_tokens else ()
-        reason: FinishReason | None = None
-        if part.finish_reason:
-            reason = {"stop": "stop", "length": "length", "abort": "cancelled"}.get(part.finish_reason, "error")  # type: ignore[assignment]
+        reason = _REASONS.get(part.finish_reason, "error")
         self._meters.generation_tokens += len(ids)
         if reason == "stop" and ids and ids[-1] not in sampling.shown_stop_token_ids:
             ids = ids[:-1]
@@ -329,7 +322,7 @@ class VllmEngine:
         """Note a request's first part; return it with what is said once."""
         request = live.request
         self._meters.queue_time.observe(part.queue_s)
-        self._meters.prefill_time.observe(max(0.0, self._clock() - live.arrival_s - part.queue_s))
+        self._meters.prefill_time.observe(max(0.0, time.monotonic() - live.arrival_s - part.queue_s))
         self._meters.admitted(
             request.tenant, len(request.token_ids), part.cached_tokens, caching=self.settings.enable_prefix_caching
         )
@@ -359,7 +352,7 @@ class VllmEngine:
         with self._lock:
             requests = list(self._live.values())
         for live in requests:
-            self._end(live, "error", error=_STOPPED)
+            self._end(live, "error", error="the engine was stopped")
         tasks = [live.task for live in requests if live.task is not None]
         for task in tasks:
             task.cancel()
@@ -369,4 +362,4 @@ class VllmEngine:
     def _stepped(self, step: StepStats) -> None:
         with self._lock:
             self._load.stepped(step)
-            self._progress_s = self._clock()
+            self._progress_s = time.monotonic()

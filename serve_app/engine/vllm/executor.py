@@ -6,11 +6,10 @@ waits for that process. Here no thread is bound: replicas share a machine's core
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
 
 
 class InCore(UniProcExecutor):  # type: ignore[misc]
@@ -19,21 +18,6 @@ class InCore(UniProcExecutor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Return a step's output; ``non_block``: its future."""
         compute = super().execute_model
-        return _OnDemand(lambda: compute(scheduler_output)) if non_block else compute(scheduler_output)
-
-
-class _OnDemand(Future):  # type: ignore[type-arg]
-    """A future that computes its result when it is first asked for."""
-
-    def __init__(self, compute: Callable[[], Any]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Return or raise what ``compute`` did. ``timeout``: for nothing, it is computed by whoever asks."""
-        if not self.done():
-            try:
-                self.set_result(self._compute())
-            except Exception as error:
-                self.set_exception(error)
-        return super().result()
+        if not non_block:
+            return compute(scheduler_output)
+        return AsyncOutputFuture(SimpleNamespace(get_output=lambda: compute(scheduler_output)), single_value=True)

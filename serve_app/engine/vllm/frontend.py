@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from serve_app.config.engine import VLLM_MISSING
 from serve_app.engine.protocol import TokenLogprob
-from serve_app.engine.vllm.arguments import engine_arguments, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
 
@@ -26,18 +26,13 @@ SHUTDOWN_TIMEOUT_S = 5.0
 """After this vLLM kills its core."""
 
 
-class VllmMissing(RuntimeError):
-    """vLLM cannot be imported here; the message says how to install it."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What vLLM made of the settings. ``num_blocks``: without its null block; ``block_bytes``: of KV."""
+    """What vLLM made of the settings. ``num_blocks``: without its null block."""
 
     vocab_size: int
     max_model_len: int
     num_blocks: int
-    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +60,19 @@ class StepStats:
     running: int
     kv_usage: float
     prompt_tokens: int = 0
-    generation_tokens: int = 0
     duration_s: float = 0.0
 
 
 class VllmFrontend:
-    """One ``AsyncLLM``. Methods that are coroutines belong to its loop: hand them to ``call`` or ``start_task``."""
+    """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
     def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: Callable[[StepStats], None]) -> None:
-        """Start vLLM, which takes half a minute or more. Raises VllmMissing, ValueError, and what vLLM raises."""
+        """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
         self._on_step = on_step
-        self._thread = threading.Thread(target=self._run, name="vllm-frontend", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name="vllm-frontend", daemon=True)
         self._thread.start()
-        self._llm: Any = None
+        self.llm: Any = None
         try:
             self.facts: ModelFacts = self.call(self._open(settings, endpoints)).result()
         except BaseException:
@@ -88,7 +82,7 @@ class VllmFrontend:
     @property
     def errored(self) -> bool:
         """Whether vLLM's core is gone, or the thread."""
-        return bool(self._llm.errored) or not self._thread.is_alive()
+        return bool(self.llm.errored) or not self._thread.is_alive()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop (any other thread)."""
@@ -97,7 +91,7 @@ class VllmFrontend:
     def stop(self) -> None:
         """End vLLM's processes and the loop."""
         try:
-            if self._llm is not None:
+            if self.llm is not None:
                 self.call(self._close()).result()
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -124,29 +118,17 @@ class VllmFrontend:
 
         params = SamplingParams(**sampling, output_kind=RequestOutputKind.DELTA)
         prompt = tokens_input(token_ids, cache_salt=salt)
-        async for output in self._llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
+        async for output in self.llm.generate(prompt, params, request_id, lora_request=lora, priority=priority):
             yield _generated(output, params.logprobs)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, and nothing forgotten, while one is in use."""
-        return bool(await self._llm.reset_prefix_cache())
 
     async def add_lora(self, name: str, number: int, path: str) -> Any:
         """Load an adapter; return what ``generate`` takes. Raises what vLLM raises, or ValueError."""
         from vllm.lora.request import LoRARequest
 
         request = LoRARequest(lora_name=name, lora_int_id=number, lora_path=path)
-        if not await self._llm.add_lora(request):
+        if not await self.llm.add_lora(request):
             raise ValueError("it was not loaded")
         return request
-
-    async def remove_lora(self, number: int) -> None:
-        """Drop an adapter from memory."""
-        await self._llm.remove_lora(number)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
     async def _open(self, settings: VllmSettings, endpoints: EventEndpoints) -> ModelFacts:
         set_environment(os.environ, settings.num_threads)
@@ -155,54 +137,43 @@ class VllmFrontend:
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
-            raise VllmMissing(f"{VLLM_MISSING} ({error})") from error
+            raise RuntimeError(f"{VLLM_MISSING} ({error})") from error
         from vllm.config import KVTransferConfig
         from vllm.config.kv_events import KVEventsConfig
 
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
-        if "kv_events_config" in arguments:
-            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
-        if "kv_transfer_config" in arguments:
-            arguments["kv_transfer_config"] = KVTransferConfig(**arguments["kv_transfer_config"])
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
-        config = self._llm.vllm_config
+        for name, kind in (("kv_events_config", KVEventsConfig), ("kv_transfer_config", KVTransferConfig)):
+            if name in arguments:
+                arguments[name] = kind(**arguments[name])
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
+        config = self.llm.vllm_config
         size = config.cache_config.block_size
         if size != settings.block_size:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
-        model, parallel = config.model_config, config.parallel_config
-        block_bytes = (
-            2 * model.get_num_layers(parallel) * size * model.get_num_kv_heads(parallel) * model.get_head_size()
-        ) * model.dtype.itemsize  # fmt: skip
-        return ModelFacts(
-            model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1, block_bytes
-        )
+        model = config.model_config
+        return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1)
 
     async def _close(self) -> None:
-        self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def _generated(output: Any, logprobs: int | None) -> Generated:
     part, metrics = output.outputs[0], output.metrics
     ids = tuple(part.token_ids)
-    told = () if logprobs is None else _logprobs(ids, part.logprobs or (), logprobs)
-    queue_s = max(0.0, metrics.scheduled_ts - metrics.queued_ts) if metrics is not None else 0.0
     return Generated(
         ids,
-        told,
+        () if logprobs is None else tuple(map(partial(_logprob, logprobs), ids, part.logprobs or ())),
         part.finish_reason or "",
         output.num_cached_tokens or 0,
-        queue_s,
+        max(0.0, metrics.scheduled_ts - metrics.queued_ts) if metrics is not None else 0.0,
         metrics.num_preemptions if metrics is not None else 0,
     )
 
 
-def _logprobs(ids: Sequence[int], found: Sequence[Mapping[int, Any]], most: int) -> tuple[TokenLogprob, ...]:
-    """Return what is told of each token: its own logarithm, and the likeliest by their ranks, which begin with 1."""
-    told = []
-    for token, by_id in zip(ids, found, strict=True):
-        best = sorted((one.rank, other, one.logprob) for other, one in by_id.items() if one.rank <= most)
-        told.append(TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most])))
-    return tuple(told)
+def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
+    """Return what is told of a token: its own logarithm, and the likeliest by their ranks, which begin with 1."""
+    best = sorted((told.rank, other, told.logprob) for other, told in by_id.items() if told.rank <= most)
+    return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
 def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any]:
@@ -214,19 +185,16 @@ def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-        ) -> None:
+        def record(self, scheduler_stats: Any, *others: Any, **more: Any) -> None:
             """Called by vLLM once a step, in the loop."""
             if scheduler_stats is None:
                 return
-            details = scheduler_stats.iteration_details
-            computed = (
-                (details.num_ctx_tokens, details.num_generation_tokens, details.elapsed_ms / 1000)
-                if details is not None and not details.is_dummy
-                else (0, 0, 0.0)
-            )
-            on_step(StepStats(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed))
+            step, running = scheduler_stats.iteration_details, scheduler_stats.num_running_reqs
+            if step is None or step.is_dummy:
+                on_step(StepStats(running, scheduler_stats.kv_cache_usage))
+            else:
+                usage, duration_s = scheduler_stats.kv_cache_usage, step.elapsed_ms / 1000
+                on_step(StepStats(running, usage, step.num_ctx_tokens, duration_s))
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, SaveResult
-from serve_app.engine.vllm.sampling.token_choice import TokenChoice
+from serve_app.engine.vllm.sampling.rows import TokenChoice
 
 _log = logging.getLogger(__name__)
 

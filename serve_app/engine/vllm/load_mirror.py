@@ -14,7 +14,8 @@ from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-from serve_app.engine.vllm.frontend import ModelFacts, StepStats
+from serve_app.engine.vllm.frontend import StepStats
+from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.waiting import WaitingByTenant
 
 
@@ -27,13 +28,12 @@ class _Prefill:
 class LoadMirror:
     """Queued prefill tokens in all and by router. A request counts from its submission to its first token.
 
-    So long it is in the waiting line too, since vLLM says no more of a single one. ``tenants``: how many there can be.
+    So long it is in the waiting line too, since vLLM says no more of a single one.
     """
 
-    def __init__(self, max_num_seqs: int, max_waiting_requests: int, tenants: int, meters: EngineMeters) -> None:
-        self.line = WaitingByTenant(max_waiting_requests, tenants)
-        self._max_running = max_num_seqs
-        self._max_waiting = max_waiting_requests
+    def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
+        self.line = WaitingByTenant(settings.max_waiting_requests, len(settings.tenant_shares))
+        self._settings = settings
         self._meters = meters
         self._prefills: dict[str, _Prefill] = {}
         self._reservations = RouterReservations()
@@ -114,8 +114,8 @@ class LoadMirror:
             queued_prefill_tokens=queued,
             running_sequences=self.running,
             waiting_sequences=self.waiting,
-            max_running_sequences=self._max_running,
-            max_waiting_sequences=self._max_waiting,
+            max_running_sequences=self._settings.max_num_seqs,
+            max_waiting_sequences=self._settings.max_waiting_requests,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
             decode_step_s=self._meters.decode_step_s,
@@ -127,17 +127,16 @@ class LoadMirror:
             taken_at_s=now_s,
         )
 
-    def gauges(self, facts: ModelFacts, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
+    def gauges(self, num_blocks: int, held_blocks: int, pinned_blocks: int, labels: Labels) -> Iterable[Sample]:
         """Yield how many requests run and wait, and the pool's blocks by state.
 
         ``held_blocks``: those that hold a prefix. vLLM tells which part of the pool is in use, not whether that is
         indexed: "cached" are the indexed ones as far as the rest of the pool has room for them, which is exact while
         nothing runs. ``pinned_blocks`` are in use to vLLM, and cached to whoever asks.
         """
-        used = max(0, round(facts.num_blocks * self.kv_usage) - pinned_blocks)
-        cached = min(held_blocks, facts.num_blocks - used)
+        used = max(0, round(num_blocks * self.kv_usage) - pinned_blocks)
+        cached = min(held_blocks, num_blocks - used)
         yield "warmpath_num_requests_running", labels, float(self.running)
         yield "warmpath_num_requests_waiting", labels, float(self.waiting)
-        yield "warmpath_kv_cache_block_bytes", labels, float(facts.block_bytes)
-        for state, blocks in (("used", used), ("cached", cached), ("free", facts.num_blocks - used - cached)):
+        for state, blocks in (("used", used), ("cached", cached), ("free", num_blocks - used - cached)):
             yield "warmpath_kv_cache_blocks", (*labels, ("state", state)), float(blocks)

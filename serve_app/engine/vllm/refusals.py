@@ -24,46 +24,42 @@ class Refusal:
 
     settings: tuple[str, ...]
     because: str
-    instead: str
     wanted: Callable[[AppConfig], bool] | None = None
+    instead: str = "leave it out"
 
 
 TABLE = (
     Refusal(
         ("host_cache_bytes", "disk_cache_bytes", "disk_cache_dir", "disk_queue_bytes", "tier_load_ratio"),
         "what vLLM evicts from its pool is gone, there are no tiers below it",
-        "leave it out",
     ),
     Refusal(
         ("save_ttl_s",),
         "saved prompts stay only where pin_budget says how much of the pool they may keep",
-        "set pin_budget too",
         lambda config: config.save_ttl_s is not None and not config.pin_budget,
+        instead="set pin_budget too",
     ),
     Refusal(
         ("public_prompts", "prompts_dir"),
         "vLLM divides its cache by tenant from the first token on",
-        "put tenants that may share their KV in one trust_group",
+        instead="put tenants that may share their KV in one trust_group",
     ),
     Refusal(
         ("tenants[].cache_share",),
         "vLLM's cache has no shares: a tenant's flood can evict another's KV",
-        "leave it out",
         lambda config: any(tenant.cache_share != 1 for tenant in config.tenants),
     ),
     Refusal(
         ("tenants[].store_kv",),
         "every request's KV stays in vLLM's cache until it is evicted",
-        "leave it out",
         lambda config: not all(tenant.store_kv for tenant in config.tenants),
     ),
-    Refusal(("admission",), "vLLM admits and preempts by its own rule", "leave it out"),
+    Refusal(("admission",), "vLLM admits and preempts by its own rule"),
     Refusal(
         ("speculative_model", "num_speculative_tokens"),
         "an answer would depend on the drafts, and could not go on elsewhere",
-        "leave it out",
     ),
-    Refusal(("attention_backend",), "vLLM chooses its kernels itself", "leave it out"),
+    Refusal(("attention_backend",), "vLLM chooses its kernels itself"),
 )
 """In the order in which they are told; a line goes when vLLM's engine can do it."""
 

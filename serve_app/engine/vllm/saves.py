@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import count
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
@@ -19,6 +20,7 @@ from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
 from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 
 _log = logging.getLogger(__name__)
@@ -36,30 +38,28 @@ def block_number(block_hash: bytes) -> int:
 
 
 class VllmSaves:
-    """One engine's. ``weights``: of the tenants' shares of ``budget_blocks``; ``held``: what the pool holds."""
+    """One engine's; ``held``: what its pool of ``num_blocks`` holds."""
 
     def __init__(
         self,
-        budget_blocks: int,
-        block_size: int,
-        weights: Mapping[str, float],
+        settings: VllmSettings,
+        num_blocks: int,
         held: HeldBlocks,
         run: Run,
         meters: EngineMeters,
-        clock: Clock,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self.pins = Pins(budget_blocks, weights)
+        budget = settings.pin_budget
+        self.pins = Pins(int(budget * num_blocks if budget < 1 else budget), settings.tenant_shares)
         self.recalled = 0
-        self._size = block_size
+        self._size = settings.block_size
         self._held = held
         self._run = run
         self._meters = meters
         self._clock = clock
-        self._names: dict[bytes, str] = {}
-        """What the connector knows a pin by: another name each time, as its end and its next beginning may overlap."""
-        self._numbers = count()
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """A pin's beginning and its end wait for each other, so that the connector knows it by its key alone."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._under_way: dict[bytes, asyncio.Task[SaveOutcome]] = {}
 
     async def save(self, request: EngineRequest) -> SaveResult | None:
         """Let the time of what a request reads run anew; have what it asks to save computed and kept before it."""
@@ -87,7 +87,7 @@ class VllmSaves:
                 continue
             # Equal prefixes are one pin; nobody's request renews another tenant's.
             key = hash_at(request.block_hashes, blocks - 1) + request.tenant.encode()
-            if key not in self._names and self.pins.of_tenant(request.tenant) >= MAX_KEPT_PREFIXES:
+            if self.pins.of_tenant(request.tenant) >= MAX_KEPT_PREFIXES and key not in self.pins:
                 result = self._refused(blocks, request)
             else:
                 result = await self._keep(key, blocks, kept.ttl_s, request)
@@ -103,7 +103,7 @@ class VllmSaves:
         over = (saved.ttl_s or math.inf) <= saved.unread_s
         if not root or over or self._held.known(prefix.chain, blocks) < blocks:
             return None
-        outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, unread_s=saved.unread_s)
+        outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
         return {"saved": "pinned", "present": "present", "over_budget": "over_budget"}.get(outcome)  # type: ignore[return-value]
 
     async def clear(self) -> None:
@@ -118,67 +118,56 @@ class VllmSaves:
             await self._unpin(key)
 
     async def _keep(self, key: bytes, blocks: int, ttl_s: float | None, request: EngineRequest) -> SaveResult:
-        if key not in self._under_way:
-            if not blocks:
-                return SaveResult("too_short")
-            if blocks > self.pins.budget_blocks:
-                return SaveResult("too_large", blocks * self._size, 0, self.pins.budget_blocks * self._size)
+        if not blocks:
+            return SaveResult("too_short")
+        if blocks > self.pins.budget_blocks:
+            return SaveResult("too_large", blocks * self._size, 0, self.pins.budget_blocks * self._size)
         chain = request.block_hashes[: blocks * HASH_BYTES]
         prefix = HashedTokens(request.scope, request.token_ids, chain, request.tenant)
         outcome = await self._pin(key, prefix, request.root, ttl_s)
         return self._refused(blocks, request) if outcome == "over_budget" else SaveResult(outcome)
 
     async def _pin(
-        self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, *, unread_s: float = 0.0
+        self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float = 0.0
     ) -> SaveOutcome:
-        """Pin a prefix, or wait for who does. It goes on to its end, whoever leaves meanwhile: others may wait."""
-        task = self._under_way.get(key)
-        if task is not None:
-            outcome = await asyncio.shield(task)
-            return "present" if outcome == "saved" else outcome
-        task = self._under_way[key] = self._spawn(self._pinned(key, prefix, root, ttl_s, unread_s))
-        task.add_done_callback(lambda _: self._under_way.pop(key))
-        return await asyncio.shield(task)
+        """Pin a prefix, to the end, whoever leaves meanwhile: others may wait for it."""
+        return await asyncio.shield(self._spawn(self._pin_alone(key, prefix, root, ttl_s, unread_s)))
 
-    async def _pinned(
+    async def _pin_alone(
         self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float
     ) -> SaveOutcome:
         blocks = [block_number(block_hash) for block_hash in split_chain(prefix.chain)]
-        while (added := self.pins.add(key, blocks, ttl_s, self._clock() - unread_s, prefix.tenant)) == "over_budget":
-            lent = self.pins.recall(blocks, prefix.tenant)
-            if lent is None:
-                return "over_budget"
-            self.recalled += 1
-            await self._unpin(lent)
-        if added == "present":
-            return "present"
-        name = self._names[key] = f"pin-{next(self._numbers)}"
-        ids = prefix.token_ids[: len(blocks) * self._size].tolist()
-        try:
-            await self._run(Job("pin", name, 0, len(blocks)), [*ids, 0], root, prefix.scope.lora)
-        except Exception:
-            _log.exception("a prefix of %d blocks could not be kept", len(blocks))
-            if self._names.get(key) == name:
-                await self._unpin(key)
-            return "failed"
-        if self._names.get(key) != name:  # it was let go of meanwhile, when nothing was held yet
-            await self._let_go(name)
-            return "failed"
-        return "saved"
+        ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
+        async with self._lock_of(key):
+            while (added := self.pins.add(key, blocks, ttl_s, self._clock() - unread_s, prefix.tenant)) != "pinned":
+                lent = self.pins.recall(blocks, prefix.tenant) if added == "over_budget" else None
+                if lent is None:
+                    return added
+                self.recalled += 1
+                await self._unpin(lent)
+            try:
+                await self._run(Job("pin", key.hex(), 0, len(blocks)), ids, root, prefix.scope.lora)
+            except Exception:
+                _log.exception("a prefix of %d blocks could not be kept", len(blocks))
+                await self._let_go(key)
+                return "failed"
+            return "saved"
 
     async def _unpin(self, key: bytes) -> None:
-        self.pins.remove(key)
-        name = self._names.pop(key, None)
-        if name is not None:
-            await self._let_go(name)
+        async with self._lock_of(key):
+            await self._let_go(key)
 
-    async def _let_go(self, name: str) -> None:
-        try:
-            await self._run(Job("unpin", name), [0], bytes(HASH_BYTES), "")
-        except Exception:
-            _log.exception("vLLM did not let go of kept blocks")
+    async def _let_go(self, key: bytes) -> None:
+        if self.pins.remove(key):
+            try:
+                await self._run(Job("unpin", key.hex()), [0], bytes(HASH_BYTES), "")
+            except Exception:
+                _log.exception("vLLM did not let go of kept blocks")
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+    def _lock_of(self, key: bytes) -> asyncio.Lock:
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

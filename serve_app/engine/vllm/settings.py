@@ -1,9 +1,28 @@
-"""Sizes and switches of a vLLM engine; names are vLLM's where vLLM has them."""
+"""Sizes and switches of a vLLM engine, and how vLLM takes them: engine arguments and environment. Imports no vllm.
+
+Names are vLLM's where vLLM has them. Owns which of vLLM's defaults are not ours: what would change answers, tell others
+of prompts, or hide KV events.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+
+CONFIG_ENDS = "warmpath_end_token_ids"
+"""Where the logits processor finds what ends an answer, in vLLM's ``additional_config``."""
+
+EXECUTOR = "serve_app.engine.vllm.executor.InCore"
+"""Where vLLM finds what computes on a CPU."""
+
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those vLLM has room for. Source: vLLM's ``MaxLoRARanks``."""
+
+_CPU_MEMORY_PART = 0.05
+"""``kv_cache_memory_bytes`` says what the pool takes; vLLM refuses to start where this part of a node is not free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +60,81 @@ class VllmSettings:
     max_cpu_loras: int = 32
     max_lora_rank: int = 64
     tenant_shares: Mapping[str, float] = field(default_factory=dict)
-    labels: tuple[tuple[str, str], ...] = ()
+
+
+def engine_arguments(settings: VllmSettings, endpoints: EventEndpoints, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``AsyncEngineArgs``; its events go to ``endpoints`` alone."""
+    blocks = settings.num_blocks
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # else the model's own temperature and top-p would hold where a request names none
+        "max_model_len": settings.max_model_len,
+        "block_size": settings.block_size,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "prefix_caching_hash_algo": "sha256",  # collision-proof: vLLM compares no tokens
+        "disable_hybrid_kv_cache_manager": True,  # all KV is one group then, of which a directory can tell everything
+        "enforce_eager": settings.enforce_eager,
+        "gpu_memory_utilization": _CPU_MEMORY_PART if on_cpu else settings.gpu_memory_utilization,
+        "max_logprobs": 20,  # as many as OpenAI's API tells
+        "logits_processors": ["serve_app.engine.vllm.sampling.processor:WarmpathSampling"],
+        "additional_config": {CONFIG_ENDS: list(settings.end_token_ids)},
+        "scheduling_policy": "priority",  # requests have one, so the first come is served first; copies go before them
+        "enable_logging_iteration_details": True,  # how many tokens of prompts each step computed
+        "disable_log_stats": True,
+        "enable_log_requests": False,  # requests hold the tenants' roots
+    }
+    if settings.enable_prefix_caching:
+        arguments["kv_events_config"] = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoints.publish,
+            "replay_endpoint": endpoints.replay,
+        }
+    if on_cpu:
+        arguments["distributed_executor_backend"] = EXECUTOR  # for a GPU vLLM's own choice is as good
+    if settings.transfer:
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "WarmpathConnector",
+            "kv_connector_module_path": "serve_app.engine.vllm.transfer.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"directory": str(endpoints.directory)},
+        }
+    if blocks is not None:
+        arguments["num_gpu_blocks_override"] = blocks + 1  # one is vLLM's null block
+        arguments["max_model_len"] = min(settings.max_model_len, blocks * settings.block_size)
+    if on_cpu and blocks is not None:
+        arguments["kv_cache_memory_bytes"] = settings.block_bytes * (blocks + 1)
+    elif settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if settings.lora:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": settings.max_loras,
+            "max_cpu_loras": settings.max_cpu_loras,
+            "max_lora_rank": lora_rank(settings.max_lora_rank),
+        }
+    return arguments
+
+
+def lora_rank(wanted: int) -> int:
+    """Return the least rank vLLM has room for that holds ``wanted``. Raises ValueError over its largest."""
+    for rank in LORA_RANKS:
+        if wanted <= rank:
+            return rank
+    raise ValueError(f"max_lora_rank={wanted}: with engine=vllm it is at most {LORA_RANKS[-1]}")
+
+
+def set_environment(environment: MutableMapping[str, str], num_threads: int) -> None:
+    """Set what vLLM and its processes read from the environment; it has to be before vLLM is imported."""
+    environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"  # whole SHA-256s, not 64 bits of them
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # it knows other logits processors
+    environment["VLLM_NO_USAGE_STATS"] = "1"
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # several replicas share a machine's cores
+    environment["OMP_NUM_THREADS"] = str(num_threads)
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("HF_HUB_OFFLINE", "1")

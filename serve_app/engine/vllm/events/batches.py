@@ -6,12 +6,14 @@ not known are ignored. Source: vLLM's ``vllm/distributed/kv_events.py``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 BlockHash = bytes | int
 """vLLM's name of a block: the 32 bytes of a SHA-256, or 64 bits of it where it was told to cut hashes."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 SEQUENCE_BYTES = 8
 """Of a batch's number, signed and big-endian, in a frame of its own; batches of one engine count from 0."""
@@ -36,9 +38,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag="BlockStored"):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: list[TokenId]
     block_size: int
-    lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[tuple[Any, ...] | None] | None = None

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,16 +59,8 @@ class EventEndpoints:
 def _remove_ownerless(parent: Path) -> None:
     """Remove this user's directories whose lock nobody holds; one without a lock is being made."""
     for directory in parent.glob(f"{_PREFIX}*"):
-        try:
-            if directory.lstat().st_uid != os.getuid():
-                continue
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(directory, ignore_errors=True)
-        except OSError:
-            continue
-        finally:
-            os.close(lock)
+        with suppress(OSError):
+            if directory.lstat().st_uid == os.getuid():
+                with os.fdopen(os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)) as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)

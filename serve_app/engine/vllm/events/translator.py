@@ -8,17 +8,17 @@ shared with the side that submits requests, and no order between the two is need
 from __future__ import annotations
 
 import re
-from array import array
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
+from router.protocol.block_hash import HASH_BYTES, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.engine.vllm.events.batches import (
     MEDIUM_GPU,
+    AllBlocksCleared,
     BlockHash,
     BlockRemoved,
     BlockStored,
@@ -65,38 +65,35 @@ class Translator:
             )
         changes: _Changes = []
         for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.forget()
+                changes.append((CacheCleared, b""))
+                continue
+            refuse_unsupported(event, self._block_size)
             if isinstance(event, BlockStored):
-                refuse_unsupported(event, self._block_size)
                 self._stored(event, changes)
-            elif isinstance(event, BlockRemoved):
-                refuse_other_pools(event)
-                self._removed(event, changes)
             else:
-                self._clear(changes)
+                self._removed(event, changes)
         return _joined(changes)
 
     def forget(self) -> list[Event]:
-        """Start anew, since events were lost: return what to tell.
+        """Start anew, as where events were lost: return what to tell.
 
         What the engine goes on holding of before is not known any more, nor are blocks under it, until stored again.
         """
-        changes: _Changes = []
-        self._clear(changes)
-        return _joined(changes)
-
-    def _clear(self, changes: _Changes) -> None:
         self._ours.clear()
         self._copies.clear()
         self.held.clear()
-        changes.append((CacheCleared, b""))
+        return [CacheCleared()]
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if len(self._ours) + len(event.block_hashes) > self._max_blocks:  # removals were lost, or it is another pool
-            self._clear(changes)
+            self.forget()
+            changes.append((CacheCleared, b""))
         under = self._parent(event)
         if under is None:
             return
-        ids, step = token_array(event), 4 * self._block_size
+        ids, step = np.array(event.token_ids, dtype=np.int32), 4 * self._block_size
         chain, raw = hash_blocks(under, ids, self._block_size), ids.tobytes()
         for index, (theirs, ours) in enumerate(zip(event.block_hashes, split_chain(chain), strict=True)):
             self._copies[theirs] += 1
@@ -141,25 +138,18 @@ def _joined(changes: _Changes) -> list[Event]:
     return events
 
 
-def refuse_other_pools(event: BlockStored | BlockRemoved) -> None:
-    """Raise UnsupportedEvents for blocks that are not in the one pool which an engine computes in."""
-    if event.group_idx:
-        raise UnsupportedEvents(
-            f"the model has several groups of KV (group_idx {event.group_idx}): a prefix is held only where all of "
-            "them hold it, which one directory cannot say; start vLLM with disable_hybrid_kv_cache_manager"
-        )
-    if event.medium not in (None, MEDIUM_GPU):
-        raise UnsupportedEvents(
-            f"blocks lie in {event.medium!r}: vLLM's offload tiers are not followed; switch KV offloading off"
-        )
-
-
-def refuse_unsupported(event: BlockStored, block_size: int) -> None:
+def refuse_unsupported(event: BlockStored | BlockRemoved, block_size: int) -> None:
     """Raise UnsupportedEvents unless each block of ``block_size`` tokens serves whoever begins with the same tokens.
 
     Raises MalformedBatch where the event contradicts itself.
     """
-    refuse_other_pools(event)
+    if event.group_idx or event.medium not in (None, MEDIUM_GPU):
+        raise UnsupportedEvents(
+            f"blocks lie in {event.medium!r}, group {event.group_idx} of the model's KV: a directory follows one group "
+            "in the pool that vLLM computes in; set disable_hybrid_kv_cache_manager, and switch KV offloading off"
+        )
+    if isinstance(event, BlockRemoved):
+        return
     if event.kv_cache_spec_kind not in (None, *ATTENTION_KINDS) or event.kv_cache_spec_sliding_window is not None:
         raise UnsupportedEvents(
             f"the KV is of kind {event.kv_cache_spec_kind!r} (window: {event.kv_cache_spec_sliding_window}): only "
@@ -170,21 +160,14 @@ def refuse_unsupported(event: BlockStored, block_size: int) -> None:
             f"vLLM's blocks have {event.block_size} tokens and the routers' {block_size}: "
             f"set block_size to {event.block_size}"
         )
-    if len(event.token_ids) != block_size * len(event.block_hashes):
+    blocks, tokens = len(event.block_hashes), len(event.token_ids)
+    if tokens != block_size * blocks:
         raise UnsupportedEvents(
-            f"an event has {len(event.token_ids)} tokens for {len(event.block_hashes)} blocks of {block_size}: blocks "
-            "were left out, as models with sliding windows or Mamba layers do"
+            f"an event has {tokens} tokens for {blocks} blocks of {block_size}: blocks were left out, as models with "
+            "sliding windows or Mamba layers do"
         )
-    if event.extra_keys is not None and len(event.extra_keys) != len(event.block_hashes):
-        raise MalformedBatch(f"{len(event.extra_keys)} extra keys for {len(event.block_hashes)} blocks")
-
-
-def token_array(event: BlockStored) -> TokenArray:
-    """Return an event's token ids. Raises MalformedBatch for one that is no int32."""
-    try:
-        return np.frombuffer(array("i", event.token_ids), dtype=np.int32)
-    except OverflowError as error:
-        raise MalformedBatch(f"a token id is out of range: {error}") from error
+    if event.extra_keys is not None and len(event.extra_keys) != blocks:
+        raise MalformedBatch(f"{len(event.extra_keys)} extra keys for {blocks} blocks")
 
 
 def _beside_adapter(event: BlockStored, keys: tuple[object, ...] | None) -> list[object]:

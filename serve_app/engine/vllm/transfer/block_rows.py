@@ -13,29 +13,21 @@ import torch
 from serve_app.cache.kv_chain import Row
 
 
-class UnevenLayers(ValueError):
-    """The layers' KV differs in shape or dtype, so that one format does not say what a block is."""
-
-
 class BlockRows:
-    """The layers' tensors, each with the pool's blocks along its first dimension."""
+    """The layers' tensors, each with the pool's blocks along its first dimension. ``block_bytes``: of a row."""
 
     def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
-        """Raises UnevenLayers."""
+        """Raises ValueError where their KV differs in shape or dtype: one format does not say then what a block is."""
         kinds = {(layer.dtype, layer.shape) for layer in layers.values()}
         if len(kinds) != 1:
-            raise UnevenLayers(f"the layers' KV is of {len(kinds)} kinds")
+            raise ValueError(f"the layers' KV is of {len(kinds)} kinds")
         ((self.dtype, shape),) = kinds
         self.names = tuple(layers)
         self.shape = tuple(shape[1:])
         self._layers = tuple(layers.values())
         self._values = int(np.prod(self.shape))
         self._width = self.dtype.itemsize * self._values
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a row."""
-        return self._width * len(self._layers)
+        self.block_bytes = self._width * len(self._layers)
 
     def read(self, block_ids: Sequence[int]) -> Row:
         """Return the rows [blocks, block_bytes] of blocks."""

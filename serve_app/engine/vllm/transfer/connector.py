@@ -17,8 +17,9 @@ import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
+from serve_app.cache.kv_chain import KvPart
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +103,10 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the worker's layers, and say how they are made."""
         self._rows = rows = BlockRows(kv_caches)
-        dtype = str(rows.dtype).removeprefix("torch.")
-        layout = Layout(vllm.__version__, torch.backends.cpu.get_cpu_capability(), dtype, rows.shape, rows.names)
-        (self._directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(layout))
+        dtype, cpu = str(rows.dtype).removeprefix("torch."), torch.backends.cpu.get_cpu_capability()
+        axes = f"vllm {vllm.__version__} on {cpu}: layers {', '.join(rows.names)}; block"
+        part = KvPart(dtype, (len(rows.names), *rows.shape), axes=axes)
+        (self._directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Put this step's files into their blocks; what fails is computed."""

@@ -17,6 +17,7 @@ from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.frontend import VllmFrontend
 
 LAYOUT_FILE = "kv_layout.json"
+"""What the worker writes of its blocks: a ``KvPart``."""
 
 _FIRST = -1
 """vLLM's priority of a job; requests have 0. A copy costs a step's part, and whoever waits for it has a deadline."""
@@ -46,16 +47,6 @@ class Job(msgspec.Struct, frozen=True):
         return None if packed is None else msgspec.convert(packed, cls)
 
 
-class Layout(msgspec.Struct, frozen=True):
-    """How the worker's blocks are made; what of it is not equal elsewhere makes KV unusable there."""
-
-    vllm: str
-    cpu: str
-    dtype: str
-    shape: tuple[int, ...]
-    layers: tuple[str, ...]
-
-
 class JobRunner:
     """Runs jobs in vLLM. ``begins`` is called before each (any thread): its one token is nobody's prompt."""
 
@@ -81,7 +72,7 @@ class JobRunner:
         if lora:
             self._slots.pin(lora)
         try:
-            weights = self._slots.weights(lora).request if lora else None
+            weights = self._slots.weights(lora) if lora else None
             self._begins()
             sampling = _SAMPLING if job is None else {**_SAMPLING, "extra_args": job.to_extra_args()}
             priority = 0 if job is not None and job.kind == "pin" else _FIRST  # what is to be kept may be computed

@@ -6,66 +6,62 @@ the requests so far, which say whose a root is. Any thread but the loop's. Impor
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_at, hash_blocks
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, hash_blocks
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, PinnedBlocks, idle_heats, list_hot
 from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
+from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
 
 RunJob = Callable[[Job, Sequence[int], bytes, str], int]
 """``JobRunner.wait``."""
 
 
-def format_of(directory: Path, model: str, block_size: int) -> KvFormat:
-    """Return what KV has to be like to be loaded, from what the worker wrote of its layers."""
-    layout = msgspec.json.decode((directory / LAYOUT_FILE).read_bytes(), type=Layout)
-    made = hashlib.blake2b(msgspec.json.encode((layout.vllm, layout.cpu, layout.layers)), digest_size=8).hexdigest()
-    part = KvPart(layout.dtype, (len(layout.layers), *layout.shape), axes=f"vllm {layout.vllm}: layers, block")
-    return KvFormat(f"{model}/vllm-{made}", block_size, (part,))
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """How KV leaves and enters. ``directory``: for its files."""
-
-    format: KvFormat
-    directory: Path
-    run_job: RunJob
-    max_model_len: int
-
-    @property
-    def most_blocks(self) -> int:
-        """Of a prefix that a job can name: it has a token more, and answers with one."""
-        return (self.max_model_len - 2) // self.format.block_size
-
-
 class VllmMigration:
-    """One engine's answers; the names are those of ``protocol.Engine``. ``transfer`` None: nothing leaves or enters."""
+    """One engine's answers; the names are those of ``protocol.Engine``. ``directory``: for files of KV."""
 
-    def __init__(self, num_blocks: int, held: HeldBlocks, pins: Pins, transfer: Transfer | None, clock: Clock) -> None:
-        self._num_blocks = num_blocks
+    def __init__(
+        self,
+        settings: VllmSettings,
+        facts: ModelFacts,
+        held: HeldBlocks,
+        pins: Pins,
+        directory: Path,
+        run_job: RunJob,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Read what KV has to be like to be loaded, as the worker has described its blocks in ``directory``."""
+        self._num_blocks = facts.num_blocks
         self._held = held
         self._pins = pins
-        self._transfer = transfer
+        self._directory = directory
+        self._run_job = run_job
         self._clock = clock
         self._lock = threading.Lock()
         self._owners: OrderedDict[bytes, tuple[PrefixScope, str]] = OrderedDict()
         self._file_numbers = itertools.count()
+        self._format: KvFormat | None = None
+        """None: nothing leaves or enters."""
+        # A job has a token more than its blocks, and answers with one.
+        self._most_blocks = (facts.max_model_len - 2) // settings.block_size
+        if settings.transfer:
+            part = msgspec.json.decode((directory / LAYOUT_FILE).read_bytes(), type=KvPart)
+            self._format = KvFormat(f"{settings.model_fingerprint}/vllm", settings.block_size, (part,))
 
     def note_owner(self, root: bytes, scope: PrefixScope, tenant: str) -> None:
         """Remember whose a root is. As many as the pool has blocks: it holds no more beginnings."""
@@ -77,29 +73,25 @@ class VllmMigration:
 
     def export_prefix(self, prefix: HashedTokens, first: int, most_blocks: int | None) -> KvChain | None:
         """Return the blocks from ``first`` on that vLLM holds of a prefix, ``most_blocks`` at most; None for none."""
-        transfer = self._transfer
-        if transfer is None or prefix.scope.public_blocks:
+        kv_format, scope = self._format, prefix.scope
+        if kv_format is None or scope.public_blocks:
             return None
-        size, ids = transfer.format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
-        most = transfer.most_blocks if most_blocks is None else min(first + most_blocks, transfer.most_blocks)
+        size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
+        most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
         end = self._held.known(prefix.chain, min(most, len(ids) // size))
-        chain = prefix.chain[: end * HASH_BYTES]
-        root = self._root(chain, ids[: end * size], size) if end > first else b""
-        if not root:
+        root = self._held.root_of(hash_at(prefix.chain, 0)) if end > first else b""
+        if not root or hash_blocks(root, ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             return None
-        file = self._file(transfer)
-        job, job_ids = Job("export", str(file), first, end), [*ids[: end * size].tolist(), 0]
+        file = self._directory / f"kv-{next(self._file_numbers)}"
         try:
-            transfer.run_job(job, job_ids, root, prefix.scope.lora)
-            payload = np.fromfile(file, np.uint8).reshape(-1, transfer.format.block_bytes)
+            self._run_job(Job("export", str(file), first, end), [*ids[: end * size].tolist(), 0], root, scope.lora)
+            payload = np.fromfile(file, np.uint8).reshape(-1, kv_format.block_bytes)
         except (FileNotFoundError, LookupError):
             return None
         finally:
             file.unlink(missing_ok=True)
         end = first + len(payload)
-        header = make_header(
-            transfer.format, prefix.scope, ids[: end * size], chain[: end * HASH_BYTES], payload, first
-        )
+        header = make_header(kv_format, scope, ids[: end * size], prefix.chain[: end * HASH_BYTES], payload, first)
         return KvChain(msgspec.structs.replace(header, root=root), payload)
 
     def import_part(self, part: KvChain, prefix: HashedTokens, first: int) -> int:
@@ -108,22 +100,20 @@ class VllmMigration:
         Where blocks before ``first`` were evicted meanwhile vLLM computes the prefix, and fewer than ``first`` is said.
         Raises a TransferError, taking nothing, for what is not that, or EngineError.
         """
-        transfer = self._transfer
-        if transfer is None:
+        if self._format is None:
             raise TransferError("this vLLM takes no KV from elsewhere")
         scope, token_ids = prefix.scope, prefix.token_ids
-        verify_part(part, transfer.format, scope, token_ids, prefix.chain, first)
-        end, size = first + part.header.blocks, transfer.format.block_size
-        root = part.header.root
-        if scope.public_blocks or end > transfer.most_blocks:
+        verify_part(part, self._format, scope, token_ids, prefix.chain, first)
+        end, size, root = first + part.header.blocks, self._format.block_size, part.header.root
+        if scope.public_blocks or end > self._most_blocks:
             raise TransferError("vLLM cannot hold it")
         if not root or hash_blocks(root, token_ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             raise WrongChain("its root is not that of the tokens that were asked for")
-        file = self._file(transfer)
+        file = self._directory / f"kv-{next(self._file_numbers)}"
         job, job_ids = Job("import", str(file), first, end), [*token_ids[: end * size].tolist(), 0]
         try:
             np.ascontiguousarray(part.payload).tofile(file)
-            cached = transfer.run_job(job, job_ids, root, scope.lora)
+            cached = self._run_job(job, job_ids, root, scope.lora)
         except LookupError as error:
             raise TransferError(f"adapter {scope.lora} is not loaded") from error
         finally:
@@ -155,11 +145,3 @@ class VllmMigration:
         with self._lock:
             owners = dict(self._owners)
         return self._held.entries(owners.get)
-
-    def _root(self, chain: bytes, token_ids: TokenArray, block_size: int) -> bytes:
-        """Return the root under which these tokens have this chain, b"" where none is known."""
-        root = self._held.root_of(hash_at(chain, 0))
-        return root if root and hash_blocks(root, token_ids, block_size) == chain else b""
-
-    def _file(self, transfer: Transfer) -> Path:
-        return transfer.directory / f"kv-{next(self._file_numbers)}"

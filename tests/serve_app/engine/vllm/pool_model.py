@@ -145,7 +145,6 @@ class PoolModel:
                 hashes[first - 1] if first else None,
                 request.tokens[first * self.size : full * self.size],
                 self.size,
-                None,
                 "GPU",
                 request.lora,
                 [self._extra_keys(request, index) for index in range(first, full)],

@@ -6,16 +6,16 @@ import asyncio
 import json
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from serve_app.engine.protocol import AdapterError, EngineOutput
 from serve_app.engine.vllm.adapters import VllmAdapters
-from serve_app.engine.vllm.arguments import EXECUTOR, engine_arguments, lora_rank, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.live_requests import Outbox
-from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
 from tests.serve_app.engine.adapters import described, save_plain
 
 ENDPOINTS = EventEndpoints(Path("/run/private"))
@@ -68,9 +68,10 @@ def test_the_environment_keeps_whole_hashes() -> None:
 
 
 class Vllm:
-    """A frontend that notes what vLLM was told, and which files it was given."""
+    """A frontend, and its vLLM, that notes what it was told, and which files it was given."""
 
     def __init__(self) -> None:
+        self.llm = self
         self.paths: dict[int, Path] = {}
         self.removed: list[int] = []
         self.error = ""
@@ -79,7 +80,7 @@ class Vllm:
         self.paths[number] = Path(path)
         if self.error:
             raise ValueError(f"{path}: {self.error}")
-        return name, number
+        return SimpleNamespace(lora_int_id=number, lora_path=path)
 
     async def remove_lora(self, number: int) -> None:
         self.removed.append(number)

@@ -18,6 +18,7 @@ from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, KeptPrefix, Save, SaveResult
 from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.saves import VllmSaves, block_number
+from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
 
@@ -54,7 +55,8 @@ class Made:
     def __init__(self, budget: int = BUDGET, **weights: float) -> None:
         self.now_s = 0.0
         self.vllm, self.meters, self.held = Vllm(), EngineMeters(), HeldBlocks()
-        self.saves = VllmSaves(budget, SIZE, weights, self.held, self.vllm.run, self.meters, lambda: self.now_s)
+        settings = VllmSettings("m", block_size=SIZE, pin_budget=budget, tenant_shares=weights)
+        self.saves = VllmSaves(settings, 100, self.held, self.vllm.run, self.meters, lambda: self.now_s)
 
     def hold(self, asked: EngineRequest, blocks: int) -> None:
         """Have the pool hold the first blocks of a prompt."""

@@ -30,7 +30,7 @@ ROOT = b"r" * 16
 
 
 def block(name: int) -> BlockStored:
-    return BlockStored([bytes([name])], None, [name, name], 2, None, "GPU", None, [(ROOT.hex(),)], 0, "full_attention")
+    return BlockStored([bytes([name])], None, [name, name], 2, "GPU", None, [(ROOT.hex(),)], 0, "full_attention")
 
 
 def ours(name: int) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,9 @@ from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.vllm.events.batches import decode_batch
 from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 from serve_app.engine.vllm.events.translator import Translator
+from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
+from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.migration import VllmMigration
 from tests.serve_app.engine.tiny import root_of
 from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
@@ -31,10 +35,14 @@ class Pool:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.model = PoolModel(BLOCKS, SIZE)
-        self.held = HeldBlocks(lambda: self.now_s)
+        self.held = HeldBlocks(self.clock)
         self.translator = Translator(SIZE, BLOCKS, self.held)
         self.pins = Pins(BLOCKS)
-        self.migration = VllmMigration(BLOCKS, self.held, self.pins, None, lambda: self.now_s)
+        settings, facts = VllmSettings("m", block_size=SIZE), ModelFacts(2, 100, BLOCKS)
+        self.migration = VllmMigration(settings, facts, self.held, self.pins, Path("/none"), lambda *_: 0, self.clock)
+
+    def clock(self) -> float:
+        return self.now_s
 
     def compute(self, scope: PrefixScope, tokens: list[int], *, owned: bool = True) -> None:
         self.now_s += 1

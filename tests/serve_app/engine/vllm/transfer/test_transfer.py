@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from serve_app.cache.kv_chain import KvChain, TransferError
+from serve_app.cache.kv_chain import KvChain, KvPart, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.vllm.events.held_blocks import HeldBlocks
-from serve_app.engine.vllm.transfer.block_rows import BlockRows, UnevenLayers
-from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job, Layout
-from serve_app.engine.vllm.transfer.migration import Transfer, VllmMigration, format_of
-from tests.serve_app.engine.tiny import prompt, root_of
+from serve_app.engine.vllm.frontend import ModelFacts
+from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.transfer.block_rows import BlockRows
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
+from serve_app.engine.vllm.transfer.migration import RunJob, VllmMigration
+from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
 
 SIZE, BLOCKS = 4, 12
 SCOPE, OTHER = PrefixScope("m"), PrefixScope("m", salt=b"other")
@@ -57,7 +58,7 @@ def test_rows_that_do_not_fit_change_nothing() -> None:
         with pytest.raises(ValueError, match="rows of shape"):
             rows.write([3], wrong)
     assert all(torch.equal(layer, layers(torch.float32)[name]) for name, layer in target.items())
-    with pytest.raises(UnevenLayers):
+    with pytest.raises(ValueError, match="of 2 kinds"):
         BlockRows({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3)})
 
 
@@ -69,17 +70,21 @@ def test_a_job_crosses_to_the_core() -> None:
     assert Job.of_params({"other": 1}) is None
 
 
+def migration_of(held: HeldBlocks, directory: Path, run: RunJob, *, transfer: bool = True) -> VllmMigration:
+    settings = VllmSettings("m", block_size=SIZE, model_fingerprint="m", transfer=transfer)
+    return VllmMigration(settings, ModelFacts(VOCAB, 1000, BLOCKS), held, Pins(0), directory, run)
+
+
 class Pool:
     """What vLLM and its connector do with a job, over torch tensors; ``held``: what the events told of it."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.rows = BlockRows(layers(torch.float32))
-        layout = Layout("0.32.0", "AVX2", "float32", self.rows.shape, self.rows.names)
-        (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(layout))
+        part = KvPart("float32", (2, *self.rows.shape), axes="vllm 0.32.0 on AVX2: layers a, b; block")
+        (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
         self.held, self.jobs, self.directory = HeldBlocks(), list[Job](), directory
-        transfer = Transfer(format_of(directory, "m", SIZE), directory, self.run, 1000)
-        self.migration = VllmMigration(BLOCKS, self.held, Pins(0), transfer, time.monotonic)
+        self.migration = migration_of(self.held, directory, self.run)
 
     def hold(self, root: bytes, ids: np.ndarray) -> list[int]:
         """Hold a chain; return its blocks, numbered as they came."""
@@ -157,7 +162,7 @@ def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
     asker.migration.import_part(part, own, 0)
     assert asker.held.known(own.chain, 6) == 6
     assert not list(asker.directory.glob("kv-[0-9]*"))
-    closed = VllmMigration(BLOCKS, asker.held, Pins(0), None, time.monotonic)
+    closed = migration_of(asker.held, asker.directory, asker.run, transfer=False)
     assert closed.export_prefix(own, 0, None) is None
     with pytest.raises(TransferError, match="takes no KV"):
         closed.import_part(part, own, 0)

@@ -1,0 +1,147 @@
+"""Chooses tokens by (seed, position), rules and grammars for the rows of a batch that vLLM hands over.
+
+Owns what crosses to vLLM's worker for that, as plain data in ``SamplingParams.extra_args``, and the rows' state between
+steps there. The choice is the built-in engine's own code, so that a seed gives the same tokens on either engine, alone
+or in a batch, and goes on with them on another replica; penalties, bans and grammars go this way too, for vLLM's own
+begin anew with an answer that another replica began. Imports no vllm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from router.protocol.block_hash import TokenArray
+from serve_app.engine.protocol import EngineRequest, SamplingParams
+from serve_app.engine.runner.sampling import choose_tokens
+from serve_app.engine.runner.token_rules import apply_rules
+from serve_app.engine.step import History
+from serve_app.structured.matcher import AnswerMatcher, Matchers
+
+_log = logging.getLogger(__name__)
+
+NOT_NUMBERS = "the model's logits are not numbers"
+
+_EXTRA_ARG = "warmpath"
+_SEED_MASK = (1 << 64) - 1
+
+
+class TokenChoice(msgspec.Struct, frozen=True):
+    """How one request's tokens are chosen. ``resumed_tokens``: the prompt's last ones that belong to the answer.
+
+    ``grammar``: in llguidance's form, "" for none. ``failure_file``: where to write why no token could be chosen.
+    """
+
+    sampling: SamplingParams
+    resumed_tokens: int
+    grammar: str
+    failure_file: str
+
+    def to_extra_args(self) -> dict[str, Any]:
+        """Return it in plain types."""
+        return {_EXTRA_ARG: msgspec.to_builtins(self)}
+
+    @classmethod
+    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> TokenChoice | None:
+        """Return what ``to_extra_args`` packed, None where nothing was."""
+        packed = (extra_args or {}).get(_EXTRA_ARG)
+        return None if packed is None else msgspec.convert(packed, cls)
+
+
+def choice_of(request: EngineRequest, failure_file: str) -> TokenChoice:
+    """Return how a request's tokens are chosen: the likeliest too, as vLLM takes any for it where none is a number.
+
+    Raises ValueError for a matcher that cannot cross to another process.
+    """
+    sampling, matcher = request.sampling, request.matcher
+    if matcher is not None and not isinstance(matcher, AnswerMatcher):
+        raise ValueError("engine: vllm takes grammars as the replica compiles them, and no other matcher")
+    # The noise depends on a seed's lowest 64 bits, and a message holds no more.
+    sampling = replace(sampling, seed=sampling.seed & _SEED_MASK)
+    return TokenChoice(sampling, request.resumed_tokens, "" if matcher is None else matcher.text, failure_file)
+
+
+def vllm_sampling(sampling: SamplingParams, choice: TokenChoice) -> dict[str, Any]:
+    """Return the fields of vLLM's own ``SamplingParams``: greedy, as a processor leaves one token.
+
+    vLLM computes a prompt only to sample from it: without ``max_tokens`` one token is made, which nobody gets.
+    """
+    return {
+        "max_tokens": max(sampling.max_tokens, 1),
+        "temperature": 0.0,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+        "logprobs": sampling.logprobs,
+        "extra_args": choice.to_extra_args(),
+    }
+
+
+class Row:
+    """One request in the batch. ``output``: vLLM's own list of the tokens it generated, which grows.
+
+    ``prompt`` is as vLLM got it: its last ``resumed_tokens`` are the answer's first.
+    """
+
+    def __init__(self, choice: TokenChoice, prompt: Sequence[int], output: Sequence[int], matchers: Matchers) -> None:
+        self.choice = choice
+        # A grammar was compiled once by the replica, so that it is known to be one.
+        self._matcher = matchers.matcher(choice.grammar) if choice.grammar else None
+        self.ruled = choice.sampling.rules is not None or self._matcher is not None
+        self._output = output
+        ids = np.asarray(prompt, dtype=np.int32)
+        asked = len(ids) - choice.resumed_tokens
+        self._prompt, self._known = ids[:asked], choice.resumed_tokens
+        self._answer: TokenArray = np.empty(self._known + choice.sampling.max_tokens + 1, dtype=np.int32)
+        self._answer[: self._known] = ids[asked:]
+
+    @property
+    def position(self) -> int:
+        """Where the next token will stand."""
+        return len(self._prompt) + self.choice.resumed_tokens + len(self._output)
+
+    def history(self) -> History:
+        """Return prompt and answer as rules and grammar read them."""
+        resumed = self.choice.resumed_tokens
+        length = resumed + len(self._output)
+        self._answer[self._known : length] = self._output[self._known - resumed :]
+        self._known = length
+        return History(self._prompt, self._answer[:length], self._matcher)
+
+    def fail(self, reason: str) -> None:
+        """Write why no token could be chosen, once: the request may have another step before it is cancelled."""
+        try:
+            with Path(self.choice.failure_file).open("x") as file:
+                file.write(reason)
+        except FileExistsError:
+            pass
+        except OSError:
+            _log.exception("a failed request cannot be told so (%s)", reason)
+
+
+def sample_rows(rows_by_index: Mapping[int, Row], logits: torch.Tensor) -> None:
+    """Leave one token in each of these rows of ``logits`` [n, vocab], float32, in place: that one is chosen then.
+
+    A row that fails gets a token that ends it, or any: the reason lies in its file before anybody sees the token.
+    """
+    if not rows_by_index:
+        return
+    indices = sorted(rows_by_index)
+    rows = [rows_by_index[index] for index in indices]
+    own = logits[indices]
+    ruled = [(i, row.choice.sampling, row.history()) for i, row in enumerate(rows) if row.ruled]
+    failed = apply_rules(own, ruled) if ruled else {}
+    tokens = choose_tokens(own, [row.choice.sampling for row in rows], [row.position for row in rows])
+    for i, row in enumerate(rows):
+        if tokens[i] is None or i in failed:
+            row.fail(failed.get(i, NOT_NUMBERS))
+            tokens[i] = (row.choice.sampling.stop_token_ids or (0,))[0]
+    logits[indices] = float("-inf")
+    logits[indices, tokens] = 0.0

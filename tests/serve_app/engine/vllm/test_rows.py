@@ -1,0 +1,178 @@
+"""Rows of a vLLM batch get the tokens that the built-in engine chooses, and all that they need for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.checkpoints.checkpoint import load_checkpoint_info
+from serve_app.engine.protocol import SamplingParams, TokenRules
+from serve_app.engine.vllm.sampling.rows import NOT_NUMBERS, Row, TokenChoice, choice_of, sample_rows, vllm_sampling
+from serve_app.structured.compiler import GrammarCompiler, llguidance_form
+from serve_app.structured.grammar import Grammar
+from serve_app.structured.matcher import Matchers
+from tests.serve_app.conftest import MakeEngine
+from tests.serve_app.engine.tiny import VOCAB, prompt, request, run_all
+
+PROMPT = tuple(range(40))
+
+
+@pytest.fixture
+def matchers(demo_model_path: Path) -> Matchers:
+    info = load_checkpoint_info(demo_model_path)
+    return Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
+
+
+def sample(rows: dict[int, Row], logits: torch.Tensor) -> list[int]:
+    sample_rows(rows, logits)
+    return logits.argmax(dim=-1).tolist()
+
+
+def logits_of(tokens: list[int], model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1].float()
+    return found
+
+
+ASKED = {
+    "seeded": SamplingParams(12, seed=7),
+    "filtered": SamplingParams(12, temperature=0.7, top_k=20, top_p=0.9, seed=3),
+    "min_p": SamplingParams(12, min_p=0.1, seed=2**64 + 5),
+    "penalties": SamplingParams(12, seed=1, rules=TokenRules(1.5, 0.5, 1.3)),
+    "bans": SamplingParams(
+        12, temperature=0.0, rules=TokenRules(logit_bias=((5, 9.0), (6, -50.0)), bad_words=((5, 5),))
+    ),
+    "at least": SamplingParams(12, seed=4, stop_token_ids=tuple(range(100)), rules=TokenRules(min_tokens=6)),
+}
+
+
+@pytest.mark.parametrize("resumed", [0, 5])
+def test_the_same_tokens_as_the_built_in_engine(
+    resumed: int, matchers: Matchers, make_engine: MakeEngine, checkpoints: dict[str, Path]
+) -> None:
+    """All kinds of rules in one batch, from the start and after tokens of another replica."""
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine()
+    wanted = run_all(engine, [replace(request(name, PROMPT), sampling=asked) for name, asked in ASKED.items()])
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"])
+    texts = {name: [*PROMPT, *wanted.tokens[name][:resumed]] for name in ASKED}
+    outputs: dict[str, list[int]] = {name: [] for name in ASKED}
+    rows: dict[int, Row] = {}
+    for index, (name, asked) in enumerate(ASKED.items()):
+        sampling = replace(asked, max_tokens=12 - resumed)
+        asking = replace(request(name, texts[name]), sampling=sampling, resumed_tokens=len(texts[name]) - len(PROMPT))
+        rows[index] = Row(choice_of(asking, ""), texts[name], outputs[name], matchers)
+    for _ in range(12 - resumed):
+        logits = torch.stack([logits_of([*texts[name], *outputs[name]], model) for name in ASKED])
+        for name, token in zip(ASKED, sample(rows, logits), strict=True):
+            outputs[name].append(token)
+    for name in ASKED:
+        whole = [*texts[name], *outputs[name]][len(PROMPT) :]
+        assert whole[: len(wanted.tokens[name])] == wanted.tokens[name], name
+
+
+def test_a_grammar_is_followed(matchers: Matchers, tmp_path: Path, demo_model_path: Path) -> None:
+    """Only what matches is left, also where another replica began the answer; what does not match is a failure."""
+    info = load_checkpoint_info(demo_model_path)
+    text = llguidance_form(Grammar.choice(["yes", "no"], "choice"))
+    tokens: list[int] = []
+    params = SamplingParams(8, seed=1, stop_token_ids=info.eos_token_ids)
+
+    def next_token(prompt: Sequence[int], resumed: int, output: list[int]) -> int:
+        choice = TokenChoice(params, resumed, text, str(tmp_path / "failed"))
+        return sample({0: Row(choice, prompt, output, matchers)}, torch.zeros(1, info.vocab_size))[0]
+
+    while not tokens or tokens[-1] not in info.eos_token_ids:
+        tokens.append(next_token(PROMPT, 0, tokens))
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(demo_model_path).decode(tokens[:-1]) in ("yes", "no")
+    again = next_token([*PROMPT, tokens[0]], 1, [])
+    mask = matchers.matcher(text).allowed(np.array(tokens[:1], dtype=np.int32))
+    assert mask is not None
+    assert np.unpackbits(mask, bitorder="little")[again]
+    next_token([*PROMPT, *info.eos_token_ids[:1]], 1, [])
+    assert "does not match" in (tmp_path / "failed").read_text()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_numbers_fails_alone(temperature: float, matchers: Matchers, tmp_path: Path) -> None:
+    """The file is there when its token is; the first reason stays, and rows beside it get what they would."""
+    params = SamplingParams(4, temperature, seed=9, stop_token_ids=(17,))
+    rows = {
+        index: Row(TokenChoice(params, 0, "", str(tmp_path / name)), PROMPT, [], matchers)
+        for index, name in enumerate(("broken", "fine"))
+    }
+    logits = torch.zeros(3, VOCAB)
+    _, alone, _ = sample(rows, logits.clone())
+    assert not list(tmp_path.iterdir())
+    logits[0, 3] = float("nan")
+    logits[2, 5] = 1.0
+    assert sample(rows, logits) == [17, alone, 5]
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("broken", NOT_NUMBERS)]
+    assert logits[2].tolist() == [0.0] * 5 + [1.0] + [0.0] * (VOCAB - 6)
+    (tmp_path / "broken").write_text("the first reason")
+    sample(rows, torch.full((3, VOCAB), float("nan")))
+    assert (tmp_path / "broken").read_text() == "the first reason"
+
+
+RULES = st.builds(
+    TokenRules,
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.5, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, 99), st.floats(-100, 100)), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 9),
+    bad_words=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+)
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(0, 100),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(0, 50),
+    seed=st.integers(-(2**63), 2**70),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    min_p=st.floats(0, 1),
+    rules=st.none() | RULES,
+    logprobs=st.none() | st.integers(0, 20),
+)
+
+
+@given(sampling=SAMPLING, resumed=st.integers(0, 4))
+def test_everything_crosses_to_the_worker(sampling: SamplingParams, resumed: int) -> None:
+    """What the processor reads from the message is what was asked, but for bits of the seed that matter to nobody."""
+    wanted = replace(request("r", prompt(5)), sampling=sampling, resumed_tokens=resumed)
+    choice = choice_of(wanted, "/file")
+    fields = vllm_sampling(sampling, choice)
+    assert fields["temperature"] == 0.0
+    assert fields["max_tokens"] == max(1, sampling.max_tokens)
+    assert fields["stop_token_ids"] == list(sampling.stop_token_ids)
+    arrived = TokenChoice.from_extra_args(msgspec.msgpack.decode(msgspec.msgpack.encode(fields["extra_args"])))
+    assert arrived == TokenChoice(replace(sampling, seed=sampling.seed % 2**64), resumed, "", "/file")
+
+
+def test_who_does_not_come_from_the_engine_has_no_choice() -> None:
+    """vLLM's own warm-up says nothing to the processor."""
+    assert TokenChoice.from_extra_args(None) is None
+    assert TokenChoice.from_extra_args({"other": 1}) is None
+
+
+class _Anything:
+    def allowed(self, answer: object) -> None:
+        return None
+
+
+def test_a_matcher_that_is_no_grammar_is_refused() -> None:
+    """It lives in this process, and tokens are chosen in another."""
+    with pytest.raises(ValueError, match="no other matcher"):
+        choice_of(replace(request("r", prompt(5)), matcher=_Anything()), "/file")
