@@ -39,11 +39,6 @@ class BatchRequest(JsonBody):
         given = {name: value for name, value in self.body.items() if value is not None}
         return APIS[self.url][0](msgspec.json.encode({"model": model, "seed": seed, **given}))
 
-    @property
-    def format(self) -> AnswerFormat:
-        """How its answer is written."""
-        return APIS[self.url][1]
-
     def response(self, answer: ErrorAnswer, answer_id: str) -> dict[str, Any]:
         """Return its line of the output. ``answer``: of status 200 where it is no error."""
         return {

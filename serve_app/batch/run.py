@@ -16,7 +16,7 @@ from serve_app.api.format import AnswerHead, ErrorAnswer
 from serve_app.api.request import ChatRequest
 from serve_app.api.tool_calls import NO_TOOLS
 from serve_app.api.unknown import ignored_fields
-from serve_app.batch.batch_file import BatchRequest
+from serve_app.batch.batch_file import APIS, BatchRequest
 from serve_app.batch.local_engine import LocalEngine
 from serve_app.checkpoints.checkpoint import CheckpointInfo
 from serve_app.checkpoints.limits import max_model_len
@@ -97,7 +97,7 @@ class _Batch:
         try:
             answer = ErrorAnswer(200, await self._generate(index, request, answer_id))
         except WarmpathError as error:
-            answer = request.format.error(error, answer_id)
+            answer = APIS[request.url][1].error(error, answer_id)
         return request.response(answer, answer_id)
 
     async def _generate(self, index: int, request: BatchRequest, answer_id: str) -> dict[str, Any]:
@@ -131,4 +131,4 @@ class _Batch:
         for warning in filter(None, (save_warning(usage.save, usage.asked_by), ignored_fields(wanted.unknown))):
             logger.warning("%s: %s", request.custom_id, warning)
         head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, repeated=repeated)
-        return request.format.whole(head, [choice.choice() for choice in choices], usage.total())
+        return APIS[request.url][1].whole(head, [choice.choice() for choice in choices], usage.total())

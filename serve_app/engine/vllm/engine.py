@@ -36,9 +36,8 @@ from serve_app.engine.scheduling.sequence import check_request
 from serve_app.engine.settings import STALL_AFTER_S
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from serve_app.engine.vllm.events.translator import Translator
 from serve_app.engine.vllm.frontend import Generated, StepStats, VllmFrontend
 from serve_app.engine.vllm.live_requests import LiveRequest, Outbox
 from serve_app.engine.vllm.load_mirror import LoadMirror
@@ -76,13 +75,12 @@ class VllmEngine:
             raise
         self.facts = facts = self._frontend.facts
         self._outbox = Outbox(self._frontend.loop.call_soon)
-        self._held = HeldBlocks()
-        translator = Translator(settings.block_size, facts.num_blocks, self._held)
-        self._events = EventSubscriber(self._endpoints, translator, event_sink)
+        self._pool = VllmPool(settings.block_size, facts.num_blocks)
+        self._events = EventSubscriber(self._endpoints, self._pool, event_sink)
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
         self._jobs = JobRunner(self._frontend, self._adapters, self._copies)
-        self._saves = VllmSaves(settings, facts.num_blocks, self._held, self._jobs.run, self._meters)
-        self._migration = VllmMigration(settings, facts, self._held, self._saves.pins, directory, self._jobs.wait)
+        self._saves = VllmSaves(settings, facts.num_blocks, self._pool, self._jobs.run, self._meters)
+        self._migration = VllmMigration(settings, facts, self._pool, self._saves.pins, directory, self._jobs.wait)
 
     def start(self) -> None:
         """Begin to listen to vLLM's events, where there are any; vLLM itself runs since it was made."""
@@ -119,7 +117,7 @@ class VllmEngine:
         choice = choice_of(request, str(failure))
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
-        known = self._held.hit(chain, (len(ids) - 1) // size) * size
+        known = self._pool.hit(chain, (len(ids) - 1) // size) * size
         self._migration.note_owner(request.root, request.scope, request.tenant)
         if request.remote_kv is not None:
             known = max(known, request.remote_kv.tokens)
@@ -152,7 +150,7 @@ class VllmEngine:
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        pins, held_blocks = self._saves.pins, len(self._held)
+        pins, held_blocks = self._saves.pins, len(self._pool)
         with self._lock:
             gauges = tuple(self._load.gauges(self.facts.num_blocks, held_blocks, pins.blocks, _LABELS))
         return StatsReport(
@@ -214,7 +212,7 @@ class VllmEngine:
 
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached, as of vLLM's last events (any thread)."""
-        return self._held.known(block_hashes, most)
+        return self._pool.known(block_hashes, most)
 
     def wake(self) -> None:
         """Look again at what requests wait for (any thread)."""
@@ -279,7 +277,7 @@ class VllmEngine:
         """Count the prompt's tokens that a copy was to bring and did not."""
         if request.remote_kv is not None:
             size, prompt_tokens = self.settings.block_size, len(request.token_ids)
-            known = self._held.known(request.block_hashes, (prompt_tokens - 1) // size)
+            known = self._pool.known(request.block_hashes, (prompt_tokens - 1) // size)
             with self._lock:
                 self._load.recount(request.request_id, prompt_tokens - known * size)
 

@@ -22,9 +22,6 @@ from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_e
 
 T = TypeVar("T")
 
-SHUTDOWN_TIMEOUT_S = 5.0
-"""After this vLLM kills its core."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -90,13 +87,11 @@ class VllmFrontend:
 
     def stop(self) -> None:
         """End vLLM's processes and the loop."""
-        try:
-            if self.llm is not None:
-                self.call(self._close()).result()
-        finally:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        if self.llm is not None:
+            self.loop.call_soon_threadsafe(partial(self.llm.shutdown, timeout=5.0))  # then it kills its core
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
     async def generate(
         self,
@@ -138,13 +133,7 @@ class VllmFrontend:
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise RuntimeError(f"{VLLM_MISSING} ({error})") from error
-        from vllm.config import KVTransferConfig
-        from vllm.config.kv_events import KVEventsConfig
-
         arguments = engine_arguments(settings, endpoints, on_cpu=current_platform.is_cpu())
-        for name, kind in (("kv_events_config", KVEventsConfig), ("kv_transfer_config", KVTransferConfig)):
-            if name in arguments:
-                arguments[name] = kind(**arguments[name])
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_logger_of(self._on_step)])
         config = self.llm.vllm_config
         size = config.cache_config.block_size
@@ -152,9 +141,6 @@ class VllmFrontend:
             raise ValueError(f"vLLM computes this model in blocks of {size} tokens here; set block_size: {size}")
         model = config.model_config
         return ModelFacts(model.get_vocab_size(), model.max_model_len, config.cache_config.num_gpu_blocks - 1)
-
-    async def _close(self) -> None:
-        self.llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
 
 def _generated(output: Any, logprobs: int | None) -> Generated:
@@ -189,12 +175,9 @@ def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any
             """Called by vLLM once a step, in the loop."""
             if scheduler_stats is None:
                 return
-            step, running = scheduler_stats.iteration_details, scheduler_stats.num_running_reqs
-            if step is None or step.is_dummy:
-                on_step(StepStats(running, scheduler_stats.kv_cache_usage))
-            else:
-                usage, duration_s = scheduler_stats.kv_cache_usage, step.elapsed_ms / 1000
-                on_step(StepStats(running, usage, step.num_ctx_tokens, duration_s))
+            step = scheduler_stats.iteration_details
+            computed = (step.num_ctx_tokens, step.elapsed_ms / 1000) if step is not None and not step.is_dummy else ()
+            on_step(StepStats(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed))
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -19,7 +19,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 
@@ -38,13 +38,13 @@ def block_number(block_hash: bytes) -> int:
 
 
 class VllmSaves:
-    """One engine's; ``held``: what its pool of ``num_blocks`` holds."""
+    """One engine's, whose pool has ``num_blocks``."""
 
     def __init__(
         self,
         settings: VllmSettings,
         num_blocks: int,
-        held: HeldBlocks,
+        pool: VllmPool,
         run: Run,
         meters: EngineMeters,
         clock: Clock = time.monotonic,
@@ -53,7 +53,7 @@ class VllmSaves:
         self.pins = Pins(int(budget * num_blocks if budget < 1 else budget), settings.tenant_shares)
         self.recalled = 0
         self._size = settings.block_size
-        self._held = held
+        self._pool = pool
         self._run = run
         self._meters = meters
         self._clock = clock
@@ -67,7 +67,7 @@ class VllmSaves:
         if not self.pins.budget_blocks:
             return None if save is None else SaveResult("off")
         if self.pins.next_expiry_s is not None:
-            held = self._held.known(chain, len(chain) // HASH_BYTES)
+            held = self._pool.known(chain, len(chain) // HASH_BYTES)
             self.pins.read([block_number(hash_at(chain, i)) for i in range(held)], now_s)
             for key in self.pins.expired(now_s):
                 self._spawn(self._unpin(key))
@@ -99,9 +99,9 @@ class VllmSaves:
     async def take_over(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Keep what another replica kept, with what is left of its time; None where not all of it is held here."""
         blocks = len(prefix.chain) // HASH_BYTES
-        root = self._held.root_of(hash_at(prefix.chain, 0))
+        root = self._pool.root_of(hash_at(prefix.chain, 0))
         over = (saved.ttl_s or math.inf) <= saved.unread_s
-        if not root or over or self._held.known(prefix.chain, blocks) < blocks:
+        if not root or over or self._pool.known(prefix.chain, blocks) < blocks:
             return None
         outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
         return {"saved": "pinned", "present": "present", "over_budget": "over_budget"}.get(outcome)  # type: ignore[return-value]

@@ -22,8 +22,7 @@ from serve_app.engine.vllm.events.batches import (
     MalformedBatch,
     decode_batch,
 )
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
-from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
 
 LAWS = {
     "numbers": "batches count up by one: none is missing, none comes twice",
@@ -91,7 +90,7 @@ class Checker:
         self._batch = -1
         self._width: int | str | None = None
         self._caches: dict[_Cache_key, _Cache] = {}
-        self._translator: Translator | None = None
+        self._pool: VllmPool | None = None
 
     def batch(self, number: int, payload: bytes) -> None:
         """Take the next batch."""
@@ -118,17 +117,17 @@ class Checker:
             self.totals.not_judged += 1
             return
         predicted = 0
-        if self._translator is not None:
+        if self._pool is not None:
             size = next(iter(self._caches.values())).block_size
             chain = hash_blocks(root, np.array(token_ids, dtype=np.int32), size)
-            predicted = size * self._translator.held.known(chain, (len(token_ids) - 1) // size)
+            predicted = size * self._pool.known(chain, (len(token_ids) - 1) // size)
         sentence = f"of {len(token_ids)} tokens {cached_tokens} were cached, and {predicted} by the events"
         self._check("prediction", predicted == cached_tokens, sentence)
 
     def reset(self) -> None:
         """Take that the engine has forgotten everything; its event may come with a later batch."""
-        if self._translator is not None:
-            self._translator.forget()
+        if self._pool is not None:
+            self._pool.forget()
 
     def replayed(self, number: int, same: bool) -> None:
         """Take whether a batch that came twice, live and replayed, was the same."""
@@ -221,16 +220,16 @@ class Checker:
             self._check("hashes", fits, f"{_shown(name)} among hashes of width {self._width}")
 
     def _follow(self, payload: bytes) -> None:
-        """Let warmpath's own translator follow, until it refuses."""
+        """Let warmpath's own pool follow, until it refuses."""
         if self.refusal or not self._caches:
             return
-        if self._translator is None:
+        if self._pool is None:
             size = next(iter(self._caches.values())).block_size
-            self._translator = Translator(max(1, size), self._num_blocks or 2**31, HeldBlocks())
+            self._pool = VllmPool(max(1, size), self._num_blocks or 2**31)
         try:
-            self._translator.translate(decode_batch(payload))
+            self._pool.translate(decode_batch(payload))
         except (UnsupportedEvents, MalformedBatch) as error:
-            self.refusal, self._translator = str(error), None
+            self.refusal, self._pool = str(error), None
 
 
 def _shown(name: BlockHash | None) -> str:

@@ -17,7 +17,7 @@ from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Even
 from serve_app.engine.protocol import EventSink
 from serve_app.engine.vllm.events.batches import END_OF_REPLAY, SEQUENCE_BYTES, MalformedBatch, decode_batch
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
 
 _log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class EventSubscriber:
     set when everything was told to be gone.
     """
 
-    def __init__(self, endpoints: EventEndpoints, translator: Translator, sink: EventSink) -> None:
+    def __init__(self, endpoints: EventEndpoints, pool: VllmPool, sink: EventSink) -> None:
         self.cleared = threading.Event()
         self._endpoints = endpoints
-        self._translator = translator
+        self._pool = pool
         self._sink = sink
         self._expected = 0
         self._lock = threading.Lock()
@@ -68,9 +68,9 @@ class EventSubscriber:
     def tell(self, *, anew: bool) -> None:
         """Give the sink a digest of what the pool holds by the events so far; ``anew``: every block before it."""
         with self._lock:
-            held = self._translator.held
-            blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(held))] if anew else []
-            self._deliver([*blocks, CacheDigest((TierDigest("pool", len(held), held.xor),))])
+            pool = self._pool
+            blocks: list[Event] = [CacheCleared(), BlocksStored(b"".join(pool))] if anew else []
+            self._deliver([*blocks, CacheDigest((TierDigest("pool", len(pool), pool.xor),))])
 
     def _listen(self) -> None:
         context = zmq.Context()
@@ -83,7 +83,7 @@ class EventSubscriber:
         finally:
             with self._lock:
                 if not self._stopping.is_set():
-                    self._deliver(self._translator.forget())
+                    self._deliver(self._pool.forget())
             context.destroy(linger=0)
 
     def _follow(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -127,13 +127,13 @@ class EventSubscriber:
             if number > self._expected:
                 lost = number - self._expected
                 _log.warning("%d batches of KV events are lost: the directory of this engine starts anew", lost)
-                self._deliver(self._translator.forget())
+                self._deliver(self._pool.forget())
             self._expected = number + 1
             try:
-                self._deliver(self._translator.translate(decode_batch(payload)))
+                self._deliver(self._pool.translate(decode_batch(payload)))
             except MalformedBatch as error:
                 _log.warning("a batch of KV events cannot be read; all is forgotten: %s", error)
-                self._deliver(self._translator.forget())
+                self._deliver(self._pool.forget())
 
     def _deliver(self, events: Sequence[Event]) -> None:
         if not events:

@@ -41,7 +41,6 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._directory = Path(vllm_config.kv_transfer_config.kv_connector_extra_config["directory"])
         self._loading: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}
-        self._pinning: dict[str, Job] = {}
         self._pins: dict[str, list[Any]] = {}
         self._pool: Any = None
         self._rows: BlockRows | None = None
@@ -58,15 +57,13 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         if job.kind == "unpin":
             self._pool.free_blocks(reversed(self._pins.pop(job.file, [])))
-        elif job.kind == "pin":
-            self._pinning[request.request_id] = job
         else:
             self._jobs[request.request_id] = job
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens an import brings on top of what is held; none behind a hole."""
         job = self._jobs.get(request.request_id)
-        if job is None or job.kind == "export" or num_computed_tokens < job.first * self._size:
+        if job is None or job.kind != "import" or num_computed_tokens < job.first * self._size:
             return 0, False
         return max(0, job.end * self._size - num_computed_tokens), False
 
@@ -79,9 +76,10 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return what the worker copies in this step."""
         copies = StepCopies()
         for new in scheduler_output.scheduled_new_reqs:
-            job = self._jobs.pop(new.req_id, None)
-            if job is None:
+            job = self._jobs.get(new.req_id)
+            if job is None or job.kind == "pin":
                 continue
+            del self._jobs[new.req_id]
             held = new.num_computed_tokens // self._size
             if job.kind == "export":
                 if held > job.first:
@@ -92,11 +90,10 @@ class WarmpathConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks are vLLM's alone, but for those that are to stay."""
-        pin = self._pinning.pop(request.request_id, None)
-        if pin is not None and request.num_computed_tokens >= pin.end * self._size:
-            self._pins[pin.file] = kept = [self._pool.blocks[block] for block in block_ids[: pin.end]]
+        job = self._jobs.pop(request.request_id, None)
+        if job is not None and job.kind == "pin" and request.num_computed_tokens >= job.end * self._size:
+            self._pins[job.file] = kept = [self._pool.blocks[block] for block in block_ids[: job.end]]
             self._pool.touch(kept)
-        self._jobs.pop(request.request_id, None)
         self._loading.pop(request.request_id, None)
         return False, None
 

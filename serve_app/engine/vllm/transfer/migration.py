@@ -22,7 +22,7 @@ from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, PinnedBlocks, idle_heats, list_hot
 from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.protocol import CacheRoom, Clock
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
@@ -39,7 +39,7 @@ class VllmMigration:
         self,
         settings: VllmSettings,
         facts: ModelFacts,
-        held: HeldBlocks,
+        pool: VllmPool,
         pins: Pins,
         directory: Path,
         run_job: RunJob,
@@ -47,7 +47,7 @@ class VllmMigration:
     ) -> None:
         """Read what KV has to be like to be loaded, as the worker has described its blocks in ``directory``."""
         self._num_blocks = facts.num_blocks
-        self._held = held
+        self._pool = pool
         self._pins = pins
         self._directory = directory
         self._run_job = run_job
@@ -78,8 +78,8 @@ class VllmMigration:
             return None
         size, ids = kv_format.block_size, np.ascontiguousarray(prefix.token_ids, dtype=np.int32)
         most = self._most_blocks if most_blocks is None else min(first + most_blocks, self._most_blocks)
-        end = self._held.known(prefix.chain, min(most, len(ids) // size))
-        root = self._held.root_of(hash_at(prefix.chain, 0)) if end > first else b""
+        end = self._pool.known(prefix.chain, min(most, len(ids) // size))
+        root = self._pool.root_of(hash_at(prefix.chain, 0)) if end > first else b""
         if not root or hash_blocks(root, ids[: end * size], size) != prefix.chain[: end * HASH_BYTES]:
             return None
         file = self._directory / f"kv-{next(self._file_numbers)}"
@@ -144,4 +144,4 @@ class VllmMigration:
     def _entries(self) -> list[CachedBlock]:
         with self._lock:
             owners = dict(self._owners)
-        return self._held.entries(owners.get)
+        return self._pool.entries(owners.get)

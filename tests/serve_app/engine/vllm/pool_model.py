@@ -13,13 +13,24 @@ from hashlib import sha256
 import msgspec
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, hash_blocks
-from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
+from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
+from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from serve_app.engine.vllm.events.pool import VllmPool
 
 
 def encode(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared], *, rank: int = 0) -> bytes:
     """Return the payload of a batch."""
     return msgspec.msgpack.encode([1.0, events, rank])
+
+
+def hold(pool: VllmPool, root: bytes, ids: TokenArray, size: int, blocks: int | None = None) -> bytes:
+    """Tell a pool that a prompt's first blocks are stored, all by default; return the chain of all."""
+    chain = hash_blocks(root, ids, size)
+    hashes: list[bytes | int] = list(split_chain(chain))[:blocks]
+    keys: list[tuple[str] | None] = [(root.hex(),), *[None] * len(hashes)][: len(hashes)]
+    event = BlockStored(hashes, None, ids[: len(hashes) * size].tolist(), size, extra_keys=keys)  # type: ignore[arg-type]
+    pool.translate(KvEventBatch(1.0, [event] if hashes else []))
+    return chain
 
 
 @dataclass

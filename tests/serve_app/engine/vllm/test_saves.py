@@ -16,11 +16,12 @@ from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineError, EngineRequest, KeptPrefix, Save, SaveResult
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.saves import VllmSaves, block_number
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.job import Job
 from tests.serve_app.engine.tiny import prompt, request, root_of
+from tests.serve_app.engine.vllm.pool_model import hold
 
 SIZE, BUDGET = 4, 10
 SCOPE = PrefixScope("m")
@@ -54,16 +55,9 @@ class Vllm:
 class Made:
     def __init__(self, budget: int = BUDGET, **weights: float) -> None:
         self.now_s = 0.0
-        self.vllm, self.meters, self.held = Vllm(), EngineMeters(), HeldBlocks()
+        self.vllm, self.meters, self.pool = Vllm(), EngineMeters(), VllmPool(SIZE, 100)
         settings = VllmSettings("m", block_size=SIZE, pin_budget=budget, tenant_shares=weights)
-        self.saves = VllmSaves(settings, 100, self.held, self.vllm.run, self.meters, lambda: self.now_s)
-
-    def hold(self, asked: EngineRequest, blocks: int) -> None:
-        """Have the pool hold the first blocks of a prompt."""
-        under = asked.root
-        for block_hash in list(split_chain(asked.block_hashes))[:blocks]:
-            self.held.add(block_hash, under, b"")
-            under = block_hash
+        self.saves = VllmSaves(settings, 100, self.pool, self.vllm.run, self.meters, lambda: self.now_s)
 
     async def settle(self) -> None:
         while self.saves._tasks:
@@ -178,7 +172,7 @@ async def test_time_runs_from_the_last_read() -> None:
     made = Made()
     for key, held in ((1, 3), (2, 2)):
         await made.saves.save(saving(key, 3, 10.0))
-        made.hold(asked(14, key), held)
+        hold(made.pool, root_of(SCOPE), prompt(14, key), SIZE, held)
     made.now_s = 8
     for key in (1, 2):
         await made.saves.save(asked(14, key))
@@ -210,7 +204,7 @@ async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time()
 
     async def take_over(saved: SavedPrefix, blocks: int, seed: int, held: int | None = None) -> str | None:
         wanted = asked(blocks * SIZE, seed)
-        made.hold(wanted, blocks if held is None else held)
+        hold(made.pool, wanted.root, wanted.token_ids, SIZE, held)
         return await made.saves.take_over(saved, HashedTokens(SCOPE, wanted.token_ids, wanted.block_hashes))
 
     assert await take_over(replace(saved, unread_s=10.0), 1, 5) is None

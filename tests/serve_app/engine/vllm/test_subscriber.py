@@ -20,9 +20,8 @@ from router.protocol.block_hash import hash_blocks, split_chain
 from router.protocol.events import Event
 from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from serve_app.engine.vllm.events.translator import Translator
 from tests.serve_app.engine.vllm.pool_model import encode
 from tests.serve_app.engine.vllm.publisher import Publisher
 
@@ -74,7 +73,7 @@ def routers() -> Routers:
 
 @pytest.fixture
 def subscriber(endpoints: EventEndpoints, routers: Routers) -> Iterator[EventSubscriber]:
-    made = EventSubscriber(endpoints, Translator(2, 100, HeldBlocks()), routers)
+    made = EventSubscriber(endpoints, VllmPool(2, 100), routers)
     assert made.healthy(), "it need not listen where there are no events"
     made.start()
     yield made
@@ -166,7 +165,7 @@ def test_a_sink_that_fails_does_not_end_the_listening(engine: Publisher, endpoin
         calls.append(events)
         raise RuntimeError("full")
 
-    subscriber = EventSubscriber(endpoints, Translator(2, 100, HeldBlocks()), sink)  # type: ignore[arg-type]
+    subscriber = EventSubscriber(endpoints, VllmPool(2, 100), sink)  # type: ignore[arg-type]
     subscriber.start()
     engine.send(encode([block(1)]))
     until(lambda: len(calls) == 1)
@@ -185,7 +184,7 @@ def test_it_ends_while_a_question_is_open_that_nobody_takes(endpoints: EventEndp
             asked.set()
             super()._catch_up(context)
 
-    listener = Asking(endpoints, Translator(2, 8, HeldBlocks()), lambda _: None)
+    listener = Asking(endpoints, VllmPool(2, 8), lambda _: None)
     listener.start()
     assert asked.wait(60)
     listener.stop()

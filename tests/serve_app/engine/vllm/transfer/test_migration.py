@@ -12,8 +12,7 @@ from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.hot_prefixes import SavedPrefix
 from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.vllm.events.batches import decode_batch
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
-from serve_app.engine.vllm.events.translator import Translator
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
@@ -35,8 +34,7 @@ class Pool:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.model = PoolModel(BLOCKS, SIZE)
-        self.held = HeldBlocks(self.clock)
-        self.translator = Translator(SIZE, BLOCKS, self.held)
+        self.held = VllmPool(SIZE, BLOCKS, self.clock)
         self.pins = Pins(BLOCKS)
         settings, facts = VllmSettings("m", block_size=SIZE), ModelFacts(2, 100, BLOCKS)
         self.migration = VllmMigration(settings, facts, self.held, self.pins, Path("/none"), lambda *_: 0, self.clock)
@@ -53,7 +51,7 @@ class Pool:
         begun = self.model.begin(root, scope.lora or None, list(tokens), len(tokens))
         assert begun is not None
         self.model.end(begun[0])
-        self.translator.translate(decode_batch(encode(self.model.take_events())))
+        self.held.translate(decode_batch(encode(self.model.take_events())))
 
     def held_by(self, *scopes: PrefixScope) -> set[bytes]:
         """Our hashes of what is held under these scopes' roots."""

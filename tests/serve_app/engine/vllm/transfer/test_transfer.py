@@ -17,13 +17,14 @@ from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
 from serve_app.cache.kv_chain import KvChain, KvPart, TransferError
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.pins import Pins
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.vllm.transfer.block_rows import BlockRows
 from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
 from serve_app.engine.vllm.transfer.migration import RunJob, VllmMigration
 from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
+from tests.serve_app.engine.vllm.pool_model import hold
 
 SIZE, BLOCKS = 4, 12
 SCOPE, OTHER = PrefixScope("m"), PrefixScope("m", salt=b"other")
@@ -70,7 +71,7 @@ def test_a_job_crosses_to_the_core() -> None:
     assert Job.of_params({"other": 1}) is None
 
 
-def migration_of(held: HeldBlocks, directory: Path, run: RunJob, *, transfer: bool = True) -> VllmMigration:
+def migration_of(held: VllmPool, directory: Path, run: RunJob, *, transfer: bool = True) -> VllmMigration:
     settings = VllmSettings("m", block_size=SIZE, model_fingerprint="m", transfer=transfer)
     return VllmMigration(settings, ModelFacts(VOCAB, 1000, BLOCKS), held, Pins(0), directory, run)
 
@@ -83,17 +84,14 @@ class Pool:
         self.rows = BlockRows(layers(torch.float32))
         part = KvPart("float32", (2, *self.rows.shape), axes="vllm 0.32.0 on AVX2: layers a, b; block")
         (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
-        self.held, self.jobs, self.directory = HeldBlocks(), list[Job](), directory
+        self.held, self.jobs, self.directory = VllmPool(SIZE, BLOCKS), list[Job](), directory
         self.migration = migration_of(self.held, directory, self.run)
 
     def hold(self, root: bytes, ids: np.ndarray) -> list[int]:
         """Hold a chain; return its blocks, numbered as they came."""
-        chain, under = list(split_chain(extend_chain(root, 0, ids, SIZE))), root
-        for block_hash in chain:
-            if block_hash not in list(self.held):
-                self.held.add(block_hash, under, b"")
-            under = block_hash
-        return [list(self.held).index(block_hash) for block_hash in chain]
+        chain = hold(self.held, root, ids, SIZE)
+        numbers = list(self.held)
+        return [numbers.index(block_hash) for block_hash in split_chain(chain)]
 
     def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
         self.jobs.append(job)

@@ -16,9 +16,8 @@ from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import PrefixScope, hash_blocks, split_chain
 from router.protocol.events import CacheDigest, Event
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
+from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from serve_app.engine.vllm.events.translator import Translator
 from tests.conformance.kv_events.laws import Checker
 from tests.serve_app.engine.vllm.pool_model import PoolModel, Request, encode
 
@@ -56,8 +55,8 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = PoolModel(BLOCKS, SIZE)
-        self.held = HeldBlocks()
-        self.line = Line(EventEndpoints(Path("/none")), Translator(SIZE, BLOCKS, self.held), self.tell)
+        self.held = VllmPool(SIZE, BLOCKS)
+        self.line = Line(EventEndpoints(Path("/none")), self.held, self.tell)
         self.line.published = []
         self.checker = Checker(BLOCKS)
         self.on_the_way: list[tuple[int, bytes]] = []

@@ -1,4 +1,4 @@
-"""What is read of vLLM's events, taken and refused; the law over whole histories is in ``test_translator_laws``."""
+"""What is read of vLLM's events, taken and refused; the law over whole histories is in ``test_pool_laws``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from serve_app.engine.vllm.events.batches import (
     MalformedBatch,
     decode_batch,
 )
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
-from serve_app.engine.vllm.events.translator import Translator, UnsupportedEvents
+from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
 
 ROOT, OTHER = b"r" * 16, b"o" * 16
 STORED = BlockStored(
@@ -74,20 +73,20 @@ def chain(*tokens: int, root: bytes = ROOT) -> bytes:
     return hash_blocks(root, np.array(tokens, dtype=np.int32), 2)
 
 
-def translator_of(blocks: int = 8) -> Translator:
-    return Translator(2, blocks, HeldBlocks())
+def pool_of(blocks: int = 8) -> VllmPool:
+    return VllmPool(2, blocks)
 
 
-def told(translator: Translator, *events: Any, rank: int | None = 0) -> list[Event]:
-    return translator.translate(KvEventBatch(1.0, list(events), rank))
+def told(pool: VllmPool, *events: Any, rank: int | None = 0) -> list[Event]:
+    return pool.translate(KvEventBatch(1.0, list(events), rank))
 
 
 def test_the_salt_of_a_first_block_is_the_root_and_children_hang_under_their_parent() -> None:
-    translator = translator_of()
+    pool = pool_of()
     child = stored(block_hashes=[b"2", b"3"], parent_block_hash=b"1", token_ids=[3, 4, 5, 6], extra_keys=[None, None])
-    assert told(translator, STORED) == [BlocksStored(chain(1, 2))]
-    assert told(translator, child) == [BlocksStored(chain(1, 2, 3, 4, 5, 6)[16:])]
-    known = translator.held.known
+    assert told(pool, STORED) == [BlocksStored(chain(1, 2))]
+    assert told(pool, child) == [BlocksStored(chain(1, 2, 3, 4, 5, 6)[16:])]
+    known = pool.known
     assert (known(chain(1, 2, 3, 4, 5, 6, 7, 8), 9), known(chain(1, 2, 3, 4), 1)) == (3, 1)
     assert known(chain(1, 2, root=OTHER), 1) == 0
 
@@ -102,7 +101,7 @@ def test_the_salt_of_a_first_block_is_the_root_and_children_hang_under_their_par
     ids=["an adapter", "an adapter whose name is a root", "mla"],
 )
 def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
-    assert told(translator_of(), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
+    assert told(pool_of(), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -118,26 +117,26 @@ def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
 )
 def test_what_has_no_root_of_ours_or_is_not_tokens_alone_is_nobodys(changes: dict[str, Any]) -> None:
     """Tokens do not say what an image is; a block whose parent is unknown has no hash of ours. Its end is no news."""
-    translator = translator_of()
+    pool = pool_of()
     parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
-    assert told(translator, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
+    assert told(pool, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
 
 
 def test_only_the_last_copy_that_goes_is_told() -> None:
-    translator = translator_of()
-    assert told(translator, STORED, STORED) == [BlocksStored(chain(1, 2))]
-    assert told(translator, BlockRemoved([b"1"])) == []
-    assert told(translator, BlockRemoved([b"1"])) == [BlocksRemoved(chain(1, 2))]
-    assert told(translator, BlockRemoved([b"1"])) == []
+    pool = pool_of()
+    assert told(pool, STORED, STORED) == [BlocksStored(chain(1, 2))]
+    assert told(pool, BlockRemoved([b"1"])) == []
+    assert told(pool, BlockRemoved([b"1"])) == [BlocksRemoved(chain(1, 2))]
+    assert told(pool, BlockRemoved([b"1"])) == []
 
 
 def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
     """Memory is bounded by the pool."""
-    translator = translator_of(2)
-    told(translator, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
-    events = told(translator, stored(block_hashes=[b"3"], token_ids=[5, 6]))
+    pool = pool_of(2)
+    told(pool, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
+    events = told(pool, stored(block_hashes=[b"3"], token_ids=[5, 6]))
     assert events == [CacheCleared(), BlocksStored(chain(5, 6))]
-    assert len(translator.held) == 1
+    assert len(pool) == 1
 
 
 @pytest.mark.parametrize(
@@ -155,14 +154,14 @@ def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
 )
 def test_another_kind_of_cache_is_refused_with_a_sentence(event: Any, sentence: str) -> None:
     with pytest.raises(UnsupportedEvents, match=sentence):
-        told(translator_of(), event)
+        told(pool_of(), event)
 
 
 def test_other_data_parallel_ranks_are_refused() -> None:
     with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
-        told(translator_of(), STORED, rank=1)
+        told(pool_of(), STORED, rank=1)
 
 
 def test_an_event_that_contradicts_itself_is_malformed() -> None:
     with pytest.raises(MalformedBatch):
-        told(translator_of(), stored(extra_keys=[None, None]))
+        told(pool_of(), stored(extra_keys=[None, None]))

@@ -1,4 +1,4 @@
-"""vLLM's KV events -> the events routers understand, under our hashes.
+"""What an engine's pool holds by its KV events, under our hashes; and what routers are to be told of it.
 
 Every request's ``cache_salt`` is the hex of its scope's root. vLLM puts the salt in the extra keys of a chain's first
 block, so the event that stores that block names the root; later blocks hang under a parent known by then. Nothing is
@@ -7,15 +7,21 @@ shared with the side that submits requests, and no order between the two is need
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, hash_blocks, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, block_word, hash_at, hash_blocks, split_chain
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
+from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock, count_leading
+from serve_app.engine.protocol import Clock
 from serve_app.engine.vllm.events.batches import (
     MEDIUM_GPU,
     AllBlocksCleared,
@@ -25,10 +31,12 @@ from serve_app.engine.vllm.events.batches import (
     KvEventBatch,
     MalformedBatch,
 )
-from serve_app.engine.vllm.events.held_blocks import HeldBlocks
 
 ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
 """Kinds of KV where a block that is held can be used if all before it are."""
+
+OwnerOf = Callable[[bytes], tuple[PrefixScope, str] | None]
+"""A root -> whose it is: the scope and a tenant of it. None: unknown."""
 
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
@@ -39,22 +47,41 @@ class UnsupportedEvents(ValueError):
     """The engine keeps KV in a way that this project cannot route by; the message says which and what to do."""
 
 
-class Translator:
-    """One engine's pool by its events, told to ``held``. Not thread-safe.
+@dataclass(slots=True)
+class _Block:
+    """``under``: the parent's hash, of a chain's first block the root. ``hits``, ``used_s``: as of ``CachedBlock``."""
 
-    ``max_blocks``: blocks of the engine's pool; each holds one block at a time, so more are never held.
+    under: bytes
+    token_bytes: bytes
+    used_s: float
+    hits: float = 0.0
+
+
+class VllmPool:
+    """One engine's, its blocks in the order in which they were stored. Iterates over their hashes, by ours.
+
+    ``max_blocks``: of the engine's pool; each holds one block at a time, so more are never held. ``xor``: of the words
+    of the hashes. One thread changes it, any may ask.
     vLLM does not deduplicate: equal blocks are stored and removed once a copy, and only the last removal counts.
     """
 
-    def __init__(self, block_size: int, max_blocks: int, held: HeldBlocks) -> None:
-        self.held = held
+    def __init__(self, block_size: int, max_blocks: int, clock: Clock = time.monotonic) -> None:
+        self.xor = 0
         self._block_size = block_size
         self._max_blocks = max_blocks
+        self._clock = clock
+        self._blocks: dict[bytes, _Block] = {}
         self._ours: dict[BlockHash, bytes] = {}
         self._copies: Counter[BlockHash] = Counter()
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._blocks)
+
     def translate(self, batch: KvEventBatch) -> list[Event]:
-        """Return what a batch means to routers, neighbours of one kind joined.
+        """Take a batch; return what it means to routers, neighbours of one kind joined.
 
         Raises UnsupportedEvents and MalformedBatch; what came before in the batch is taken, so ``forget`` then.
         """
@@ -66,8 +93,7 @@ class Translator:
         changes: _Changes = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self.forget()
-                changes.append((CacheCleared, b""))
+                self._clear(changes)
                 continue
             refuse_unsupported(event, self._block_size)
             if isinstance(event, BlockStored):
@@ -81,15 +107,53 @@ class Translator:
 
         What the engine goes on holding of before is not known any more, nor are blocks under it, until stored again.
         """
-        self._ours.clear()
-        self._copies.clear()
-        self.held.clear()
+        self._clear([])
         return [CacheCleared()]
+
+    def known(self, chain: bytes, most: int) -> int:
+        """Return how many of a packed chain's first ``most`` blocks are held; a hint where a hole is among them."""
+        return count_leading(chain, min(most, len(chain) // HASH_BYTES), self._blocks.__contains__)
+
+    def hit(self, chain: bytes, most: int) -> int:
+        """Do as ``known`` for a request that will use them, and count it: hot is what is used."""
+        blocks = self.known(chain, most)
+        held = self._blocks.get(hash_at(chain, blocks - 1)) if blocks else None
+        if held is not None:
+            now_s = self._clock()
+            held.hits = held.hits * math.exp((held.used_s - now_s) / HEAT_MEMORY_S) + 1.0
+            held.used_s = now_s
+        return blocks
+
+    def root_of(self, first_hash: bytes) -> bytes:
+        """Return the root that a chain's first block hangs under; b"" where that is not held."""
+        held = self._blocks.get(first_hash)
+        return held.under if held is not None else b""
+
+    def entries(self, owner_of: OwnerOf) -> list[CachedBlock]:
+        """Return everything that begins under a root whose owner is known, parents first, numbered from 0."""
+        numbers: dict[bytes, int] = {}
+        entries: list[CachedBlock] = []
+        for block_hash, held in list(self._blocks.items()):
+            parent = numbers.get(held.under)
+            owner = owner_of(held.under) if parent is None else (entries[parent].scope, entries[parent].tenant)
+            if owner is not None:
+                number = numbers[block_hash] = len(entries)
+                entries.append(
+                    CachedBlock(
+                        block_hash, number, parent, held.token_bytes, *owner, used_s=held.used_s, hits=held.hits
+                    )
+                )
+        return entries
+
+    def _clear(self, changes: _Changes) -> None:
+        for known in (self._blocks, self._ours, self._copies):
+            known.clear()
+        self.xor = 0
+        changes.append((CacheCleared, b""))
 
     def _stored(self, event: BlockStored, changes: _Changes) -> None:
         if len(self._ours) + len(event.block_hashes) > self._max_blocks:  # removals were lost, or it is another pool
-            self.forget()
-            changes.append((CacheCleared, b""))
+            self._clear(changes)
         under = self._parent(event)
         if under is None:
             return
@@ -99,7 +163,8 @@ class Translator:
             self._copies[theirs] += 1
             if theirs not in self._ours:
                 self._ours[theirs] = ours
-                self.held.add(ours, under, raw[step * index : step * (index + 1)])
+                self._blocks[ours] = _Block(under, raw[step * index : step * (index + 1)], self._clock())
+                self.xor ^= block_word(ours)
                 changes.append((BlocksStored, ours))
             under = ours
 
@@ -123,7 +188,8 @@ class Translator:
             del self._copies[theirs]
             ours = self._ours.pop(theirs, None)
             if ours is not None:
-                self.held.remove(ours)
+                del self._blocks[ours]
+                self.xor ^= block_word(ours)
                 changes.append((BlocksRemoved, ours))
 
 
