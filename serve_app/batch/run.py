@@ -57,7 +57,6 @@ async def run_batch(
     async with LocalEngine.running(config, info) as source:
         batch = _Batch(config, info, tokenizer, source)
         on_start()
-
         answers = [asyncio.ensure_future(batch.answer(index, request)) for index, request in enumerate(requests)]
         for answer in asyncio.as_completed(answers):
             on_response(await answer)

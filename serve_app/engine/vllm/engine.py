@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
-from serve_app.engine.vllm.frontend import Generated, StepStats, VllmFrontend
+from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.live_requests import LiveRequest, Outbox
 from serve_app.engine.vllm.load_mirror import LoadMirror
 from serve_app.engine.vllm.refusals import refuse_unmapped
@@ -113,8 +114,7 @@ class VllmEngine:
             block_size=size,
         )
         refuse_unmapped(request)
-        failure = self._endpoints.directory / f"failed-{id(request):x}-{time.monotonic_ns():x}"
-        choice = choice_of(request, str(failure))
+        choice = choice_of(request, f"{self._endpoints.directory}/failed-{id(request):x}-{time.monotonic_ns():x}")
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int32)
         chain = request.block_hashes or extend_chain(request.root, 0, ids, size)
         known = self._pool.hit(chain, (len(ids) - 1) // size) * size
@@ -131,7 +131,7 @@ class VllmEngine:
             now_s = time.monotonic()
             if not self._live:
                 self._progress_s = now_s
-            live = LiveRequest(replace(request, token_ids=ids, block_hashes=chain), sink, choice, now_s, failure)
+            live = LiveRequest(replace(request, token_ids=ids, block_hashes=chain), sink, choice, now_s)
             self._live[request.request_id] = live
             self._load.arrived(request, len(ids) - known)
             self._frontend.loop.call_soon_threadsafe(self._begin, live)
@@ -298,8 +298,8 @@ class VllmEngine:
     def _take(self, live: LiveRequest, part: Generated) -> None:
         request, sampling = live.request, live.request.sampling
         self._progress_s = time.monotonic()
-        if live.failure.exists():
-            self._end(live, "error", error=live.failure.read_text())
+        if (failure := Path(live.choice.failure_file)).exists():
+            self._end(live, "error", error=failure.read_text())
             return
         ids = part.token_ids if sampling.max_tokens else ()
         reason = _REASONS.get(part.finish_reason, "error")
@@ -341,7 +341,7 @@ class VllmEngine:
             del self._live[request.request_id]
             self._load.ended(request.request_id)
         self._adapters.slots.unpin(request.scope.lora)
-        live.failure.unlink(missing_ok=True)
+        Path(live.choice.failure_file).unlink(missing_ok=True)
         self._meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
         self._outbox.add(live.sink, replace(last, finish_reason=reason, error=error))
@@ -357,7 +357,7 @@ class VllmEngine:
         self._outbox.flush()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _stepped(self, step: StepStats) -> None:
+    def _stepped(self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float) -> None:
         with self._lock:
-            self._load.stepped(step)
+            self._load.stepped(running, kv_usage, prompt_tokens, duration_s)
             self._progress_s = time.monotonic()

@@ -1,7 +1,7 @@
 """vLLM's ``AsyncLLM`` in a thread with a loop of its own; its core is a child process.
 
-Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts and one
-``StepStats`` a step. Knows no requests of ours.
+Owns the import of vllm and everything that is named after it. In: plain values; out: plain ``Generated`` parts, and
+figures of each step. Knows no requests of ours.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.settings import VllmSettings, engine_arguments, set_environment
 
 T = TypeVar("T")
+
+OnStep = Callable[[int, float, int, float], None]
+"""(sequences that run after a step, part of the pool in use, prompt tokens computed, seconds that it took)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +50,10 @@ class Generated:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What vLLM says of one step. ``running``: sequences after it; ``kv_usage``: part of the pool in use.
-
-    Of a step that computed nothing, ``duration_s`` is 0.0.
-    """
-
-    running: int
-    kv_usage: float
-    prompt_tokens: int = 0
-    duration_s: float = 0.0
-
-
 class VllmFrontend:
     """One ``AsyncLLM``, ``llm``. Its coroutines, and those here, belong to its loop: hand them to ``call``."""
 
-    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: Callable[[StepStats], None]) -> None:
+    def __init__(self, settings: VllmSettings, endpoints: EventEndpoints, on_step: OnStep) -> None:
         """Start vLLM, in half a minute or more. Raises RuntimeError where it is missing, and what vLLM raises."""
         self.loop = asyncio.new_event_loop()
         self._on_step = on_step
@@ -162,7 +152,7 @@ def _logprob(most: int, token: int, by_id: Mapping[int, Any]) -> TokenLogprob:
     return TokenLogprob(by_id[token].logprob, tuple((other, value) for _, other, value in best[:most]))
 
 
-def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any]:
+def _logger_of(on_step: OnStep) -> Callable[[Any, int], Any]:
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc]
@@ -176,8 +166,9 @@ def _logger_of(on_step: Callable[[StepStats], None]) -> Callable[[Any, int], Any
             if scheduler_stats is None:
                 return
             step = scheduler_stats.iteration_details
-            computed = (step.num_ctx_tokens, step.elapsed_ms / 1000) if step is not None and not step.is_dummy else ()
-            on_step(StepStats(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed))
+            nothing = step is None or step.is_dummy
+            computed = (0, 0.0) if nothing else (step.num_ctx_tokens, step.elapsed_ms / 1000)
+            on_step(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, *computed)
 
         def log_engine_initialized(self) -> None:
             """Nothing to say."""

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, SaveResult
 from serve_app.engine.vllm.sampling.rows import TokenChoice
@@ -19,16 +18,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request in vLLM. ``failure``: a file that is there once its tokens could not be chosen.
-
-    ``save``: what became of what it asked to keep.
-    """
+    """One request in vLLM. ``save``: what became of what it asked to keep."""
 
     request: EngineRequest
     sink: OutputSink
     choice: TokenChoice
     arrival_s: float
-    failure: Path
     begun: bool = False
     ended: bool = False
     save: SaveResult | None = None

@@ -14,7 +14,6 @@ from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-from serve_app.engine.vllm.frontend import StepStats
 from serve_app.engine.vllm.settings import VllmSettings
 from serve_app.engine.waiting import WaitingByTenant
 
@@ -77,14 +76,18 @@ class LoadMirror:
         """Note that a copy of KV is about to be submitted: a request of one token, which is nobody's prompt."""
         self._copies += 1
 
-    def stepped(self, step: StepStats) -> None:
-        """Take a step's prompt tokens off the oldest prefills. What none of them has left was computed again."""
-        self._running, self.kv_usage = step.running, step.kv_usage
-        if not step.duration_s:
+    def stepped(self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float) -> None:
+        """Take a step's prompt tokens off the oldest prefills. What none of them has left was computed again.
+
+        ``running``: sequences after it; ``kv_usage``: part of the pool in use. A ``duration_s`` of 0: nothing computed.
+        """
+        self._running, self.kv_usage = running, kv_usage
+        if not duration_s:
             return
-        copies = min(step.prompt_tokens, self._copies)
+        copies = min(prompt_tokens, self._copies)
         self._copies -= copies
-        left = prompt_tokens = step.prompt_tokens - copies
+        prompt_tokens -= copies
+        left = prompt_tokens
         for prefill in self._prefills.values():
             taken = min(left, prefill.tokens)
             prefill.tokens -= taken
@@ -94,7 +97,7 @@ class LoadMirror:
         self._meters.computed_prompt_tokens += prompt_tokens - left
         self._meters.recomputed_tokens += left
         if prompt_tokens or not copies:  # a copy's step says nothing of how fast this machine computes
-            self._meters.stepped(prompt_tokens, step.duration_s)
+            self._meters.stepped(prompt_tokens, duration_s)
 
     def begun(self, request_id: str) -> None:
         """Note that a request has its first token: nothing of its prompt is left."""

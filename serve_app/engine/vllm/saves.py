@@ -103,8 +103,7 @@ class VllmSaves:
         over = (saved.ttl_s or math.inf) <= saved.unread_s
         if not root or over or self._pool.known(prefix.chain, blocks) < blocks:
             return None
-        outcome = await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
-        return {"saved": "pinned", "present": "present", "over_budget": "over_budget"}.get(outcome)  # type: ignore[return-value]
+        return await self._pin(saved.key, prefix, root, saved.ttl_s, saved.unread_s)
 
     async def clear(self) -> None:
         """Let go of everything."""
@@ -125,20 +124,22 @@ class VllmSaves:
         chain = request.block_hashes[: blocks * HASH_BYTES]
         prefix = HashedTokens(request.scope, request.token_ids, chain, request.tenant)
         outcome = await self._pin(key, prefix, request.root, ttl_s)
-        return self._refused(blocks, request) if outcome == "over_budget" else SaveResult(outcome)
+        if outcome == "over_budget":
+            return self._refused(blocks, request)
+        return SaveResult("failed" if outcome is None else "saved" if outcome == "pinned" else outcome)
 
     async def _pin(
         self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float = 0.0
-    ) -> SaveOutcome:
-        """Pin a prefix, to the end, whoever leaves meanwhile: others may wait for it."""
+    ) -> PinOutcome | None:
+        """Pin a prefix, to the end, whoever leaves meanwhile: others may wait for it. None: vLLM failed."""
         return await asyncio.shield(self._spawn(self._pin_alone(key, prefix, root, ttl_s, unread_s)))
 
     async def _pin_alone(
         self, key: bytes, prefix: HashedTokens, root: bytes, ttl_s: float | None, unread_s: float
-    ) -> SaveOutcome:
+    ) -> PinOutcome | None:
         blocks = [block_number(block_hash) for block_hash in split_chain(prefix.chain)]
         ids = [*prefix.token_ids[: len(blocks) * self._size].tolist(), 0]
-        async with self._lock_of(key):
+        async with self._locks.setdefault(key, asyncio.Lock()):
             while (added := self.pins.add(key, blocks, ttl_s, self._clock() - unread_s, prefix.tenant)) != "pinned":
                 lent = self.pins.recall(blocks, prefix.tenant) if added == "over_budget" else None
                 if lent is None:
@@ -150,11 +151,11 @@ class VllmSaves:
             except Exception:
                 _log.exception("a prefix of %d blocks could not be kept", len(blocks))
                 await self._let_go(key)
-                return "failed"
-            return "saved"
+                return None
+            return "pinned"
 
     async def _unpin(self, key: bytes) -> None:
-        async with self._lock_of(key):
+        async with self._locks.setdefault(key, asyncio.Lock()):
             await self._let_go(key)
 
     async def _let_go(self, key: bytes) -> None:
@@ -163,9 +164,6 @@ class VllmSaves:
                 await self._run(Job("unpin", key.hex()), [0], bytes(HASH_BYTES), "")
             except Exception:
                 _log.exception("vLLM did not let go of kept blocks")
-
-    def _lock_of(self, key: bytes) -> asyncio.Lock:
-        return self._locks.setdefault(key, asyncio.Lock())
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)

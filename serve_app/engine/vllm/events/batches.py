@@ -21,9 +21,6 @@ SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1
 """The number after the last batch of a replay."""
 
-MEDIUM_GPU = "GPU"
-"""The pool that an engine computes in; vLLM says so on a CPU too."""
-
 
 class MalformedBatch(ValueError):
     """The bytes are no batch of KV events, or an event in it is not known or lacks what it must have."""

@@ -23,7 +23,6 @@ from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Ev
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock, count_leading
 from serve_app.engine.protocol import Clock
 from serve_app.engine.vllm.events.batches import (
-    MEDIUM_GPU,
     AllBlocksCleared,
     BlockHash,
     BlockRemoved,
@@ -31,9 +30,6 @@ from serve_app.engine.vllm.events.batches import (
     KvEventBatch,
     MalformedBatch,
 )
-
-ATTENTION_KINDS = frozenset({"full_attention", "mla_attention"})
-"""Kinds of KV where a block that is held can be used if all before it are."""
 
 OwnerOf = Callable[[bytes], tuple[PrefixScope, str] | None]
 """A root -> whose it is: the scope and a tenant of it. None: unknown."""
@@ -209,14 +205,15 @@ def refuse_unsupported(event: BlockStored | BlockRemoved, block_size: int) -> No
 
     Raises MalformedBatch where the event contradicts itself.
     """
-    if event.group_idx or event.medium not in (None, MEDIUM_GPU):
+    if event.group_idx or event.medium not in (None, "GPU"):  # which the pool of a CPU is called, too
         raise UnsupportedEvents(
             f"blocks lie in {event.medium!r}, group {event.group_idx} of the model's KV: a directory follows one group "
             "in the pool that vLLM computes in; set disable_hybrid_kv_cache_manager, and switch KV offloading off"
         )
     if isinstance(event, BlockRemoved):
         return
-    if event.kv_cache_spec_kind not in (None, *ATTENTION_KINDS) or event.kv_cache_spec_sliding_window is not None:
+    attention = event.kv_cache_spec_kind in (None, "full_attention", "mla_attention")
+    if not attention or event.kv_cache_spec_sliding_window is not None:
         raise UnsupportedEvents(
             f"the KV is of kind {event.kv_cache_spec_kind!r} (window: {event.kv_cache_spec_sliding_window}): only "
             "blocks of full attention or MLA serve every prompt that begins with them; use such a model"

@@ -69,8 +69,7 @@ class JobRunner:
 
         Raises EngineError, or LookupError for an adapter that is not loaded.
         """
-        if lora:
-            self._slots.pin(lora)
+        self._slots.pin(lora)
         try:
             weights = self._slots.weights(lora) if lora else None
             self._begins()
@@ -86,5 +85,4 @@ class JobRunner:
         except Exception as error:
             raise EngineError(f"vLLM could not copy KV: {type(error).__name__}") from error
         finally:
-            if lora:
-                self._slots.unpin(lora)
+            self._slots.unpin(lora)

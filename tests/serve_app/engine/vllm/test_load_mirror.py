@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.protocol import QueueFull
 from serve_app.engine.reservations import ROUTERS_REMEMBERED
-from serve_app.engine.vllm.frontend import StepStats
 from serve_app.engine.vllm.load_mirror import LoadMirror
 from serve_app.engine.vllm.settings import VllmSettings
 from tests.serve_app.engine.tiny import request
@@ -50,7 +49,7 @@ def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
                 part = min(room, left[number])
                 left[number] -= part
                 room -= part
-            load.stepped(StepStats(len(left), 0.5, budget - room, 0.01))
+            load.stepped(len(left), 0.5, budget - room, 0.01)
         report = load.report(0.0)
         assert report.queued_prefill_tokens == report.committed_prefill_tokens == sum(left.values())
         for share in report.shares:
@@ -62,9 +61,9 @@ def test_what_nobody_waits_for_was_computed_again() -> None:
     """After a preemption vLLM computes tokens of prompts that are no prefill any more."""
     load = Load()
     load.arrives("a", 100)
-    load.stepped(StepStats(1, 0.1, 100, 0.1))
+    load.stepped(1, 0.1, 100, 0.1)
     load.begun("a")
-    load.stepped(StepStats(1, 0.1, 40, 0.1))
+    load.stepped(1, 0.1, 40, 0.1)
     assert (load.meters.computed_prompt_tokens, load.meters.recomputed_tokens) == (100, 40)
 
 
@@ -83,7 +82,7 @@ def test_who_runs_and_who_waits() -> None:
     for name in "abc":
         load.arrives(name, 10)
     assert (load.running, load.waiting) == (0, 3)
-    load.stepped(StepStats(2, 0.5, 20, 0.01))
+    load.stepped(2, 0.5, 20, 0.01)
     assert (load.running, load.waiting) == (2, 1)
     samples = {dict(labels).get("state"): value for _, labels, value in load.gauges(10, 4, 2, ())}
     assert [samples[state] for state in ("used", "cached", "free")] == [3, 4, 3]
@@ -126,7 +125,7 @@ def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
     load = Load()
     load.arrives("waits", 10)
     load.copies()
-    load.stepped(StepStats(1, 0.1, 1, 0.5))
+    load.stepped(1, 0.1, 1, 0.5)
     meters = load.meters
     assert (meters.computed_prompt_tokens, meters.recomputed_tokens, meters.prefill_tokens_per_s) == (0, 0, 0.0)
     assert load.queued_tokens == 10
@@ -134,6 +133,6 @@ def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
     load.recount("ended long ago", 300)
     assert load.queued_tokens == 300
     load.copies()
-    load.stepped(StepStats(1, 0.1, 201, 0.1))
+    load.stepped(1, 0.1, 201, 0.1)
     assert (meters.computed_prompt_tokens, load.queued_tokens) == (200, 100)
     assert meters.prefill_tokens_per_s == 2000
