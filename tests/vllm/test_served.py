@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import psutil
@@ -24,34 +25,23 @@ def url() -> Iterator[str]:
 
 def test_chats_hit_what_the_router_says_and_seeds_hold(url: str) -> None:
     """A conversation's next turn finds the last one; a grammar is followed; a metric says which engine it was."""
-    body = {
-        "model": "demo",
-        "messages": [{"role": "system", "content": "You know ships. " * 60}, {"role": "user", "content": "Hello"}],
-        "max_tokens": 12,
-        "seed": 4,
-        "temperature": 1.0,
-    }
+    messages = [{"role": "system", "content": "You know ships. " * 60}, {"role": "user", "content": "Hello"}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 12, "seed": 4, "temperature": 1.0}
 
-    def ask(**more: object) -> dict[str, object]:
+    def ask(**more: object) -> dict[str, Any]:
         answer = httpx.post(f"{url}/v1/chat/completions", json={**body, **more}, timeout=PATIENCE_S)
         answer.raise_for_status()
-        found: dict[str, object] = answer.json()
+        found: dict[str, Any] = answer.json()
         return found
 
     first = ask()
     wait_until_cached(url, body)
     again = ask()
     assert again["choices"] == first["choices"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96  # type: ignore[index]
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96
     chosen = ask(structured_outputs={"choice": ["port", "starboard"]})
-    assert chosen["choices"][0]["message"]["content"] in ("port", "starboard")  # type: ignore[index]
-    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    assert 'engine="vllm"' in metrics
-
-
-def cores_of(replica: psutil.Process) -> list[psutil.Process]:
-    """vLLM's processes below a replica's."""
-    return [one for one in replica.children(recursive=True) if one.name().startswith("VLLM")]
+    assert chosen["choices"][0]["message"]["content"] in ("port", "starboard")
+    assert 'engine="vllm"' in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
 
 
 def ended(process: psutil.Process) -> bool:
@@ -67,11 +57,9 @@ def test_what_was_killed_is_replaced_and_leaves_no_process(url: str, victim: str
     """A replica whose core is gone is found by its health check; with a replica its core ends."""
     ((before, replica),) = replicas_of(url).items()
     whole = psutil.Process(int(replica["pid"]))
-    cores = cores_of(whole)
-    (core,) = cores
-    killed = whole if victim == "replica" else core
-    killed.kill()
-    eventually(lambda: all(map(ended, (whole, *cores))), START_S)
+    (core,) = (child for child in whole.children(recursive=True) if child.name().startswith("VLLM"))
+    (whole if victim == "replica" else core).kill()
+    eventually(lambda: ended(whole) and ended(core), START_S)
 
     def replaced() -> bool:
         replicas = replicas_of(url)

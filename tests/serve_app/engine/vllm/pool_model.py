@@ -1,24 +1,38 @@
-"""A model of vLLM's block pool and the events it publishes, after ``vllm/v1/core/block_pool.py``; no vllm needed.
+"""A model of vLLM's block pool and how it publishes its events, after ``block_pool.py`` and ``kv_events.py``.
 
 Free blocks are taken from the head of a queue and given back at its tail, a request's last block first; a block keeps
-its content until it is taken. Equal blocks are not merged. The last block of a prompt is never a hit.
+its content until it is taken. Equal blocks are not merged. The last block of a prompt is never a hit. No vllm needed.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
 import msgspec
 import numpy as np
+import zmq
 
+from router.feed.sequencer import BlockMirror
 from router.protocol.block_hash import HASH_BYTES, TokenArray, hash_blocks, split_chain
-from serve_app.engine.vllm.events.batches import AllBlocksCleared, BlockRemoved, BlockStored, KvEventBatch
+from router.protocol.events import Event
+from serve_app.engine.vllm.events.batches import (
+    END_OF_REPLAY,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    KvEventBatch,
+)
 from serve_app.engine.vllm.events.pool import VllmPool
 
 
-def encode(events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared], *, rank: int = 0) -> bytes:
+def encode(events: Sequence[KvEvent], *, rank: int = 0) -> bytes:
     """Return the payload of a batch."""
     return msgspec.msgpack.encode([1.0, events, rank])
 
@@ -35,7 +49,7 @@ def hold(pool: VllmPool, root: bytes, ids: TokenArray, size: int, blocks: int | 
 
 @dataclass
 class Request:
-    """A running request: its tokens so far, and the pool's blocks it holds."""
+    """A running request: its tokens so far, and the pool's blocks it holds. The first ``hashed`` are announced."""
 
     root: bytes
     lora: str | None
@@ -59,18 +73,18 @@ class PoolModel:
         self.blocks = [_Block() for _ in range(num_blocks)]
         self.free = list(range(num_blocks))
         self.cached: dict[bytes, dict[int, None]] = {}
-        self.events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        self.events: list[KvEvent] = []
 
     def held(self) -> set[bytes]:
         """Our hashes of all that the pool holds, each computed from a whole prompt."""
         return {block.ours for block in self.blocks if block.theirs is not None}
 
-    def take_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+    def take_events(self) -> list[KvEvent]:
         events, self.events = self.events, []
         return events
 
-    def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int) -> tuple[Request, int] | None:
-        """Hit what there is, then compute up to ``chunk`` tokens; return the hits in blocks. None: no room."""
+    def begin(self, root: bytes, lora: str | None, tokens: list[int], chunk: int) -> Request | None:
+        """Hit what there is, then compute up to ``chunk`` tokens. None: no room."""
         request = Request(root, lora, tokens)
         hits = self.match(request, (len(tokens) - 1) // self.size)
         self.touch(hits)
@@ -78,7 +92,7 @@ class PoolModel:
         if not self.proceed(request, len(hits) * self.size + chunk):
             self.end(request)
             return None
-        return request, len(hits)
+        return request
 
     def match(self, request: Request, most: int) -> list[int]:
         """Return the blocks of the longest held prefix, of equal ones the first."""
@@ -148,7 +162,8 @@ class PoolModel:
         for index in range(first, full):
             block = self.blocks[request.blocks[index]]
             block.theirs = hashes[index]
-            block.ours = self._our_hash(request, index)
+            tokens = np.array(request.tokens[: (index + 1) * self.size], dtype=np.int32)
+            block.ours = hash_blocks(request.root, tokens, self.size)[-HASH_BYTES:]
             self.cached.setdefault(hashes[index], {})[request.blocks[index]] = None
         self.events.append(
             BlockStored(
@@ -177,6 +192,70 @@ class PoolModel:
             hashes.append(parent)
         return hashes
 
-    def _our_hash(self, request: Request, index: int) -> bytes:
-        tokens = np.array(request.tokens[: (index + 1) * self.size], dtype=np.int32)
-        return hash_blocks(request.root, tokens, self.size)[-HASH_BYTES:]
+
+class Routers:
+    """What routers know of an engine that tells them its events."""
+
+    def __init__(self) -> None:
+        self.mirror = BlockMirror()
+        self._lock = threading.Lock()
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        with self._lock:
+            for event in events:
+                self.mirror.apply(event)
+
+    def held(self) -> set[bytes]:
+        with self._lock:
+            return set(split_chain(self.mirror.tiers().get("pool", b"")))
+
+
+class Publisher:
+    """An engine's end of the sockets: publishes payloads under numbers from 0 on, keeps the last ones, replays them.
+
+    ``lose``: kept for a replay, but not published.
+    """
+
+    def __init__(self, publish: str, replay: str, kept: int = 10_000) -> None:
+        self._queue: queue.Queue[tuple[bytes, bool] | None] = queue.Queue()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
+        self._addresses = publish, replay
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, payload: bytes, *, lose: bool = False) -> None:
+        self._queue.put((payload, lose))
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        live, replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        live.bind(self._addresses[0])
+        replay.bind(self._addresses[1])
+        number = 0
+        while True:
+            if replay.poll(0):
+                client, empty, first = replay.recv_multipart()
+                for kept, payload in self._kept:
+                    if kept >= int.from_bytes(first, "big"):
+                        replay.send_multipart((client, empty, _frame(kept), payload))
+                replay.send_multipart((client, empty, _frame(END_OF_REPLAY), b""))
+            try:
+                item = self._queue.get(timeout=0.02)
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            payload, lose = item
+            if not lose:
+                live.send_multipart((b"topic", _frame(number), payload))
+            self._kept.append((number, payload))
+            number += 1
+        context.destroy(linger=0)
+
+
+def _frame(number: int) -> bytes:
+    return number.to_bytes(SEQUENCE_BYTES, "big", signed=True)

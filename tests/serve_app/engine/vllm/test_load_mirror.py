@@ -58,20 +58,13 @@ def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
 
 
 def test_what_nobody_waits_for_was_computed_again() -> None:
-    """After a preemption vLLM computes tokens of prompts that are no prefill any more."""
+    """After a preemption vLLM computes tokens of prompts that are no prefill any more: they have their first token."""
     load = Load()
-    load.arrives("a", 100)
+    load.arrives("a", 500, "router", 3)
     load.stepped(1, 0.1, 100, 0.1)
     load.begun("a")
     load.stepped(1, 0.1, 40, 0.1)
     assert (load.meters.computed_prompt_tokens, load.meters.recomputed_tokens) == (100, 40)
-
-
-def test_a_wrong_guess_of_what_is_cached_ends_with_the_first_token() -> None:
-    """The hint may be too low or too high; once a request has a token nothing of its prompt is queued."""
-    load = Load()
-    load.arrives("a", 500, "router", 3)
-    load.begun("a")
     report = load.report(1.0)
     assert (report.queued_prefill_tokens, report.shares[0].last_reservation) == (0, 3)
 
@@ -83,7 +76,8 @@ def test_who_runs_and_who_waits() -> None:
         load.arrives(name, 10)
     assert (load.running, load.waiting) == (0, 3)
     load.stepped(2, 0.5, 20, 0.01)
-    assert (load.running, load.waiting) == (2, 1)
+    load.begun("a")
+    assert (load.running, load.waiting, load.queued_tokens) == (2, 1, 10)
     samples = {dict(labels).get("state"): value for _, labels, value in load.gauges(10, 4, 2, ())}
     assert [samples[state] for state in ("used", "cached", "free")] == [3, 4, 3]
     for name in "abc":

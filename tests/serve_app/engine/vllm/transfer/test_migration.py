@@ -1,62 +1,94 @@
-"""What vLLM's engine says of a pool to peers that join or leave: by events of a model of that pool, without vLLM."""
+"""What vLLM's engine tells peers of its pool, hands out and takes in: over torch tensors for a pool, without vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain, split_chain
-from serve_app.cache.prefix.hot_prefixes import SavedPrefix
+from serve_app.cache.kv_chain import KvChain, KvPart, TransferError
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import Pins
-from serve_app.engine.vllm.events.batches import decode_batch
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.frontend import ModelFacts
 from serve_app.engine.vllm.saves import block_number
 from serve_app.engine.vllm.settings import VllmSettings
+from serve_app.engine.vllm.transfer.block_rows import BlockRows
+from serve_app.engine.vllm.transfer.job import LAYOUT_FILE, Job
 from serve_app.engine.vllm.transfer.migration import VllmMigration
-from tests.serve_app.engine.tiny import root_of
-from tests.serve_app.engine.vllm.pool_model import PoolModel, encode
+from tests.serve_app.engine.tiny import VOCAB, prompt, root_of
+from tests.serve_app.engine.vllm.pool_model import hold
 
 SIZE, BLOCKS = 2, 12
-SCOPES = [PrefixScope("m"), PrefixScope("m", salt=b"other"), PrefixScope("m", "x@1")]
+SCOPE, OTHER, ADAPTER = PrefixScope("m"), PrefixScope("m", salt=b"other"), PrefixScope("m", "x@1")
 
 Prompts = st.lists(
-    st.tuples(st.sampled_from(SCOPES), st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()), max_size=14
+    st.tuples(
+        st.sampled_from([SCOPE, OTHER, ADAPTER]), st.lists(st.integers(0, 1), min_size=1, max_size=9), st.booleans()
+    ),
+    max_size=8,
 )
 
 
+def layers(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Two layers' KV, blocks first; the second is not contiguous, as some kernels want it."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.rand(BLOCKS, 3, SIZE, 2, generator=generator).to(dtype) for _ in range(2)]
+    return {"a": made[0], "b": made[1].transpose(2, 3).contiguous().transpose(2, 3)}
+
+
+def prefix_of(scope: PrefixScope, ids: np.ndarray | list[int]) -> HashedTokens:
+    ids = np.array(ids, np.int32)
+    return HashedTokens(scope, ids, extend_chain(root_of(scope), 0, ids, SIZE), "t")
+
+
 class Pool:
-    """A pool that evicts, and what is known of it; ``now_s`` is a second more with each prompt."""
+    """What vLLM and its connector do with a job, and what is known of it; ``now_s``: a second more with each prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None) -> None:
         self.now_s = 0.0
-        self.model = PoolModel(BLOCKS, SIZE)
-        self.held = VllmPool(SIZE, BLOCKS, self.clock)
-        self.pins = Pins(BLOCKS)
-        settings, facts = VllmSettings("m", block_size=SIZE), ModelFacts(2, 100, BLOCKS)
-        self.migration = VllmMigration(settings, facts, self.held, self.pins, Path("/none"), lambda *_: 0, self.clock)
+        self.rows = BlockRows(layers(torch.float32))
+        if directory is not None:
+            directory.mkdir()
+            part = KvPart("float32", (2, *self.rows.shape), axes="vllm 0.32.0 on AVX2: layers a, b; block")
+            (directory / LAYOUT_FILE).write_bytes(msgspec.json.encode(part))
+        self.directory = directory or Path("/none")
+        self.held, self.pins, self.jobs = VllmPool(SIZE, 100, lambda: self.now_s), Pins(BLOCKS), list[Job]()
+        self.migration = self.make(transfer=directory is not None)
 
-    def clock(self) -> float:
-        return self.now_s
+    def make(self, *, transfer: bool) -> VllmMigration:
+        settings, facts = VllmSettings("m", block_size=SIZE, transfer=transfer), ModelFacts(VOCAB, 1000, BLOCKS)
+        return VllmMigration(settings, facts, self.held, self.pins, self.directory, self.run, lambda: self.now_s)
 
-    def compute(self, scope: PrefixScope, tokens: list[int], *, owned: bool = True) -> None:
+    def compute(self, prefix: HashedTokens, *, owned: bool = True) -> None:
         self.now_s += 1
-        root = root_of(scope)
-        self.held.hit(extend_chain(root, 0, np.array(tokens, np.int32), SIZE), (len(tokens) - 1) // SIZE)
+        self.held.hit(prefix.chain, (len(prefix.token_ids) - 1) // SIZE)
         if owned:
-            self.migration.note_owner(root, scope, "t")
-        begun = self.model.begin(root, scope.lora or None, list(tokens), len(tokens))
-        assert begun is not None
-        self.model.end(begun[0])
-        self.held.translate(decode_batch(encode(self.model.take_events())))
+            self.migration.note_owner(root_of(prefix.scope), prefix.scope, prefix.tenant)
+        hold(self.held, root_of(prefix.scope), prefix.token_ids, SIZE)
 
-    def held_by(self, *scopes: PrefixScope) -> set[bytes]:
-        """Our hashes of what is held under these scopes' roots."""
-        known = {entry.block_hash: entry.scope for entry in self.held.entries(self.migration._owners.get)}
-        return {block_hash for block_hash in self.model.held() if known.get(block_hash) in scopes}
+    def run(self, job: Job, token_ids: Sequence[int], root: bytes, lora: str) -> int:
+        self.jobs.append(job)
+        assert len(token_ids) == job.end * SIZE + 1
+        ids = np.array(token_ids, np.int32)
+        held = self.held.known(extend_chain(root, 0, ids, SIZE), job.end)
+        chain = split_chain(hold(self.held, root, ids, SIZE))
+        numbers = {block_hash: number for number, block_hash in enumerate(self.held)}
+        blocks = [numbers[block_hash] for block_hash in chain]
+        if job.kind == "export":
+            self.rows.read(blocks[job.first : held]).tofile(job.file)
+        else:
+            rows = np.fromfile(job.file, np.uint8).reshape(-1, self.rows.block_bytes)
+            self.rows.write(blocks[job.first :], rows)
+        return held * SIZE
 
 
 @given(Prompts)
@@ -64,54 +96,44 @@ def test_what_is_offered_is_what_is_held_and_parents_come_first(
     prompts: list[tuple[PrefixScope, list[int], bool]],
 ) -> None:
     """Each prefix with its own tokens under its own scope; nothing of an adapter, nor of a root that nobody knows."""
-    pool, owned = Pool(), set()
+    pool, wanted = Pool(), set()
+    owned = {scope for scope, _, known in prompts if known and scope is not ADAPTER}
     for scope, tokens, known in prompts:
-        pool.compute(scope, tokens, owned=known)
-        owned |= {scope} if known else set()
+        prefix = prefix_of(scope, tokens)
+        pool.compute(prefix, owned=known)
+        wanted |= set(split_chain(prefix.chain)) if scope in owned else set()
     hot = pool.migration.hot_prefixes()
     told = [block_hash for run in hot.runs for block_hash in split_chain(run.hashes)]
-    assert len(told) == len(set(told))
-    assert set(told) == pool.held_by(*owned & set(SCOPES[:2]))
-    for number in range(len(hot.runs)):
+    assert sorted(told) == sorted(wanted)
+    for number, run in enumerate(hot.runs):
         prefix = hot.prefix(number)
-        assert prefix.chain == extend_chain(root_of(prefix.scope), 0, prefix.token_ids, SIZE)
+        assert prefix.chain == prefix_of(prefix.scope, prefix.token_ids).chain
         assert prefix.tenant == "t"
-        parent = hot.runs[number].parent
-        assert parent is None or parent < number
+        assert run.parent is None or run.parent < number
 
 
-def test_what_is_used_goes_first() -> None:
-    """A prefix that requests come back to is hotter than a later one that nobody does."""
-    pool = Pool()
-    pool.compute(SCOPES[0], [0, 0, 0, 0, 1])
-    pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
-    pool.compute(SCOPES[0], [1, 1, 1, 1, 1])
-    first, *others = pool.migration.hot_prefixes().runs
-    assert first.token_ids == np.zeros(4, "<i4").tobytes()
-    assert all(other.heat < first.heat for other in others)
-
-
-def test_saves_go_first_and_stay_saves() -> None:
-    """However little they are used; one that is not all held is none."""
-    pool = Pool()
-    pool.compute(SCOPES[0], [1, 1, 1, 1, 1])
-    for _ in range(3):
-        pool.compute(SCOPES[0], [0, 0, 0, 0, 0])
-    chain = extend_chain(root_of(SCOPES[0]), 0, np.ones(4, np.int32), SIZE)
-    pool.pins.add(b"k", [block_number(block_hash) for block_hash in split_chain(chain)], 60.0, pool.now_s - 40.0, "t")
-    pool.pins.add(b"gone", [block_number(chain[:16]), 5], None, pool.now_s)
+def test_saves_go_first_and_then_what_is_used() -> None:
+    """However little it is used; a save that is not all held is none. What requests come back to is hotter."""
+    pool, saved = Pool(), prefix_of(SCOPE, [1, 1, 1, 1])
+    for tokens in ([1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 1, 0, 1]):
+        pool.compute(prefix_of(SCOPE, tokens))
+    numbers = [block_number(block_hash) for block_hash in split_chain(saved.chain)]
+    pool.pins.add(b"k", numbers, 60.0, pool.now_s - 40.0, "t")
+    pool.pins.add(b"gone", [numbers[0], 5], None, pool.now_s)
     hot = pool.migration.hot_prefixes()
-    assert (hot.runs[0].kind, hot.runs[0].hashes) == ("save", chain)
+    save, used, *others = hot.runs
+    assert (save.kind, save.hashes) == ("save", saved.chain)
     assert hot.saves == (SavedPrefix(b"k", "t", 60.0, 40.0, 0),)
+    assert used.token_ids == np.zeros(4, "<i4").tobytes()
+    assert all(other.heat < used.heat for other in others)
 
 
 def test_the_room_is_what_is_neither_used_nor_hotter() -> None:
     """Blocks in use hold no room; those that hold a prefix give way to a hotter one."""
     pool = Pool()
     assert pool.migration.cache_room(0).blocks_for(0.0) == BLOCKS
-    pool.compute(SCOPES[0], [0] * 7)
-    pool.compute(SCOPES[0], [0] * 7)
-    pool.compute(SCOPES[2], [1] * 5)
+    for scope, tokens in ((SCOPE, [0] * 7), (SCOPE, [0] * 7), (ADAPTER, [1] * 5)):
+        pool.compute(prefix_of(scope, tokens))
     room = pool.migration.cache_room(0)
     assert room.free_blocks == BLOCKS - 5
     assert (room.blocks_for(0.0), room.blocks_for(1.5), room.blocks_for(9.0)) == (7, 9, 12)
@@ -124,5 +146,91 @@ def test_owners_are_remembered_within_bounds() -> None:
     """As many as the pool could hold beginnings of, the last to be asked for."""
     pool = Pool()
     for number in range(3 * BLOCKS):
-        pool.migration.note_owner(bytes([number]), SCOPES[0], "t")
+        pool.migration.note_owner(bytes([number]), SCOPE, "t")
     assert list(pool.migration._owners) == [bytes([number]) for number in range(2 * BLOCKS, 3 * BLOCKS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(data=st.data())
+def test_rows_put_elsewhere_are_the_same_blocks_and_touch_no_other(dtype: torch.dtype, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True, min_size=1, max_size=BLOCKS))
+    to = data.draw(st.permutations(range(BLOCKS)))[: len(ids)]
+    source, target = layers(dtype), {name: torch.zeros_like(layer) for name, layer in layers(dtype).items()}
+    BlockRows(target).write(to, BlockRows(source).read(ids))
+    for name, layer in target.items():
+        wanted = torch.zeros_like(layer)
+        wanted[to] = source[name][ids]
+        assert torch.equal(layer, wanted)
+
+
+def test_rows_that_do_not_fit_change_nothing() -> None:
+    target = layers(torch.float32)
+    rows = BlockRows(target)
+    for wrong in (rows.read([1])[:, 1:], rows.read([1, 2]), rows.read([])):
+        with pytest.raises(ValueError, match="rows of shape"):
+            rows.write([3], wrong)
+    assert all(torch.equal(layer, layers(torch.float32)[name]) for name, layer in target.items())
+    with pytest.raises(ValueError, match="of 2 kinds"):
+        BlockRows({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3)})
+
+
+def test_a_job_crosses_to_the_core() -> None:
+    job = Job("import", "/file", 2, 9)
+    params = job.to_extra_args()["kv_transfer_params"]
+    assert Job.of_params(msgspec.msgpack.decode(msgspec.msgpack.encode(params))) == job
+    assert Job.of_params(None) is None
+    assert Job.of_params({"other": 1}) is None
+
+
+@given(blocks=st.integers(1, 6), first=st.integers(0, 6), most=st.none() | st.integers(0, 6))
+def test_what_leaves_is_what_is_held_of_the_chain(
+    tmp_path_factory: pytest.TempPathFactory, blocks: int, first: int, most: int | None
+) -> None:
+    pool, prefix = Pool(tmp_path_factory.mktemp("pool") / "p"), prefix_of(SCOPE, prompt(blocks * SIZE + 1))
+    pool.compute(prefix)
+    part = pool.migration.export_prefix(prefix, first, most)
+    end = blocks if most is None else min(blocks, first + most)
+    if end <= first:
+        assert part is None
+        assert not pool.jobs
+        return
+    assert part is not None
+    assert np.array_equal(part.payload, pool.rows.read(range(first, end)))
+    assert not list(pool.directory.glob("kv-[0-9]*"))
+    assert pool.migration.export_prefix(prefix_of(OTHER, prefix.token_ids), first, most) is None
+
+
+def test_what_is_not_the_askers_own_never_reaches_vllm(tmp_path: Path) -> None:
+    holder, asker = Pool(tmp_path / "holder"), Pool(tmp_path / "asker")
+    own, others = prefix_of(SCOPE, prompt(6 * SIZE)), prefix_of(SCOPE, prompt(6 * SIZE, seed=9))
+    holder.compute(own)
+    part = holder.migration.export_prefix(own, 0, None)
+    assert part is not None
+    broken = part.payload.copy()
+    broken[1, 2] ^= 1
+
+    def changed(**header: Any) -> KvChain:
+        return KvChain(msgspec.structs.replace(part.header, **header), part.payload)
+
+    for wrong, prefix, first in (
+        (KvChain(part.header, broken), own, 0),
+        (KvChain(part.header, part.payload[:-1]), own, 0),
+        (changed(format=msgspec.structs.replace(part.header.format, model="m/vllm-other")), own, 0),
+        (changed(root=b""), own, 0),
+        (changed(root=root_of(OTHER)), own, 0),
+        (part, prefix_of(OTHER, own.token_ids), 0),
+        (part, others, 0),
+        (part, HashedTokens(SCOPE, others.token_ids, own.chain), 0),
+        (part, own, 1),
+    ):
+        with pytest.raises(TransferError):
+            asker.migration.import_part(wrong, prefix, first)
+    assert not asker.jobs
+    asker.migration.import_part(part, own, 0)
+    assert asker.held.known(own.chain, 6) == 6
+    assert asker.migration.hot_prefixes().runs[0].hashes == own.chain, "it can be handed on"
+    assert not list(asker.directory.glob("kv-[0-9]*"))
+    closed = asker.make(transfer=False)
+    assert closed.export_prefix(own, 0, None) is None
+    with pytest.raises(TransferError, match="takes no KV"):
+        closed.import_part(part, own, 0)

@@ -1,0 +1,435 @@
+"""vLLM's events: what is read, taken and refused; the law over whole histories; repairs over real sockets."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from router.directory.directory import Directory
+from router.protocol.block_hash import PrefixScope, hash_blocks
+from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event
+from serve_app.engine.vllm.events.batches import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEventBatch,
+    MalformedBatch,
+    decode_batch,
+)
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.events.pool import UnsupportedEvents, VllmPool
+from serve_app.engine.vllm.events.subscriber import EventSubscriber
+from tests.conformance.kv_events.laws import Checker
+from tests.serve_app.engine.vllm.pool_model import PoolModel, Publisher, Request, Routers, encode
+
+ROOT, OTHER = b"r" * 16, b"o" * 16
+STORED = BlockStored(
+    [b"1"], None, [1, 2], 2, extra_keys=[(ROOT.hex(),)], group_idx=0, kv_cache_spec_kind="full_attention"
+)
+
+
+def stored(**changes: Any) -> BlockStored:
+    return msgspec.structs.replace(STORED, **changes)
+
+
+def pack(events: list[Any], *rest: Any) -> bytes:
+    return msgspec.msgpack.encode([2.5, events, *rest])
+
+
+def test_fields_to_come_are_ignored_and_absent_ones_are_none() -> None:
+    """A newer vLLM says more, and an adapter or a rank is not always there."""
+    event = {"type": "BlockStored", "block_hashes": [7], "parent_block_hash": None, "token_ids": [1, 2]}
+    removed = {"type": "BlockRemoved", "block_hashes": [b"7"], "locality": "LOCAL"}
+    batch = decode_batch(pack([{**event, "block_size": 2}, removed, {"type": "AllBlocksCleared"}]))
+    assert batch == KvEventBatch(2.5, [BlockStored([7], None, [1, 2], 2), BlockRemoved([b"7"]), AllBlocksCleared()])
+
+
+@pytest.mark.parametrize(
+    ("payload", "sentence"),
+    [
+        (b"", "not a batch"),
+        (b"\xff\x00garbage", "not a batch"),
+        (msgspec.msgpack.encode({"ts": 1.0, "events": []}), "not a batch"),
+        (pack([{"block_hashes": [7]}]), "missing required field `type`"),
+        (pack([{"type": "BlockMoved", "block_hashes": [7]}]), "BlockMoved"),
+        (pack([{"type": "BlockRemoved"}]), "missing required field `block_hashes`"),
+        (pack([{"type": "BlockRemoved", "block_hashes": [1.5]}]), "block_hashes"),
+        (pack([STORED, stored(token_ids=[1, 2**31])]), r"token_ids"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_says_what(payload: bytes, sentence: str) -> None:
+    with pytest.raises(MalformedBatch, match=sentence):
+        decode_batch(payload)
+
+
+@given(st.binary(max_size=64))
+def test_no_bytes_raise_anything_else(payload: bytes) -> None:
+    with suppress(MalformedBatch):
+        decode_batch(payload)
+
+
+def chain(*tokens: int, root: bytes = ROOT) -> bytes:
+    return hash_blocks(root, np.array(tokens, dtype=np.int32), 2)
+
+
+def told(pool: VllmPool, *events: Any, rank: int | None = 0) -> list[Event]:
+    return pool.translate(KvEventBatch(1.0, list(events), rank))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_name": "x@1", "extra_keys": [("x@1", ROOT.hex())]},
+        {"lora_name": OTHER.hex(), "extra_keys": [(OTHER.hex(), ROOT.hex())]},
+        {"kv_cache_spec_kind": "mla_attention"},
+    ],
+    ids=["an adapter", "an adapter whose name is a root", "mla"],
+)
+def test_a_chain_is_put_under_its_root(changes: dict[str, Any]) -> None:
+    assert told(VllmPool(2, 8), stored(**changes), rank=None) == [BlocksStored(chain(1, 2))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"extra_keys": keys} for keys in (None, [None], [()], [("short",)], [("g" * 32,)], [(7,)])),
+        {"extra_keys": [(ROOT.hex().upper().replace("7", "A"),)]},
+        {"extra_keys": [(ROOT.hex(), "image")]},
+        {"lora_name": OTHER.hex(), "extra_keys": [(OTHER.hex(),)]},
+        {"parent_block_hash": b"?", "extra_keys": None},
+        {"parent_block_hash": b"0", "extra_keys": [(("image", 0),)]},
+    ],
+)
+def test_what_has_no_root_of_ours_or_is_not_tokens_alone_is_nobodys(changes: dict[str, Any]) -> None:
+    """Tokens do not say what an image is; a block whose parent is unknown has no hash of ours. Its end is no news."""
+    pool = VllmPool(2, 8)
+    parent = stored(block_hashes=[b"0"], token_ids=[0, 0])
+    assert told(pool, parent, stored(**changes), BlockRemoved([b"1"])) == [BlocksStored(chain(0, 0))]
+
+
+def test_more_blocks_than_the_pool_has_mean_that_removals_were_lost() -> None:
+    """Memory is bounded by the pool."""
+    pool = VllmPool(2, 2)
+    told(pool, STORED, stored(block_hashes=[b"2"], token_ids=[3, 4]))
+    events = told(pool, stored(block_hashes=[b"3"], token_ids=[5, 6]))
+    assert events == [CacheCleared(), BlocksStored(chain(5, 6))]
+    assert len(pool) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        (stored(group_idx=1), "group 1 of the model's KV"),
+        (BlockRemoved([b"1"], "GPU", 1), "group 1 of the model's KV"),
+        (stored(medium="CPU"), "'CPU'.*offload"),
+        (BlockRemoved([b"1"], "CPU"), "'CPU'.*offload"),
+        (stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=512), "sliding_window.*512"),
+        (stored(kv_cache_spec_kind="mamba"), "'mamba'"),
+        (stored(block_size=128, token_ids=[0] * 128), "set block_size to 128"),
+        (stored(block_hashes=[b"1", b"2"]), "blocks were left out"),
+    ],
+)
+def test_another_kind_of_cache_is_refused_with_a_sentence(event: Any, sentence: str) -> None:
+    with pytest.raises(UnsupportedEvents, match=sentence):
+        told(VllmPool(2, 8), event)
+    with pytest.raises(UnsupportedEvents, match="data parallel rank 1"):
+        told(VllmPool(2, 8), event, rank=1)
+
+
+def test_an_event_that_contradicts_itself_is_malformed() -> None:
+    with pytest.raises(MalformedBatch):
+        told(VllmPool(2, 8), stored(extra_keys=[None, None]))
+
+
+BLOCKS, SIZE = 10, 2
+KEPT = 3
+"""Batches that the engine can send again."""
+
+SCOPES = (
+    (PrefixScope("m", salt=b"a"), None),
+    (PrefixScope("m", "x@1", b"a"), "x@1"),
+    (PrefixScope("m", salt=b"b"), None),
+)
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+class Line(EventSubscriber):
+    """Its engine's last batches come from ``published`` in place of a socket. ``forgot``: whether some were lost."""
+
+    published: list[bytes]
+    forgot = False
+
+    def _catch_up(self, context: Any) -> None:
+        first = max(0, len(self.published) - KEPT)
+        self.forgot |= first > self._expected
+        for number in range(first, len(self.published)):
+            self._take(number, self.published[number])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Requests come, grow, end, are preempted; prefixes are pinned; the cache is reset; batches are lost on the way."""
+
+    running = Bundle("running")
+    pins = Bundle("pins")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PoolModel(BLOCKS, SIZE)
+        self.held = VllmPool(SIZE, BLOCKS)
+        self.line = Line(EventEndpoints(Path("/none")), self.held, self.tell)
+        self.line.published = []
+        self.checker = Checker(BLOCKS)
+        self.on_the_way: list[tuple[int, bytes]] = []
+        self.routers = Routers()
+        self.directory = Directory(SIZE)
+        self.directory.add_replica("r")
+        self.prompts: list[tuple[bytes, list[int]]] = []
+
+    @rule(target=running, scope=st.sampled_from(SCOPES), tokens=TOKENS, chunk=st.integers(1, 12))
+    def begin(self, scope: tuple[PrefixScope, str | None], tokens: list[int], chunk: int) -> object:
+        root = scope[0].root(b"k")
+        self.prompts.append((root, tokens))
+        begun = self.pool.begin(root, scope[1], tokens, chunk)
+        return multiple() if begun is None else begun
+
+    @rule(target=running, request=consumes(running), more=TOKENS)
+    def grow(self, request: Request, more: list[int]) -> object:
+        """It goes on; where there is no room it is preempted."""
+        request.tokens += more
+        if self.pool.proceed(request, len(request.tokens)):
+            return request
+        self.pool.end(request)
+        return multiple()
+
+    @rule(request=consumes(running))
+    def end(self, request: Request) -> None:
+        self.pool.end(request)
+
+    @rule(target=pins, request=running)
+    def pin(self, request: Request) -> list[int]:
+        blocks = request.blocks[: request.hashed]
+        self.pool.touch(blocks)
+        return blocks
+
+    @rule(blocks=consumes(pins))
+    def unpin(self, blocks: list[int]) -> None:
+        self.pool.release(list(reversed(blocks)))
+
+    @rule(lost=st.booleans())
+    def step(self, lost: bool) -> None:
+        """The engine publishes what happened, and the batch may be lost."""
+        events, published = self.pool.take_events(), self.line.published
+        if events:
+            published.append(encode(events))
+            self.checker.batch(len(published) - 1, published[-1])
+            if not lost:
+                self.on_the_way.append((len(published) - 1, published[-1]))
+
+    @rule(batches=st.integers(1, 4))
+    def hear(self, batches: int) -> None:
+        for _ in range(min(batches, len(self.on_the_way))):
+            self.line._hear(*self.on_the_way.pop(0), None)  # type: ignore[arg-type]
+
+    @rule()
+    def reset(self) -> None:
+        """Once its word of that is heard nothing of before is told any more."""
+        self.line.cleared.clear()
+        if self.pool.reset():
+            self.step(lost=False)
+            self.hear(len(self.on_the_way))
+            assert self.line.cleared.is_set()
+            assert self.routers.held() == set()
+
+    @rule()
+    def catch_up(self) -> None:
+        """After a silence the engine is asked, and nothing is missing then."""
+        self.step(lost=True)
+        self.hear(len(self.on_the_way))
+        self.line._catch_up(None)
+        assert self.line._expected == len(self.line.published)
+        assert self.checker.violations == [], "the model keeps the laws that recorded engines keep"
+        if self.line.forgot:
+            assert self.routers.held() <= self.pool.held()
+        else:
+            assert self.routers.held() == self.pool.held()
+            self.check_matches()
+
+    def check_matches(self) -> None:
+        """The router predicts the very hit that the pool would give."""
+        for root, tokens in self.prompts[-10:]:
+            chain = hash_blocks(root, np.array(tokens, dtype=np.int32), SIZE)
+            lora = next(lora for scope, lora in SCOPES if scope.root(b"k") == root)
+            hit = len(self.pool.match(Request(root, lora, tokens), len(tokens)))
+            assert self.directory.match(chain).get("r", 0) == hit * SIZE
+            assert self.held.known(chain, len(tokens)) == hit
+
+    @invariant()
+    def says_what_it_holds(self) -> None:
+        """What was told and what is held are the same, and bounded; and it is told anew."""
+        assert len(self.routers.held()) == len(self.held) <= BLOCKS
+        assert self.directory.blocks_held("r").get("pool", 0) == len(self.held)
+        said: list[Event] = []
+        self.line._sink, anew = said.extend, Routers()
+        self.line.tell(anew=True)
+        self.line._sink = self.tell
+        *blocks, digest = said
+        assert isinstance(digest, CacheDigest)
+        assert self.routers.mirror.holds(digest)
+        anew(blocks)
+        assert anew.mirror.holds(digest)
+
+    def tell(self, events: Sequence[Event]) -> None:
+        self.routers(events)
+        self.directory.apply("r", "e", events)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def block(name: int) -> BlockStored:
+    return stored(block_hashes=[bytes([name])], token_ids=[name, name])
+
+
+def ours(name: int) -> bytes:
+    return chain(name, name)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for it, up to a generous limit."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def endpoints() -> Iterator[EventEndpoints]:
+    made = EventEndpoints.create()
+    yield made
+    made.remove()
+    assert not made.directory.exists()
+
+
+@pytest.fixture
+def routers() -> Routers:
+    return Routers()
+
+
+@pytest.fixture
+def engine(endpoints: EventEndpoints) -> Iterator[Publisher]:
+    made = Publisher(endpoints.publish, endpoints.replay, kept=3)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def subscriber(endpoints: EventEndpoints, engine: Publisher, routers: Routers) -> Iterator[EventSubscriber]:
+    made = EventSubscriber(endpoints, VllmPool(2, 100), routers)
+    assert made.healthy(), "it need not listen where there are no events"
+    made.start()
+    yield made
+    made.stop()
+    made.stop()
+
+
+def test_nobody_else_reads_the_prompts(endpoints: EventEndpoints) -> None:
+    assert stat.S_IMODE(endpoints.directory.stat().st_mode) == 0o700
+    assert all(address.startswith(f"ipc://{endpoints.directory}/") for address in (endpoints.publish, endpoints.replay))
+
+
+def test_what_a_killed_owner_left_goes_with_the_next_start(
+    endpoints: EventEndpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a living one has, or one that is being made, stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (being_made := tmp_path / "warmpath-vllm-x").mkdir()
+    living = EventEndpoints.create()
+    made = "from serve_app.engine.vllm.events.endpoints import EventEndpoints as E; import os, signal; "
+    code = made + "print(E.create().directory, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed = Path(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip())
+    assert killed.exists()
+    EventEndpoints.create().remove()
+    assert not killed.exists()
+    assert living.directory.exists()
+    assert being_made.exists()
+    living.remove()
+
+
+def test_lost_batches_and_a_lost_tail_are_repaired_and_what_is_gone_is_forgotten(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first batches of an engine often come before its subscriber is connected; it keeps its last three."""
+    engine.send(encode([block(1)]), lose=True)
+    engine.send(encode([block(2)]))
+    engine.send(encode([BlockRemoved([bytes([1])])]), lose=True)
+    until(lambda: routers.held() == {ours(2)})
+    engine.send(encode([block(3)]), lose=True)
+    until(lambda: routers.held() == {ours(2), ours(3)})
+    assert "lost" not in caplog.text
+    for name in range(4, 12):
+        engine.send(encode([block(name)]), lose=True)
+    until(lambda: routers.held() == {ours(name) for name in (9, 10, 11)})
+    assert "batches of KV events are lost" in caplog.text
+    assert subscriber.healthy()
+
+
+def test_an_engine_that_cannot_be_routed_by_is_followed_no_longer(
+    engine: Publisher, subscriber: EventSubscriber, routers: Routers, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.send(encode([block(1)]))
+    until(routers.held)
+    engine.send(encode([block(2)], rank=3))
+    until(lambda: not subscriber.healthy())
+    assert "data parallel rank 3" in caplog.text
+    assert routers.held() == set()
+
+
+def test_what_cannot_be_read_or_given_out_does_not_end_the_listening(endpoints: EventEndpoints) -> None:
+    """A batch that is none empties the directory, and the next one counts; whoever waits for a reset is told."""
+    calls: list[Sequence[Event]] = []
+
+    def sink(events: Sequence[Event]) -> None:
+        calls.append(events)
+        raise RuntimeError("full")
+
+    subscriber = EventSubscriber(endpoints, VllmPool(2, 100), sink)
+    for number, payload in enumerate((encode([block(1)]), b"what?", encode([block(2)]))):
+        assert not subscriber.cleared.is_set() or number == 2
+        subscriber._take(number, payload)
+    assert calls == [[BlocksStored(ours(1))], [CacheCleared()], [BlocksStored(ours(2))]]
+    subscriber.cleared.clear()
+    subscriber._take(3, encode([AllBlocksCleared(), block(2)]))
+    assert subscriber.cleared.is_set()
+
+
+def test_it_ends_while_a_question_is_open_that_nobody_takes(endpoints: EventEndpoints) -> None:
+    """An engine that was killed answers no more; the replica has to end all the same."""
+    asked = threading.Event()
+
+    class Asking(EventSubscriber):
+        def _catch_up(self, context: Any) -> None:
+            asked.set()
+            super()._catch_up(context)
+
+    listener = Asking(endpoints, VllmPool(2, 8), lambda _: None)
+    listener.start()
+    assert asked.wait(60)
+    listener.stop()
+    assert not listener.healthy()

@@ -1,0 +1,222 @@
+"""Settings as vLLM takes them and what of them it cannot do, adapters' files, and what goes to submitters; no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_app.config.app import AppConfig
+from serve_app.engine.protocol import AdapterError, EngineOutput
+from serve_app.engine.vllm.adapters import VllmAdapters
+from serve_app.engine.vllm.events.endpoints import EventEndpoints
+from serve_app.engine.vllm.live_requests import Outbox
+from serve_app.engine.vllm.refusals import TABLE, refused_model, refused_settings
+from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
+from tests.serve_app.engine.adapters import described, save_plain
+
+
+def arguments(*, on_cpu: bool = True, **settings: Any) -> dict[str, Any]:
+    return engine_arguments(VllmSettings("m", **settings), EventEndpoints(Path("/run/private")), on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted", "absent"),
+    [
+        (
+            {"num_blocks": 10, "block_bytes": 1000},
+            {"num_gpu_blocks_override": 11, "kv_cache_memory_bytes": 11000, "max_model_len": 320},
+            "kv_transfer_config",
+        ),
+        (
+            {"on_cpu": False, "kv_cache_bytes": 5000},
+            {"kv_cache_memory_bytes": 5000, "gpu_memory_utilization": 0.9},
+            "num_gpu_blocks_override",
+        ),
+        ({}, {"distributed_executor_backend": EXECUTOR, "gpu_memory_utilization": 0.05}, "enable_lora"),
+        ({"on_cpu": False}, {}, "distributed_executor_backend"),
+        ({"lora": True, "max_lora_rank": 17, "max_loras": 2}, {"max_loras": 2, "max_lora_rank": 32}, "num_blocks"),
+        ({"enable_prefix_caching": False}, {"enable_log_requests": False}, "kv_events_config"),
+    ],
+    ids=["a CPU's pool", "a GPU's pool", "a CPU's core computes itself", "a GPU's by default", "LoRA", "no cache"],
+)
+def test_settings_become_arguments(settings: dict[str, Any], wanted: dict[str, Any], absent: str) -> None:
+    """One block is vLLM's own, and on a CPU the bytes of all are said; it has room for ranks of its own choice."""
+    found = arguments(**settings)
+    assert {name: found[name] for name in wanted} == wanted
+    assert absent not in found
+
+
+def test_a_rank_that_vllm_has_no_room_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 512"):
+        lora_rank(1000)
+
+
+def test_prompts_stay_on_the_machine_and_out_of_logs() -> None:
+    """vLLM's default publishes the token ids of all prompts on a TCP port; 64 bits of a hash can be made to collide."""
+    found = arguments()
+    events = found["kv_events_config"]
+    assert events["endpoint"] == "ipc:///run/private/events"
+    assert events["replay_endpoint"].startswith("ipc://")
+    assert not found["enable_log_requests"]
+    assert found["prefix_caching_hash_algo"] == "sha256"
+    environment = {"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "1"}
+    set_environment(environment, 3)
+    assert environment["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] == "0"
+    assert (environment["OMP_NUM_THREADS"], environment["VLLM_LOGGING_LEVEL"]) == ("3", "DEBUG")
+
+
+TENANT = {"name": "a", "key_sha256": ["0" * 64]}
+CHANGED: dict[str, dict[str, Any]] = {
+    "host_cache_bytes": {"host_cache_bytes": 1024},
+    "disk_cache_bytes": {"disk_cache_bytes": 1024, "disk_cache_dir": "x"},
+    "disk_cache_dir": {"disk_cache_dir": "x"},
+    "disk_queue_bytes": {"disk_queue_bytes": "1MiB"},
+    "tier_load_ratio": {"tier_load_ratio": 2},
+    "save_ttl_s": {"save_ttl_s": 60},
+    "public_prompts": {"public_prompts": [{"name": "p", "version": "1", "text": "x"}]},
+    "prompts_dir": {"prompts_dir": "x"},
+    "tenants[].cache_share": {"tenants": [{**TENANT, "cache_share": 2}]},
+    "tenants[].store_kv": {"tenants": [{**TENANT, "store_kv": False}]},
+    "admission": {"admission": "worst_case"},
+    "speculative_model": {"speculative_model": "small"},
+    "num_speculative_tokens": {"num_speculative_tokens": 2},
+    "attention_backend": {"attention_backend": "sdpa"},
+}
+
+
+@pytest.mark.parametrize("name", [name for refusal in TABLE for name in refusal.settings])
+def test_a_setting_without_effect_is_refused_by_its_name(name: str) -> None:
+    config = AppConfig.model_validate({"engine": "vllm", "block_size": 32, **CHANGED[name]})
+    assert name in [sentence.split(":")[0] for sentence in refused_settings(config, on_cpu=True)]
+    reread = AppConfig.model_validate(config.to_json())
+    assert refused_settings(reread, on_cpu=True) == refused_settings(config, on_cpu=True), "in every process alike"
+
+
+def test_defaults_are_taken_but_for_the_block_size_of_a_cpu() -> None:
+    assert refused_settings(AppConfig(engine="vllm"), on_cpu=True) == []
+    gpu = AppConfig(engine="vllm", replica_num_gpus=1)
+    assert refused_settings(AppConfig.model_validate(gpu.to_json()), on_cpu=False) == []
+    (sentence,) = refused_settings(gpu, on_cpu=True)
+    assert sentence == "block_size: with engine=vllm on a CPU it is a multiple of 32; set block_size: 32"
+
+
+def test_what_vllm_can_do_is_not_refused() -> None:
+    moves = {"kv_pull": True, "prewarm": True, "handover": True, "pin_budget": 0.5, "save_ttl_s": 60}
+    tenants = [{**TENANT, "requests_per_second": 2, "trust_group": "g"}]
+    config = {"engine": "vllm", "block_size": 64, "tenants": tenants, "lora_adapters": {"x": "x"}, **moves}
+    assert refused_settings(AppConfig.model_validate(config), on_cpu=True) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "llama"}, None),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "sliding_window": 4096}, "4096 tokens back"),
+        (
+            {"model_type": "gemma2", "sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
+            None,
+        ),
+        ({"model_type": "gemma2", "sliding_window": 4096}, None),
+        ({"text_config": {"sliding_window": 1024, "sliding_window_pattern": 6}}, None),
+        ({"text_config": {"sliding_window": 512, "layer_types": ["sliding_attention"]}}, "512 tokens back"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"model_type": "jamba", "layers_block_type": ["mamba", "attention"]}, "mamba"),
+        ({"model_type": "bamba", "mamba_d_state": 128}, "mamba_d_state"),
+        ({"model_type": "mamba2", "state_size": 128}, "mamba2"),
+    ],
+)
+def test_a_model_whose_prefixes_are_not_held_whole_is_refused(fields: dict[str, Any], reason: str | None) -> None:
+    found = refused_model(fields)
+    assert (found == []) if reason is None else (len(found) == 1 and reason in found[0])
+
+
+class Vllm:
+    """A frontend, and its vLLM, that notes what it was told, and which files it was given."""
+
+    def __init__(self) -> None:
+        self.llm = self
+        self.paths: dict[int, Path] = {}
+        self.removed: list[int] = []
+        self.error = ""
+
+    async def add_lora(self, name: str, number: int, path: str) -> Any:
+        self.paths[number] = Path(path)
+        if self.error:
+            raise ValueError(f"{path}: {self.error}")
+        return SimpleNamespace(lora_int_id=number, lora_path=path)
+
+    async def remove_lora(self, number: int) -> None:
+        self.removed.append(number)
+
+    def call(self, coroutine: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(asyncio.run(coroutine))
+        except ValueError as error:
+            future.set_exception(error)
+        return future
+
+
+def adapters_of(vllm: Any, directory: Path, *, lora: bool = True) -> VllmAdapters:
+    return VllmAdapters(directory, vllm, VllmSettings("m", lora=lora, max_loras=1, max_cpu_loras=1))
+
+
+def test_vllm_reads_files_that_nobody_else_writes(tmp_path: Path) -> None:
+    """The copy has the bytes that were described; it is gone once the adapter is, and the next one's is another."""
+    vllm = Vllm()
+    adapters = adapters_of(vllm, tmp_path / "private")
+    spec, _ = described(save_plain(tmp_path / "a"))
+    adapters.slots.load(spec)
+    copy = vllm.paths[1]
+    assert (copy / "adapter_model.safetensors").read_bytes() == (tmp_path / "a/adapter_model.safetensors").read_bytes()
+    config = json.loads((copy / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (1, 1.0, ["x"])
+    other, _ = described(save_plain(tmp_path / "b", 2.0), "b")
+    adapters.slots.load(other)
+    assert vllm.removed == [1]
+    assert not copy.exists()
+    assert vllm.paths[2].exists()
+
+
+def test_changed_files_and_what_vllm_refuses_are_errors_that_name_no_path(tmp_path: Path) -> None:
+    """The sentence goes to a client."""
+    vllm = Vllm()
+    adapters = adapters_of(vllm, tmp_path / "private")
+    spec, _ = described(save_plain(tmp_path / "a"))
+    vllm.error = "target modules are not supported"
+    with pytest.raises(AdapterError, match="cannot serve this adapter: a: target modules") as refused:
+        adapters.slots.load(spec)
+    assert str(tmp_path) not in str(refused.value)
+    assert not vllm.paths[1].exists()
+    save_plain(tmp_path / "a", 3.0)
+    with pytest.raises(AdapterError, match="changed after it was loaded"):
+        adapters.slots.load(spec)
+    with pytest.raises(AdapterError, match="allow_runtime_lora"):
+        adapters_of(vllm, tmp_path / "other", lora=False).slots.load(spec)
+
+
+def test_a_submitter_gets_the_outputs_of_a_turn_together() -> None:
+    """And a sink that fails harms nobody else."""
+    soon: list[Any] = []
+    got: list[Sequence[EngineOutput]] = []
+
+    def fails(outputs: Sequence[EngineOutput]) -> None:
+        raise RuntimeError
+
+    box, sink = Outbox(soon.append), got.append
+    for name, to in (("x", fails), ("a", sink), ("b", sink)):
+        box.add(to, EngineOutput(name))
+    assert len(soon) == 1
+    soon[0]()
+    assert [[output.request_id for output in batch] for batch in got] == [["a", "b"]]
+    box.add(sink, EngineOutput("d"))
+    assert len(soon) == 2
