@@ -156,13 +156,6 @@ def test_a_step_is_computed_once_and_where_vllm_times_it() -> None:
     assert steps == ["first", "next", "bad"]
 
 
-def test_it_is_of_the_size_that_was_asked_for(both: Both) -> None:
-    """One block of vLLM's own comes on top; its KV is as large as the built-in engine's."""
-    assert both.vllm.facts.num_blocks == BLOCKS
-    assert both.vllm.kv_block_bytes == both.torch.kv_block_bytes
-    assert both.vllm.healthy()
-
-
 SAMPLED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 7},
@@ -174,23 +167,16 @@ SAMPLED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_tokens_are_the_built_in_engines_alone_and_in_a_batch(both: Both) -> None:
-    """Every way to choose them, at once in vLLM and in turn."""
-    asked = [request(name, both.prompt(90), 24, **sampling) for name, sampling in SAMPLED.items()]
-    wanted, batch = run_all(both.torch, asked), run_all(both.vllm, asked)
-    for item in asked:
-        name = item.request_id
-        assert batch.tokens[name] == wanted.tokens[name], name
-        assert tokens_of(both.vllm, name, item.token_ids, max_tokens=24, **SAMPLED[name]) == wanted.tokens[name], name
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_an_answer_goes_on_elsewhere(name: str, both: Both) -> None:
-    """Tokens that the built-in engine began are gone on with by vLLM as it would have itself."""
-    whole = tokens_of(both.torch, name, both.prompt(90), max_tokens=24, **SAMPLED[name])
-    ids = np.concatenate([both.prompt(90), np.array(whole[:10], dtype=np.int32)])
-    resumed = replace(request("resumed", ids, 14, **SAMPLED[name]), resumed_tokens=10)
-    assert run_all(both.vllm, [resumed]).tokens["resumed"] == whole[10:]
+def test_tokens_are_the_built_in_engines_alone_in_a_batch_and_from_the_middle(both: Both) -> None:
+    """Every way to choose them: at once in vLLM, in turn, and going on with tokens that the built-in engine began."""
+    ids = both.prompt(90)
+    asked = [request(name, ids, 24, **sampling) for name, sampling in SAMPLED.items()]
+    wanted, batch = run_all(both.torch, asked).tokens, run_all(both.vllm, asked).tokens
+    assert batch == wanted
+    for name, sampling in SAMPLED.items():
+        assert tokens_of(both.vllm, name, ids, max_tokens=24, **sampling) == wanted[name], name
+        begun = request(name, np.concatenate([ids, np.array(wanted[name][:10], dtype=np.int32)]), 14, **sampling)
+        assert run_all(both.vllm, [replace(begun, resumed_tokens=10)]).tokens[name] == wanted[name][10:], name
 
 
 def test_logprobs_are_of_the_models_own_logits(both: Both) -> None:
@@ -293,7 +279,11 @@ def test_what_the_directory_says_is_what_is_delivered(both: Both) -> None:
 
 
 def test_the_load_is_exact_and_returns_to_nothing(both: Both) -> None:
-    """Prompt tokens that wait are counted from their submission on, by router, and by nothing when all is over."""
+    """Prompt tokens that wait are counted from their submission on, by router, and by nothing when all is over.
+
+    One block of vLLM's own comes on top of the pool.
+    """
+    assert both.vllm.facts.num_blocks == BLOCKS
 
     def counted() -> dict[str, float]:
         return {name: value for name, _, value in both.vllm.stats().samples}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from benchmarks.common.server import instance
-from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_until_cached
+from tests.integration.conftest import PATIENCE_S, eventually, replicas_of
 
 START_S = 500
 
@@ -21,27 +20,6 @@ def url() -> Iterator[str]:
     settings = ("dtype=float32", "replicas=1", "kv_cache_bytes=134217728", "enforce_eager=true", "max_model_len=2048")
     with instance("--model", "demo", "--engine", "vllm", *(f"--set={setting}" for setting in settings)) as base:
         yield base
-
-
-def test_chats_hit_what_the_router_says_and_seeds_hold(url: str) -> None:
-    """A conversation's next turn finds the last one; a grammar is followed; a metric says which engine it was."""
-    messages = [{"role": "system", "content": "You know ships. " * 60}, {"role": "user", "content": "Hello"}]
-    body = {"model": "demo", "messages": messages, "max_tokens": 12, "seed": 4, "temperature": 1.0}
-
-    def ask(**more: object) -> dict[str, Any]:
-        answer = httpx.post(f"{url}/v1/chat/completions", json={**body, **more}, timeout=PATIENCE_S)
-        answer.raise_for_status()
-        found: dict[str, Any] = answer.json()
-        return found
-
-    first = ask()
-    wait_until_cached(url, body)
-    again = ask()
-    assert again["choices"] == first["choices"]
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96
-    chosen = ask(structured_outputs={"choice": ["port", "starboard"]})
-    assert chosen["choices"][0]["message"]["content"] in ("port", "starboard")
-    assert 'engine="vllm"' in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
 
 
 def ended(process: psutil.Process) -> bool:
@@ -66,5 +44,14 @@ def test_what_was_killed_is_replaced_and_leaves_no_process(url: str, victim: str
         return len(replicas) == 1 and before not in replicas and all("pid" in each for each in replicas.values())
 
     eventually(replaced, START_S)
-    body = {"model": "demo", "prompt": "Hello", "max_tokens": 4}
-    eventually(lambda: httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200)
+    choices = {"choice": ["port", "starboard"]}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Which side?"}], "structured_outputs": choices}
+    answers: list[httpx.Response] = []
+
+    def answered() -> bool:
+        answers.append(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S))
+        return answers[-1].status_code == 200
+
+    eventually(answered)
+    assert answers[-1].json()["choices"][0]["message"]["content"] in choices["choice"]
+    assert 'engine="vllm"' in httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import takewhile
 
 import msgspec
 import numpy as np
@@ -58,26 +59,20 @@ class Request:
     hashed: int = 0
 
 
-@dataclass
-class _Block:
-    theirs: bytes | None = None
-    ours: bytes = b""
-    users: int = 0
-
-
 class PoolModel:
     """``num_blocks`` blocks of ``size`` tokens. ``events``: those since the last ``take_events``."""
 
     def __init__(self, num_blocks: int, size: int) -> None:
         self.size = size
-        self.blocks = [_Block() for _ in range(num_blocks)]
+        self.users = [0] * num_blocks
         self.free = list(range(num_blocks))
-        self.cached: dict[bytes, dict[int, None]] = {}
+        self.content: dict[int, bytes] = {}
+        self.ours: dict[bytes, bytes] = {}
         self.events: list[KvEvent] = []
 
     def held(self) -> set[bytes]:
         """Our hashes of all that the pool holds, each computed from a whole prompt."""
-        return {block.ours for block in self.blocks if block.theirs is not None}
+        return {self.ours[theirs] for theirs in self.content.values()}
 
     def take_events(self) -> list[KvEvent]:
         events, self.events = self.events, []
@@ -95,13 +90,9 @@ class PoolModel:
         return request
 
     def match(self, request: Request, most: int) -> list[int]:
-        """Return the blocks of the longest held prefix, of equal ones the first."""
-        found: list[int] = []
-        for theirs in self._their_hashes(request)[:most]:
-            if theirs not in self.cached:
-                break
-            found.append(next(iter(self.cached[theirs])))
-        return found
+        """Return the blocks of the longest held prefix."""
+        block_of = {theirs: block for block, theirs in self.content.items()}
+        return [block_of[theirs] for theirs in takewhile(block_of.__contains__, self._their_hashes(request)[:most])]
 
     def proceed(self, request: Request, tokens: int) -> bool:
         """Compute the first ``tokens`` of a request; blocks are announced when they are given out. False: no room."""
@@ -110,9 +101,8 @@ class PoolModel:
         if wanted > len(self.free):
             return False
         request.blocks += [self._take() for _ in range(wanted)]
-        full = tokens // self.size
-        if full > request.hashed:
-            self._store(request, full)
+        if tokens // self.size > request.hashed:
+            self._store(request, tokens // self.size)
         return True
 
     def end(self, request: Request) -> None:
@@ -122,75 +112,65 @@ class PoolModel:
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Use blocks, as a hit or a pin does."""
-        for index in blocks:
-            if not self.blocks[index].users:
-                self.free.remove(index)
-            self.blocks[index].users += 1
+        for block in blocks:
+            if not self.users[block]:
+                self.free.remove(block)
+            self.users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """End a use, in this order."""
-        for index in blocks:
-            self.blocks[index].users -= 1
-            if not self.blocks[index].users:
-                self.free.append(index)
+        for block in blocks:
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free.append(block)
 
     def reset(self) -> bool:
         """Forget everything; nothing, and False, while any block is in use."""
-        if len(self.free) < len(self.blocks):
+        if any(self.users):
             return False
-        for block in self.blocks:
-            block.theirs = None
-        self.cached.clear()
+        self.content.clear()
         self.events.append(AllBlocksCleared())
         return True
 
     def _take(self) -> int:
-        index = self.free.pop(0)
-        block = self.blocks[index]
-        if block.theirs is not None:
-            del self.cached[block.theirs][index]
-            if not self.cached[block.theirs]:
-                del self.cached[block.theirs]
-            self.events.append(BlockRemoved([block.theirs], "GPU", 0))
-            block.theirs = None
-        block.users = 1
-        return index
+        block = self.free.pop(0)
+        if block in self.content:
+            self.events.append(BlockRemoved([self.content.pop(block)], "GPU", 0))
+        self.users[block] = 1
+        return block
 
     def _store(self, request: Request, full: int) -> None:
-        first = request.hashed
+        first, size = request.hashed, self.size
         hashes = self._their_hashes(request)
         for index in range(first, full):
-            block = self.blocks[request.blocks[index]]
-            block.theirs = hashes[index]
-            tokens = np.array(request.tokens[: (index + 1) * self.size], dtype=np.int32)
-            block.ours = hash_blocks(request.root, tokens, self.size)[-HASH_BYTES:]
-            self.cached.setdefault(hashes[index], {})[request.blocks[index]] = None
+            self.content[request.blocks[index]] = hashes[index]
+            tokens = np.array(request.tokens[: (index + 1) * size], dtype=np.int32)
+            self.ours[hashes[index]] = hash_blocks(request.root, tokens, size)[-HASH_BYTES:]
         self.events.append(
             BlockStored(
-                hashes[first:full],
+                list(hashes[first:full]),
                 hashes[first - 1] if first else None,
-                request.tokens[first * self.size : full * self.size],
-                self.size,
+                request.tokens[first * size : full * size],
+                size,
                 "GPU",
                 request.lora,
-                [self._extra_keys(request, index) for index in range(first, full)],
+                [_extra_keys(request, index) for index in range(first, full)],
                 0,
                 "full_attention",
             )
         )
         request.hashed = full
 
-    def _extra_keys(self, request: Request, index: int) -> tuple[str, ...] | None:
-        return ((request.lora,) if request.lora else ()) + ((request.root.hex(),) if index == 0 else ()) or None
-
     def _their_hashes(self, request: Request) -> list[bytes]:
-        hashes: list[bytes] = []
-        parent = b""
+        hashes = [b""]
         for index in range(len(request.tokens) // self.size):
             tokens = request.tokens[index * self.size : (index + 1) * self.size]
-            parent = sha256(repr((parent, tokens, self._extra_keys(request, index))).encode()).digest()
-            hashes.append(parent)
-        return hashes
+            hashes.append(sha256(repr((hashes[-1], tokens, _extra_keys(request, index))).encode()).digest())
+        return hashes[1:]
+
+
+def _extra_keys(request: Request, index: int) -> tuple[str, ...] | None:
+    return ((request.lora,) if request.lora else ()) + ((request.root.hex(),) if index == 0 else ()) or None
 
 
 class Routers:

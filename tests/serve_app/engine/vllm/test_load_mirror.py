@@ -110,8 +110,7 @@ def test_only_so_many_routers_are_remembered() -> None:
         load.arrives(str(number), 0, f"router {number}", 1)
         load.ended(str(number))
     shares = load.report(0.0).shares
-    assert len(shares) == ROUTERS_REMEMBERED
-    assert shares[0].router_id == "router 10"
+    assert (len(shares), shares[0].router_id) == (ROUTERS_REMEMBERED, "router 10")
 
 
 def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
@@ -122,11 +121,9 @@ def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
     load.stepped(1, 0.1, 1, 0.5)
     meters = load.meters
     assert (meters.computed_prompt_tokens, meters.recomputed_tokens, meters.prefill_tokens_per_s) == (0, 0, 0.0)
-    assert load.queued_tokens == 10
-    load.recount("waits", 300)
-    load.recount("ended long ago", 300)
+    for name in ("waits", "ended long ago"):
+        load.recount(name, 300)
     assert load.queued_tokens == 300
     load.copies()
     load.stepped(1, 0.1, 201, 0.1)
-    assert (meters.computed_prompt_tokens, load.queued_tokens) == (200, 100)
-    assert meters.prefill_tokens_per_s == 2000
+    assert (meters.computed_prompt_tokens, load.queued_tokens, meters.prefill_tokens_per_s) == (200, 100, 2000)
