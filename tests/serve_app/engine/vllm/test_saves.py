@@ -102,10 +102,7 @@ Steps = st.lists(
 @given(steps=Steps, fails=st.sets(st.integers(0, 20)), shared=st.booleans())
 @in_loop
 async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: set[int], shared: bool) -> None:
-    """Saves of two tenants at once, as they end, fail, are recalled and forgotten: inside the budget at any time.
-
-    Whoever leaves does not end what others wait for.
-    """
+    """Saves of two tenants at once, as they end, fail, are recalled and forgotten: inside the budget at any time."""
     made = Made(**({"a": 1.0, "b": 1.0} if shared else {}))
     saves = made.saves
     made.vllm.fails = fails
@@ -191,6 +188,18 @@ async def test_time_runs_from_the_last_read() -> None:
 
 
 @in_loop
+async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
+    """The client who asked first goes away; the save goes on, and the second one is told of it."""
+    made = Made()
+    first, second = (asyncio.ensure_future(made.saves.save(saving(1, 3))) for _ in range(2))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    first.cancel()
+    assert await second == SaveResult("present")
+    assert made.kept() == made.pinned() != []
+
+
+@in_loop
 async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time() -> None:
     """As it was, and once; one that is over, or not all held here, is none."""
     made = Made()
@@ -209,7 +218,7 @@ async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time()
     assert await take_over(replace(saved, key=b"l"), 11, 3) == "over_budget"
     made.vllm.fails = {len(made.vllm.jobs)}
     assert await take_over(replace(saved, key=b"m"), 2, 4) is None
-    for now_s, left in ((5, 1), (11, 0)):
+    for now_s, left in ((5, 1), (7, 0)):
         made.now_s = now_s
         await made.saves.save(asked(4, 9))
         await made.settle()
