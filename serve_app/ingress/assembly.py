@@ -37,6 +37,7 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.memory import return_large_buffers
+from serve_app.ingress.observe.answer_meter import Counters
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics
@@ -162,14 +163,16 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             dispatcher,
             tokenizer,
             tool_calls_of(tokenizer, config.tool_parser),
-            metrics,
-            traffic,
-            front_door,
+            Counters(
+                metrics,
+                traffic,
+                front_door,
+                ledger,
+                prompt_traffic,
+                misses if config.explain_misses and config.enable_prefix_caching else None,
+            ),
             drain,
             request_timeout_s=config.request_timeout_s,
-            ledger=ledger,
-            prompts=prompt_traffic,
-            misses=misses if config.explain_misses and config.enable_prefix_caching else None,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
         drain=drain,
