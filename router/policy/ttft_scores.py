@@ -11,6 +11,10 @@ from router.policy.pull_cost import work_tokens
 TIE_TOLERANCE = 0.01
 """Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
 
+SHARED_PREFILL = 0.5
+"""Of the wait for a prefill under way that computes a prompt's own prefix, the part that does not count: elsewhere the
+prompt would wait as long for its own, and a second replica would do the same work."""
+
 
 def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
     """Return by row the scores of ``estimated_ttft`` in seconds and the work in tokens, whoever may take it."""
@@ -22,6 +26,10 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
         np.expm1(shorter, shorter)
         scores = work + loads.committed_tokens
         scores -= shorter * loads.overtakable_tokens
+        for replica_id, tokens in view.pending.items():
+            replica, missing = loads.replicas.get(replica_id), tokens - view.match.get(replica_id, 0)
+            if replica is not None and missing > 0:
+                scores[replica.row] -= SHARED_PREFILL * min(replica.committed_tokens, missing)
     else:
         scores = loads.queued_tokens + work
     left_to_peers = loads.left_to_peers

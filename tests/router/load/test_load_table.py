@@ -149,6 +149,20 @@ def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
     assert loads.jobs[0] == 5, "without committed tokens nobody has them"
 
 
+def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
+    """What was sent where nothing waits is being computed before any report says so; what follows can be overtaken."""
+    loads = table()
+    loads.report("a", report(), 0.0)
+    first = loads.reserve("a", 500, 0.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 0, 0)
+    loads.reserve("a", 300, 0.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 300, 1)
+    loads.release(first)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0]) == (300, 0)
+    loads.report("a", report(900, 0, 3), 1.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0]) == (0, 1200)
+
+
 def test_nonsense_share_does_not_hide_later_reservations() -> None:
     """A share that claims reservations never made counts for those made, no more."""
     loads = table()
