@@ -19,7 +19,8 @@ def vllm_servers(
 ) -> Iterator[list[str]]:
     """Run ``replicas`` servers with these settings of a deployment; yields their URLs.
 
-    ``python``: of the environment that has vLLM; ``env``: further variables of theirs. Raises RuntimeError with the end of its output when one does not come up.
+    ``python``: of the environment that has vLLM; ``env``: further variables of theirs. Raises RuntimeError with the end
+    of its output when one does not come up.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(_server(config, python, env or {})) for _ in range(replicas)]
