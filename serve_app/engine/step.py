@@ -138,9 +138,6 @@ class Runner(Protocol):
     def adapters(self) -> AdapterSlots:
         """The LoRA adapters that steps may name."""
 
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield gauges of how it runs (any thread)."""
-
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and return one result a segment. What it raises concerns the step as a whole."""
 

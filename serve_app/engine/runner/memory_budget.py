@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.engine.attention.sdpa_backend import GATHER_TOKENS
+from serve_app.engine.attention.reads import GATHER_TOKENS
 from serve_app.engine.lora.weights import adaptable_layers
 from serve_app.engine.runner.kv_size import kv_shape
 

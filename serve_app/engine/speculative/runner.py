@@ -7,7 +7,7 @@ how many base steps it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from msgspec.structs import replace as replace_parts
 
-from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import Row
 from serve_app.engine.attention.paging import KvPool
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
@@ -65,10 +64,6 @@ class SpeculativeRunner:
         self.block_bytes = base.block_bytes + drafter.block_bytes
         drafted = (kv_part(pool, drafter_fingerprint) for pool in drafter.pools)
         self.kv_format = replace_parts(base.kv_format, parts=(*base.kv_format.parts, *drafted))
-
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield the base model's gauges."""
-        return self.base.samples(labels)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy each block's KV, the drafter's after the base's, into its row."""

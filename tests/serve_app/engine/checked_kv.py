@@ -50,9 +50,6 @@ class CheckedRunner:
         self.slots: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.steps = 0
 
-    def samples(self, labels: object) -> tuple[()]:
-        return ()
-
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         self.steps += 1
         written: set[tuple[int, int]] = set()
