@@ -17,12 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serve_app.cache.kv_chain import KvFormat, Row
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.attention.interface import IMPLEMENTATION
 from serve_app.engine.attention.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
 from serve_app.engine.lora.layers import LoraLayers
 from serve_app.engine.lora.peft_files import read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part

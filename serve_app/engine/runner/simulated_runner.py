@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.runner.position_random import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 
 _SAID_CHARS = 200

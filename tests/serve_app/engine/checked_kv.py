@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
-from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.engine.tiny import VOCAB
 
