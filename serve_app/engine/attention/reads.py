@@ -129,33 +129,32 @@ def _split(singles: Sequence[Segment], block_size: int) -> tuple[dict[int, _Tabl
     return {row: table for row, table in tables.items() if table.tokens}, reads
 
 
-def _copies(tables: Mapping[int, _Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
-    """Yield padded copies for rows whose tables are of like length, so that padding at most doubles what is copied."""
+def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
+    """Yield the keys of tables of so many blocks, those of like length together: padding at most doubles a copy."""
     group: list[int] = []
-    for row in sorted(tables, key=lambda row: len(tables[row].blocks)):
-        width = len(tables[row].blocks)
-        if group and (
-            width > 2 * max(len(tables[group[0]].blocks), SMALL_TABLE_BLOCKS)
-            or (len(group) + 1) * width * block_size > GATHER_TOKENS
-        ):
-            yield _copy(group, [tables[row] for row in group], block_size, dtype, device)
+    for key in sorted(tables, key=tables.__getitem__):
+        width = tables[key]
+        padded = width > 2 * max(tables[group[0]], SMALL_TABLE_BLOCKS) if group else False
+        if padded or (group and (len(group) + 1) * width * block_size > GATHER_TOKENS):
+            yield group
             group = []
-        group.append(row)
+        group.append(key)
     if group:
-        yield _copy(group, [tables[row] for row in group], block_size, dtype, device)
+        yield group
 
 
-def _copy(
-    rows: Sequence[int], tables: Sequence[_Table], block_size: int, dtype: torch.dtype, device: torch.device
-) -> Read:
-    width = max(len(table.blocks) for table in tables)
-    # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
-    padded = [block for table in tables for block in (*table.blocks, *table.blocks[:1] * (width - len(table.blocks)))]
-    tokens = width * block_size
-    lengths = torch.tensor([table.tokens for table in tables], device=device)
-    hidden = torch.arange(tokens, device=device)[None] >= lengths[:, None]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return Read(_index(rows, device), torch.tensor(padded, device=device), tokens, mask[:, None, None])
+def _copies(tables: Mapping[int, _Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
+    """Yield padded copies of what rows read, by row."""
+    for rows in alike({row: len(table.blocks) for row, table in tables.items()}, block_size):
+        group = [tables[row] for row in rows]
+        width = len(group[-1].blocks)
+        # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
+        padded = [[*table.blocks, *table.blocks[:1] * (width - len(table.blocks))] for table in group]
+        lengths = torch.tensor([table.tokens for table in group], device=device)
+        tokens = width * block_size
+        hidden = torch.arange(tokens, device=device)[None] >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        yield Read(_index(rows, device), torch.tensor(padded, device=device).flatten(), tokens, mask[:, None, None])
 
 
 def _past(part: Segment, rows: slice, block_size: int) -> Iterator[Read]:

@@ -26,7 +26,7 @@ from serve_app.engine.lora.peft_files import read_described
 from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
-from serve_app.engine.runner.kv_size import kv_bytes_per_block, kv_shape
+from serve_app.engine.runner.kv_size import kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
 from serve_app.engine.settings import EngineSettings
@@ -67,25 +67,27 @@ class ModelRunner:
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
         """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
-        if not (Path(model_path) / "config.json").is_file():
+        self.path = Path(model_path)
+        if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
         self.device = choose_device(settings.device)
         self.dtype = choose_dtype(settings.dtype, self.device)
-        self.config: Any = served_config(Path(model_path))
+        self.config: Any = served_config(self.path)
         model = load_model(model_path, self.config, self.dtype, self.device)
         refuse_unsupported(self.config, model)
         self.model = model.eval()
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
-        self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
         self.reads_in_place = self.device.type == "cpu"
         self.pool = KvPool(
             layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
+        self.pools: Sequence[torch.Tensor] = (self.pool.tensor,)
+        self.block_bytes = self.pool.tensor[:, :, 0].nbytes
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
         self._max_lora_rank = settings.max_lora_rank
@@ -95,12 +97,12 @@ class ModelRunner:
         self._lora = LoraLayers(self._linears, self.adapters, self.device)
 
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
-        copy_out([self.pool.tensor], blocks, rows)
+        """Copy each block's KV into its row, a pool's [layers, 2, block_size, kv_heads, head_dim] after another's."""
+        copy_out(self.pools, blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in([self.pool.tensor], blocks, rows)
+        copy_in(self.pools, blocks, rows)
 
     def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
         file = read_described(spec)
