@@ -83,7 +83,7 @@ def _place(pool: KvPool, read: Read, layer: int, plane: int, new: torch.Tensor) 
     if isinstance(read.place, slice):
         return pool.slots[layer, plane, read.place][None]
     tables = 1 if read.causal or read.mask is None else len(read.mask)
-    copied = pool.tensor[layer, plane].index_select(0, read.place)
+    copied = pool.copy(layer, plane, read.place)
     return copied.view(tables, -1, *copied.shape[2:])[:, : read.tokens]
 
 

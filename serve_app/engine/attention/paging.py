@@ -6,6 +6,7 @@ Slot ``block * block_size + i`` of a layer is token i of a block: keys and value
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,18 @@ class KvPool:
         self.slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
         self.keys = list(self.slots[:, 0])
         self.values = list(self.slots[:, 1])
+        self._copies = [self.tensor.new_empty(0), self.tensor.new_empty(0)]
+
+    def copy(self, layer: int, plane: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Return copies of a layer's keys (plane 0) or values (1), into memory that the plane's next call takes again.
+
+        [n, block_size, kv_heads, head_dim]; ``blocks`` [n].
+        """
+        shape = (len(blocks), *self.tensor.shape[3:])
+        if self._copies[plane].numel() < math.prod(shape):
+            self._copies[plane] = self.tensor.new_empty(math.prod(shape))
+        room = self._copies[plane][: math.prod(shape)].view(shape)
+        return torch.index_select(self.tensor[layer, plane], 0, blocks, out=room)
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``key`` and ``value`` [n, kv_heads, head_dim] to ``slots`` [n] of a layer."""
