@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from serve_app.engine.step import Segment, block_runs, ceil_div
+from serve_app.engine.step import Segment, ceil_div
 
 LONG_RUN_TOKENS = 256
-"""From this length on a decode reads a run in place; below, one gather for many sequences costs less."""
-
-RUNS_IN_PLACE = 4
-"""A chunk whose past lies in more runs copies it together: every run is a call, and rounds the result once more."""
+"""From this length on a run is read in place; below, one gather for many sequences costs less."""
 
 SMALL_TABLE_BLOCKS = 16
 """Tables up to this many blocks share one padded copy; longer ones are padded to twice their length at most."""
@@ -56,77 +53,77 @@ class Read:
     partial: bool = False
 
 
+@dataclass(slots=True)
+class _Table:
+    """What ``rows`` read, the first ``seen`` tokens of a segment; ``blocks``: what of it they copy.
+
+    The first ``tokens`` of the copy count.
+    """
+
+    rows: range
+    part: Segment
+    seen: int
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, slot: int, slots: int, block_size: int) -> None:
+        """Copy ``slots`` slots from the beginning of a block on; a block that counts in part only stays the last."""
+        first = slot // block_size
+        place = len(self.blocks) - (self.tokens % block_size > 0)
+        self.blocks[place:place] = range(first, first + ceil_div(slots, block_size))
+        self.tokens += slots
+
+
 def plan_reads(
     parts: Sequence[Segment], block_size: int, dtype: torch.dtype, device: torch.device, *, in_place: bool
 ) -> tuple[Read, ...]:
     """Plan what each of ``parts``, which are in the packed order, reads.
 
-    ``in_place``: read long runs where they lie, which takes an attention that tells how to merge results.
+    ``in_place``: read long runs where they lie, which takes an attention that tells how to merge results. The past of a
+    chunk is then read without a mask, for one over both would take the kernel twice as long.
     """
-    singles = [part for part in parts if len(part.token_ids) == 1]
-    if in_place:
-        tables, long_runs = _split(singles, block_size)
-        reads = [*long_runs, *_copies(tables, block_size, dtype, device)]
-        if len(reads) > 1:
-            reads = [replace(read, partial=True) for read in reads]
-    else:
-        whole = (_Table(list(part.blocks[: ceil_div(part.end, block_size)]), part.end) for part in singles)
-        reads = list(_copies(dict(enumerate(whole)), block_size, dtype, device))
-    row = len(singles)
-    for part in parts[row:]:
-        rows = slice(row, row + len(part.token_ids))
-        if not part.start:
-            reads.append(Read(rows, None, part.end, causal=True))
-        elif in_place:
-            reads.append(Read(rows, None, len(part.token_ids), causal=True, partial=True))
-            reads.extend(_past(part, rows, block_size))
-        else:
-            reads.extend(_masked(part, rows, block_size, device))
+    reads: list[Read] = []
+    tables: list[_Table] = []
+    row = 0
+    for part in parts:
+        rows = range(row, row + len(part.token_ids))
         row = rows.stop
-    return tuple(reads)
+        if len(rows) == 1:
+            tables.append(_Table(rows, part, part.end))
+        elif part.start and not in_place:
+            reads.extend(_masked(part, rows, block_size, device))
+        else:
+            reads.append(Read(_index(rows), None, len(rows), causal=True))
+            if part.start:
+                tables.append(_Table(rows, part, part.start))
+    reads.extend(_runs(tables, block_size, in_place=in_place))
+    reads.extend(_copies(tables, block_size, dtype, device))
+    return tuple(replace(read, partial=True) for read in reads) if in_place and len(reads) > 1 else tuple(reads)
 
 
-@dataclass(slots=True)
-class _Table:
-    """Blocks that one row copies, of which the first ``tokens`` tokens count."""
+def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Iterator[Read]:
+    """Yield the runs that are read in place, each once for all that begin with it; the rest is to be copied."""
+    starting: dict[int, list[tuple[_Table, int]]] = defaultdict(list)
 
-    blocks: list[int]
-    tokens: int
-
-    def add(self, slot: int, slots: int, block_size: int) -> None:
-        """Copy ``slots`` slots from the beginning of a block on; a block that counts in part only stays the last."""
-        first, parted = slot // block_size, slots % block_size
-        blocks = range(first, first + ceil_div(slots, block_size))
-        self.blocks = [*self.blocks, *blocks] if parted else [*blocks, *self.blocks]
-        self.tokens += slots
-
-
-def _split(singles: Sequence[Segment], block_size: int) -> tuple[dict[int, _Table], list[Read]]:
-    """Return what single-token rows copy, by row, and the runs that they read in place, shared where they can be."""
-    tables = {row: _Table([], 0) for row in range(len(singles))}
-    starting: dict[int, list[tuple[int, int]]] = defaultdict(list)
-
-    def read(row: int, slot: int, slots: int) -> None:
-        if slots >= max(LONG_RUN_TOKENS, block_size):
-            starting[slot].append((row, slots))
+    def read(table: _Table, slot: int, slots: int) -> None:
+        if in_place and slots >= max(LONG_RUN_TOKENS, block_size):
+            starting[slot].append((table, slots))
         elif slots:
-            tables[row].add(slot, slots, block_size)
+            table.add(slot, slots, block_size)
 
-    for row, part in enumerate(singles):
-        left = part.end
-        for block, count in part.runs:
-            read(row, block * block_size, min(count * block_size, left))
+    for table in tables:
+        left = table.seen
+        for block, count in table.part.runs:
+            read(table, block * block_size, min(count * block_size, left))
             left -= min(count * block_size, left)
-    reads = []
     while starting:
         slot = min(starting)
         readers = starting.pop(slot)
         length = min(slots for _, slots in readers) // block_size * block_size
-        for row, slots in readers:
-            read(row, slot + length, slots - length)
-        rows = [row for row, _ in readers]
-        reads.append(Read(_index(rows), slice(slot, slot + length), length))
-    return {row: table for row, table in tables.items() if table.tokens}, reads
+        for table, slots in readers:
+            read(table, slot + length, slots - length)
+        rows = [row for table, _ in readers for row in table.rows]
+        yield Read(_index(rows), slice(slot, slot + length), length)
 
 
 def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
@@ -143,10 +140,14 @@ def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
         yield group
 
 
-def _copies(tables: Mapping[int, _Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
-    """Yield padded copies of what rows read, by row."""
-    for rows in alike({row: len(table.blocks) for row, table in tables.items()}, block_size):
-        group = [tables[row] for row in rows]
+def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
+    """Yield copies of what rows read, padded where several share one; a chunk has one of its own."""
+    for table in tables:
+        if len(table.rows) > 1 and table.tokens:
+            yield Read(_index(table.rows), torch.tensor(table.blocks, device=device), table.tokens)
+    singles = {table.rows[0]: table for table in tables if len(table.rows) == 1 and table.tokens}
+    for rows in alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
+        group = [singles[row] for row in rows]
         width = len(group[-1].blocks)
         # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
         padded = [[*table.blocks, *table.blocks[:1] * (width - len(table.blocks))] for table in group]
@@ -157,21 +158,7 @@ def _copies(tables: Mapping[int, _Table], block_size: int, dtype: torch.dtype, d
         yield Read(_index(rows, device), torch.tensor(padded, device=device).flatten(), tokens, mask[:, None, None])
 
 
-def _past(part: Segment, rows: slice, block_size: int) -> Iterator[Read]:
-    """Yield what a chunk comes after, on a CPU: unmasked, for a mask over both would take the kernel twice as long."""
-    blocks = part.blocks[: ceil_div(part.start, block_size)]
-    runs = block_runs(blocks)
-    if len(runs) > RUNS_IN_PLACE:
-        yield Read(rows, torch.tensor(blocks), part.start, partial=True)
-        return
-    left = part.start
-    for block, count in runs:
-        tokens = min(count * block_size, left)
-        yield Read(rows, slice(block * block_size, block * block_size + tokens), tokens, partial=True)
-        left -= tokens
-
-
-def _masked(part: Segment, rows: slice, block_size: int, device: torch.device) -> Iterator[Read]:
+def _masked(part: Segment, rows: range, block_size: int, device: torch.device) -> Iterator[Read]:
     """Yield a chunk and what it comes after together, in pieces whose masks are bounded."""
     most = max(16, MASK_ENTRIES // part.end)
     for first in range(rows.start, rows.stop, most):

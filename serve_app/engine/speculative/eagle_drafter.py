@@ -8,7 +8,8 @@ nothing after the block. Guesses leave no trace in the pool.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,19 +28,6 @@ def load_eagle_drafter(config: EagleConfig, base: ModelRunner) -> EagleDrafter:
     """Load the head of ``config`` as drafter of ``base``. Raises ValueError when the two do not fit."""
     config.check_fits(base.path, base.config.to_dict())
     return EagleDrafter(base, load_head(config, base.model, base.dtype, base.device))
-
-
-class _Rows(NamedTuple):
-    """What a step leaves to the head: every row's token, position and slot.
-
-    ``firsts``: the rows with which segments begin; ``befores``: the block before each, if it begins after 0.
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
-    firsts: list[int]
-    befores: list[int]
 
 
 class EagleDrafter:
@@ -76,44 +64,31 @@ class EagleDrafter:
     def follow(
         self, segments: Sequence[Segment], results: Sequence[SegmentResult], proposals: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Write the head's KV of every position that the base computed and that counts."""
+        """Write the head's KV of every position that the base computed and that counts, and states at blocks' ends."""
         size = self._pool.block_size
-        rows = _Rows([], [], [], [], [])
-        for segment, result in zip(segments, results, strict=True):
-            if not result.error:
-                rows.firsts.append(len(rows.slots))
-                rows.befores.append(segment.blocks[(segment.start - 1) // size] if segment.start else 0)
-                rows.tokens.extend((*segment.token_ids.tolist(), *result.accepted))
-                rows.positions.extend(range(segment.start, segment.end + len(result.accepted)))
-                rows.slots.extend(slots_of(segment, size, len(result.accepted)))
-        if rows.slots:
-            self._write(*(torch.tensor(numbers, device=self._device) for numbers in rows))
+        sound = [(s, result.accepted) for s, result in zip(segments, results, strict=True) if not result.error]
+        if sound:
+            befores = [s.blocks[(s.start - 1) // size] if s.start else 0 for s, _ in sound]
+            counts = [len(s.token_ids) + len(accepted) for s, accepted in sound]
+            firsts = self._tensor([0, *accumulate(counts[:-1])])
+            tokens = self._tensor([token for s, accepted in sound for token in (*s.token_ids.tolist(), *accepted)])
+            positions = self._tensor([p for s, more in sound for p in range(s.start, s.end + len(more))])
+            slots = self._tensor([slot for s, more in sound for slot in slots_of(s, size, len(more))])
+            fused = self._head.fuse(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
+            before = fused.roll(1, dims=0)
+            before[firsts] = self._ends[self._tensor(befores)]
+            # A sequence's first token has no state before it, hence no pair.
+            paired = positions > 0
+            pairs, _ = self._head.read(tokens[paired], before[paired])
+            keys, values = self._head.keys_values(pairs, self._head.rotation(positions[paired] - 1))
+            # Numbers only: what masks hide from attention still takes part in its products.
+            self._pool.write(0, slots[paired], keys.nan_to_num(0.0, 0.0, 0.0), values.nan_to_num(0.0, 0.0, 0.0))
+            closing = positions % size == size - 1
+            # Before a segment's first row comes the last one of another; before the very first, the very last.
+            closing[firsts - 1] = True
+            self._ends[slots[closing] // size] = fused[closing]
         self._tap.clear()
         return [segment.end + len(result.accepted) for segment, result in zip(segments, results, strict=True)]
-
-    def _write(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        firsts: torch.Tensor,
-        befores: torch.Tensor,
-    ) -> None:
-        """Write the pairs of rows, and the states at blocks' ends; see ``_Rows``."""
-        size = self._pool.block_size
-        fused = self._head.fuse(self._tap.states(slots)).nan_to_num(0.0, 0.0, 0.0)
-        before = fused.roll(1, dims=0)
-        before[firsts] = self._ends[befores]
-        # A sequence's first token has no state before it, hence no pair.
-        paired = positions > 0
-        pairs, _ = self._head.read(tokens[paired], before[paired])
-        keys, values = self._head.keys_values(pairs, self._head.rotation(positions[paired] - 1))
-        # Numbers only: what masks hide from attention still takes part in its products.
-        self._pool.write(0, slots[paired], keys.nan_to_num(0.0, 0.0, 0.0), values.nan_to_num(0.0, 0.0, 0.0))
-        closing = positions % size == size - 1
-        # Before a segment's first row comes the last one of another; before the very first, the very last.
-        closing[firsts - 1] = True
-        self._ends[slots[closing] // size] = fused[closing]
 
     def _guess(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Return as many guesses for each segment as the one that wants most wants; fewer where logits break."""
@@ -122,10 +97,9 @@ class EagleDrafter:
         params = [segment.sampling for segment in segments if segment.sampling is not None]
         keys, values, mask = self._context(segments, most)
         tail = keys.shape[1] - most
-        ends = [segment.blocks[(segment.start - 1) // size] for segment in segments]
-        states = self._ends[torch.tensor(ends, device=self._device)]
-        tokens = torch.tensor([int(segment.token_ids[-1]) for segment in segments], device=self._device)
-        starts = torch.tensor([segment.start for segment in segments], device=self._device)
+        states = self._ends[self._tensor([segment.blocks[(segment.start - 1) // size] for segment in segments])]
+        tokens = self._tensor([int(segment.token_ids[-1]) for segment in segments])
+        starts = self._tensor([segment.start for segment in segments])
         guesses: list[list[int]] = [[] for _ in segments]
         for step in range(most):
             rotation = head.rotation(starts - 1 + step)
@@ -146,7 +120,7 @@ class EagleDrafter:
             for own, token in zip(guesses, chosen, strict=True):
                 if token is not None and len(own) == step:
                     own.append(token)
-            tokens = torch.tensor([token or 0 for token in chosen], device=self._device)
+            tokens = self._tensor([token or 0 for token in chosen])
         return guesses
 
     def _context(self, segments: Sequence[Segment], room: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,11 +131,13 @@ class EagleDrafter:
         size, pool = self._pool.block_size, self._pool.tensor[0]
         width = max(ceil_div(segment.start, size) for segment in segments)
         tables = [[*segment.blocks[:width], *[0] * (width - len(segment.blocks))] for segment in segments]
-        index = torch.tensor(tables, device=self._device)
-        past = pool[:, index].flatten(2, 3)
+        past = pool[:, self._tensor(tables)].flatten(2, 3)
         copies = torch.cat([past, past.new_zeros(*past.shape[:2], room, *past.shape[3:])], dim=2)
         where = torch.arange(width * size + room, device=self._device)
-        starts = torch.tensor([segment.start for segment in segments], device=self._device)
+        starts = self._tensor([segment.start for segment in segments])
         hidden = (where[None] == 0) | (where[None] >= starts[:, None])
         mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=self._device)
         return copies[0], copies[1], mask.masked_fill_(hidden, float("-inf"))
+
+    def _tensor(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self._device)

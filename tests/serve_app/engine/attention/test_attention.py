@@ -107,7 +107,6 @@ def test_a_step_attends_by_the_formula(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reads, "LONG_RUN_TOKENS", long_run)
         if cut:
-            patch.setattr(reads, "RUNS_IN_PLACE", 0)
             patch.setattr(reads, "SMALL_TABLE_BLOCKS", 1)
             patch.setattr(reads, "GATHER_TOKENS", 24)
             patch.setattr(reads, "MASK_ENTRIES", 40)
