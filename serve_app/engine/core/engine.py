@@ -144,8 +144,7 @@ class TorchEngine:
         )
         counted = (*self._meters.samples(self._labels), *self._outputs.speculation.samples(self._labels))
         tiers = self._tier_loader.samples(self._labels) if self._tier_loader is not None else ()
-        runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
-        return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
+        return StatsReport(samples=(*counted, *gauges, *tiers, *self._runner.adapters.samples(self._labels)))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
         """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.

@@ -14,10 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 
 _SAID_CHARS = 200
@@ -83,12 +81,7 @@ class VllmAdapters:
 
 
 def peft_config(file: AdapterFile) -> dict[str, Any]:
-    """Return the adapter_config.json of what was read, with nothing that was not. Raises AdapterError."""
-    try:
-        header = file.weights[8 : 8 + int.from_bytes(file.weights[:8], "little")]
-        names = msgspec.json.decode(header, type=dict[str, Any]).keys() - {"__metadata__"}
-    except ValueError as error:
-        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+    """Return the adapter_config.json of what was read, with nothing that was not."""
     config = file.config
     return {
         "peft_type": "LORA",
@@ -97,5 +90,7 @@ def peft_config(file: AdapterFile) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
-        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}),
+        "target_modules": sorted(
+            {name.split(".lora_")[0].rpartition(".")[2] for name in file.shapes if ".lora_" in name}
+        ),
     }

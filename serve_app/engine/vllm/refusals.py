@@ -62,7 +62,6 @@ TABLE = (
         "an answer would depend on the drafts, and could not go on elsewhere",
         "leave it out",
     ),
-    Refusal(("attention_backend",), "vLLM chooses its kernels itself", "leave it out"),
 )
 """In the order in which they are told; a line goes when vLLM's engine can do it."""
 

@@ -40,7 +40,6 @@ LABELS = {
     "status": "an HTTP status; 499: the client left",
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
-    "backend": "the name of an attention backend",
     "pid": "a process id",
     "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`",
     "outcome": "one of a few words, named where they are not plain",

@@ -12,8 +12,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.lora.slots import LoadedAdapters
 
 OURS = ("serve_app.", "router.")
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
@@ -25,7 +25,7 @@ class Imbalance(Exception):
 
 BOUNDED = (
     *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
-    *("AdapterSlots", "LoraPair", "table LoraLayers", "_Bundle", "table _Bundle", "_Stack", "table AdapterSlots"),
+    *("LoraPair", "LayerStack", "table LoraLayers"),
 )
 """Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
 belongs to adapters, whose number the audit checks."""
@@ -56,7 +56,7 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(reserved == 0, f"{reserved} blocks are reserved to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
-    _hold(sizes.get("LoraLayers._singles", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
+    _hold(sizes.get("LoraLayers._stacked", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
     if engine._tier_loader is not None:
         _audit_tiers(engine._tier_loader.tiers)
 

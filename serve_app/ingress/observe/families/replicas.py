@@ -43,11 +43,6 @@ _ENGINE = (
         "counts with it.",
     ),
     _of("warmpath_decode_step_seconds", "Time of a step without prefill, over about the last ten."),
-    _of(
-        "warmpath_attention_backend",
-        "Always 1; which attention backend serves is a label.",
-        "backend",
-    ),
     _beside("warmpath_replica_info", "Always 1; the replica's process id is a label.", "pid"),
 )
 _CACHE = (

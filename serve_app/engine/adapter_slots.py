@@ -21,7 +21,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class LoadedAdapters(Generic[W]):
-    """``step.AdapterSlots`` over what ``load`` makes of an adapter."""
+    """LoRA adapters by ``AdapterSpec.key``, and what ``load`` made of them; the key "" is the base model."""
 
     def __init__(
         self,
