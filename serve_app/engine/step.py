@@ -104,9 +104,6 @@ class AdapterSlots(Protocol):
     def pin(self, key: str) -> None:
         """Note a live request. Raises UnknownAdapter when the adapter is not loaded."""
 
-    def pin_too(self, key: str) -> None:
-        """Note another sequence of a request that is live."""
-
     def unpin(self, key: str) -> None:
         """Note that a live request ended."""
 

@@ -14,21 +14,19 @@ from dataclasses import replace
 import numpy as np
 
 from router.protocol.block_hash import ChainHasher, hash_blocks
-from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.core.cache_announcer import CacheAnnouncer
+from serve_app.engine.core.cache_events import CacheEvents
 from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import EngineLoop
-from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
-from serve_app.engine.kv.migration import CacheMigration
-from serve_app.engine.kv.prompt_saves import PromptSaves
-from serve_app.engine.kv.tier_loader import open_tiers
+from serve_app.engine.kv.prompt_pins import PromptPins
+from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
 from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineRequest, EventSink, OutputSink
@@ -58,7 +56,6 @@ class TorchEngine:
             raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
         self.settings = replace(settings, max_model_len=min(settings.max_model_len, runner.max_positions))
         self._runner = runner
-        self._event_sink = event_sink
         self._clock = clock
         self._cache = PrefixCache(
             settings.num_blocks,
@@ -70,26 +67,19 @@ class TorchEngine:
             clock=clock,
         )
         self._meters = EngineMeters()
-        self._inbox = Inbox(self.settings)
+        self._inbox = Inbox(self.settings, clock)
         self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake, clock)
-        fetch = save = host_rows = None
-        if self._tier_loader is not None:
-            fetch, host_rows = self._tier_loader.fetch, self._tier_loader.host_rows
-            save = self._tier_loader.spiller.save
-        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
-        self._saves = PromptSaves(self._cache, self._meters, save)
-        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        self._migration = CacheMigration(self._cache, self._scheduler, self._saves, self._loop.call, clock)
-        self._outputs = OutputProcessor(
-            self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
-            self._cache.enabled, Outbox(self._meters),
-        )  # fmt: skip
-        tiers = self._tier_loader.tiers if self._tier_loader is not None else None
-        self._announcer = CacheAnnouncer(
-            self._cache.index, tiers, self.deliver, self._outputs.outbox, event_sink, self._loop.call
+        self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._inbox.wake, clock)
+        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
+        pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
+        self._transfer = PrefixTransfer(
+            self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
         )
-        self._load_reporter = LoadReporter(self.settings)
+        self._outputs = OutputProcessor(
+            self._scheduler, pins, self._tier_loader, runner.adapters, self._inbox, self._meters, self._cache.enabled
+        )
+        self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
+        self._load_reporter = LoadReporter(self.settings, self._meters)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
     def start(self) -> None:
@@ -139,28 +129,23 @@ class TorchEngine:
         """Return counters and gauges as Prometheus-style samples."""
         with self._inbox.changed:
             waiting = self._scheduler.waiting_count + len(self._inbox.arrivals)
-        gauges = gauge_samples(
-            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
-        )
-        counted = (*self._meters.samples(self._labels), *self._outputs.speculation.samples(self._labels))
-        tiers = self._tier_loader.samples(self._labels) if self._tier_loader is not None else ()
-        runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
-        return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
+        labels, running = self._labels, self._scheduler.running_count
+        gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, running, waiting)
+        parts = (self._meters, self._outputs.speculation, self._tier_loader, self._runner.adapters, self._runner)
+        counted = (sample for part in parts for sample in part.samples(labels))
+        return StatsReport(samples=(*counted, *gauges))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
-        """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.
-
-        ``tiers``: also what lies below the pool.
-        """
-        return self._loop.call(lambda: self._reset(tiers))
+        """See ``protocol.Engine``. Waits for the current step."""
+        return self._loop.call(lambda: self._events.reset(tiers=tiers))
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on, by name; what others have pinned ends. Waits for the step."""
+        """See ``protocol.Engine``."""
         self._loop.call(lambda: self._set_tenant_shares(shares))
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Send a digest of what is held after all events so far; ``anew``: and before it everything that is held."""
-        self._announcer.tell_cache(anew=anew)
+        """See ``protocol.Engine``."""
+        self._loop.call(lambda: self._events.send_digest(anew=anew))
 
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
@@ -173,16 +158,16 @@ class TorchEngine:
         return self._transfer.import_part(part, prefix, first)
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, pinned prefixes and the hottest first."""
-        return self._migration.hot_prefixes()
+        """See ``protocol.Engine``."""
+        return self._transfer.hot_prefixes()
 
     def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere."""
-        return self._migration.cache_room()
+        """See ``protocol.Engine``."""
+        return self._transfer.cache_room()
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
-        return self._migration.take_over_pin(saved, prefix)
+        """See ``protocol.Engine``."""
+        return self._transfer.take_over_pin(saved, prefix)
 
     @property
     def kv_block_bytes(self) -> int:
@@ -227,23 +212,17 @@ class TorchEngine:
             if inbox.stopping:
                 return False
             self._cache.expire_pins()
-            for sequence in inbox.take_arrivals():
-                first = self._saves.arrived(sequence)
-                if first is not None:
-                    inbox.add_live(first)
-                    self._runner.adapters.pin_too(first.request.scope.lora)
-                    self._scheduler.add(first)
+            arrivals, cancels, calls = inbox.take()
+            for sequence in arrivals:
                 self._scheduler.add(sequence)
-            for request_id in inbox.take_cancels():
+            for request_id in cancels:
                 self._outputs.cancel(request_id)
             for request_id in inbox.take_overdue(self._clock()):
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
-            self._load_reporter.update(self._scheduler, self._meters, ())
-            calls = inbox.take_calls()
+            self._load_reporter.update(self._scheduler, ())
         for call in calls:
             call()
-        if self._tier_loader is not None:
-            self._tier_loader.begin_step()
+        self._tier_loader.begin_step()
         self.deliver()
         return True
 
@@ -256,10 +235,8 @@ class TorchEngine:
     def _has_work(self) -> bool:
         if self._scheduler.running_count:
             return True
-        lower, startable = self._tier_loader, self._scheduler.waiting_count - self._scheduler.awaiting_remote_kv_count
-        if lower is None:
-            return startable > 0
-        return startable > lower.loading or lower.tiers.has_news
+        startable = self._scheduler.waiting_count - self._scheduler.awaiting_remote_kv_count
+        return startable > self._tier_loader.loading or self._tier_loader.tiers.has_news
 
     def step(self) -> None:
         """For the loop: choose, compute and settle one step."""
@@ -288,45 +265,31 @@ class TorchEngine:
         with self._inbox.changed:
             for item, result in zip(chosen, results, strict=True):
                 self._outputs.process(item, result, now)
-            self._load_reporter.update(self._scheduler, self._meters, self._inbox.arrivals.values())
+            self._load_reporter.update(self._scheduler, self._inbox.arrivals.values())
         self.deliver()
 
-    def deliver(self) -> tuple[Event, ...]:
-        """For the loop: send cache events, then outputs; return the events."""
-        events: tuple[Event, ...] = self._cache.take_events()
-        if self._tier_loader is not None:
-            events = (*events, *self._tier_loader.tiers.take_events())
-        self._outputs.outbox.deliver(events, self._event_sink)
-        return events
+    def deliver(self) -> None:
+        """For the loop: send cache events, then outputs: a follow-up request finds the routers already told."""
+        self._events.send()
+        self._outputs.outbox.deliver()
 
     def fail_all(self, reason: str) -> None:
         """For the loop, when it ends: end every request with an error, and close what is open."""
         inbox = self._inbox
         with inbox.changed:
             inbox.stopping = inbox.closed = True
-            for sequence in [*inbox.take_arrivals(), *self._scheduler.waiting, *self._scheduler.running]:
+            arrivals, _, calls = inbox.take()
+            for sequence in [*arrivals, *self._scheduler.waiting, *self._scheduler.running]:
                 self._outputs.end(sequence, "error", error=reason)
-            self._load_reporter.update(self._scheduler, self._meters, ())
-            calls = inbox.take_calls()
+            self._load_reporter.update(self._scheduler, ())
         for call in calls:
             call()
         self.deliver()
-        if self._tier_loader is not None:
-            self._tier_loader.spiller.close()
+        self._tier_loader.spiller.close()
 
     def _set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         self._cache.set_shares(shares)
-        if self._tier_loader is not None:
-            self._tier_loader.tiers.set_shares(shares)
+        self._tier_loader.tiers.set_shares(shares)
         with self._inbox.changed:
-            self._inbox.waiting.tenants = self._load_reporter.tenants = len(shares)
-
-    def _reset(self, tiers: bool) -> bool:
-        if self._tier_loader is not None and tiers:
-            self._tier_loader.tiers.clear()
-            self.deliver()
-        complete = self._cache.reset()
-        # A cleared pool is announced as a cleared replica: what stays below has to be told again.
-        if CacheCleared() in self.deliver() and self._tier_loader is not None:
-            self._tier_loader.tiers.announce()
-        return complete
+            self._inbox.waiting.shares.set_weights(shares)
+            self._load_reporter.tenants = len(shares)

@@ -1,7 +1,6 @@
 """What other threads ask of the engine's loop: requests, cancellations, calls; and who is live or waits.
 
-Owns the condition that guards all of it. Any thread puts in; the loop takes out
-between two steps.
+Owns the condition that guards all of it. Any thread puts in; the loop takes out between two steps.
 """
 
 from __future__ import annotations
@@ -9,15 +8,11 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
-from serve_app.engine.protocol import EngineError
+from serve_app.engine.protocol import Clock, EngineError, QueueFull
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from serve_app.engine.waiting import WaitingByTenant
-
-T = TypeVar("T")
+from serve_app.fairness.shares import Budget, Shares
 
 Call = Callable[[], None]
 
@@ -25,10 +20,10 @@ Call = Callable[[], None]
 class Inbox:
     """Everything asked for since the last step. ``changed`` is held by whoever calls a method or reads a field."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, clock: Clock) -> None:
         self.changed = threading.Condition()
-        self.waiting = WaitingByTenant(settings.max_waiting_requests, len(settings.tenant_shares))
-        """Live requests that were not admitted yet."""
+        self.waiting = Budget(Shares(settings.tenant_shares, clock), lambda: settings.max_waiting_requests)
+        """Live requests that were not admitted yet, by tenant."""
         self.arrivals: dict[str, SequenceState] = {}
         self.stopping = False
         self.closed = False
@@ -43,17 +38,25 @@ class Inbox:
         return bool(self.stopping or self.arrivals or self._cancels or self._calls)
 
     def check(self, request_id: str, tenant: str, retry_after_s: float) -> None:
-        """Raise EngineError once stopping, ValueError for an id in use, QueueFull for a full line."""
+        """Raise EngineError once stopping, ValueError for an id in use, QueueFull where the line is full for a tenant.
+
+        The line is shared by the rule of ``Budget``.
+        """
         if self.stopping:
             raise EngineError("the engine is stopped")
         if request_id in self._live:
             raise ValueError(f"request id {request_id!r} is in use")
-        self.waiting.check(tenant, retry_after_s)
+        self.waiting.shares.touch(tenant)
+        if self.waiting.verdict(tenant, 1) != "granted":
+            raise QueueFull(f"{self.waiting.used} requests are waiting", retry_after_s)
 
     def put(self, sequence: SequenceState) -> None:
         """Take in a request that was checked, and wake the loop."""
-        self.arrivals[sequence.request.request_id] = sequence
-        self.add_live(sequence)
+        request_id = sequence.request.request_id
+        self.arrivals[request_id] = sequence
+        self._live[request_id] = sequence.deadline_s
+        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
+        self.waiting.take(sequence.request.tenant, 1)
         self.changed.notify_all()
 
     def put_cancel(self, request_id: str) -> None:
@@ -77,26 +80,11 @@ class Inbox:
         with self.changed:
             self.changed.notify_all()
 
-    def take_arrivals(self) -> list[SequenceState]:
-        """Return the requests since the last call."""
-        taken, self.arrivals = self.arrivals, {}
-        return list(taken.values())
-
-    def take_cancels(self) -> list[str]:
-        """Return the ids to cancel since the last call."""
-        taken, self._cancels = self._cancels, []
+    def take(self) -> tuple[list[SequenceState], list[str], list[Call]]:
+        """Return the requests, the ids to cancel and the calls since the last call."""
+        taken = list(self.arrivals.values()), self._cancels, self._calls
+        self.arrivals, self._cancels, self._calls = {}, [], []
         return taken
-
-    def take_calls(self) -> list[Call]:
-        """Return the calls since the last call."""
-        taken, self._calls = self._calls, []
-        return taken
-
-    def add_live(self, sequence: SequenceState) -> None:
-        """Note a live sequence that waits."""
-        self._live[sequence.request.request_id] = sequence.deadline_s
-        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
-        self.waiting.add(sequence.request.tenant)
 
     def take_overdue(self, now_s: float) -> list[str]:
         """Return the ids of live requests whose time is over. All are looked at only when one of them may be."""
@@ -107,23 +95,10 @@ class Inbox:
 
     def stop_waiting(self, sequence: SequenceState) -> None:
         """Note that a waiting sequence was admitted, or ended before that."""
-        self.waiting.remove(sequence.request.tenant)
+        self.waiting.give_back(sequence.request.tenant, 1)
 
     def remove_live(self, sequence: SequenceState) -> None:
         """Note that a sequence is live no more."""
-        self._live.pop(sequence.request.request_id, None)
+        del self._live[sequence.request.request_id]
         if sequence.scheduled_s is None:
             self.stop_waiting(sequence)
-
-
-def deferred(work: Callable[[], T]) -> tuple[Call, Future[T]]:
-    """Return ``work`` as a call that raises nothing, and the future that gets what it returns or raises."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(work())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    return call, answer

@@ -38,19 +38,17 @@ class _Work:
 class LoadReporter:
     """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, meters: EngineMeters) -> None:
         self.tenants = len(settings.tenant_shares)
         """How many tenants there can be."""
         self._settings = settings
+        self._meters = meters
         self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
         self._work: dict[str, _Work] = {}
         self._begun_turns: dict[str, int] = {}
         self._reservations = RouterReservations()
         self._running = 0
         self._waiting = 0
-        self._prefill_tokens_per_s = 0.0
-        self._prefill_rate_tokens = 0
-        self._decode_step_s = 0.0
 
     def arrived(self, sequence: SequenceState) -> None:
         """Count a request that was just submitted."""
@@ -59,7 +57,7 @@ class LoadReporter:
         self._add(sequence, inf, waits=True)
         self._reservations.arrived(request.router_id, request.reservation)
 
-    def update(self, scheduler: Scheduler, meters: EngineMeters, inbox: Collection[SequenceState]) -> None:
+    def update(self, scheduler: Scheduler, inbox: Collection[SequenceState]) -> None:
         """Recount after a step was settled or the inbox taken in; ``inbox``: what arrived since."""
         self._work.clear()
         self._running, self._waiting = scheduler.running_count, scheduler.waiting_count + len(inbox)
@@ -77,9 +75,6 @@ class LoadReporter:
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
         self._begun_turns = scheduler.begun_turns
-        self._prefill_tokens_per_s = meters.prefill_tokens_per_s
-        self._prefill_rate_tokens = meters.prefill_rate_tokens
-        self._decode_step_s = meters.decode_step_s
 
     def begin_step(self, scheduler: Scheduler, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
@@ -98,9 +93,9 @@ class LoadReporter:
             waiting_sequences=self._waiting,
             max_running_sequences=self._settings.max_num_seqs,
             max_waiting_sequences=self._settings.max_waiting_requests,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
-            prefill_rate_tokens=self._prefill_rate_tokens,
-            decode_step_s=self._decode_step_s,
+            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            prefill_rate_tokens=self._meters.prefill_rate_tokens,
+            decode_step_s=self._meters.decode_step_s,
             shares=self._reservations.shares((work.router_id, work.tokens) for work in self._work.values()),
             committed_prefill_tokens=committed_tokens,
             committed_sequences=committed_sequences,
@@ -109,7 +104,7 @@ class LoadReporter:
 
     def retry_after_s(self) -> float:
         """Return when a refused request might fit."""
-        return retry_after_s(self._queued_tokens(), self._prefill_tokens_per_s)
+        return retry_after_s(self._queued_tokens(), self._meters.prefill_tokens_per_s)
 
     def _committed(self, now_s: float) -> tuple[int, int]:
         """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from serve_app.engine.core.inbox import Inbox, deferred
+from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.protocol import Clock, EngineError
 from serve_app.engine.settings import STALL_AFTER_S
 
@@ -71,7 +72,14 @@ class EngineLoop:
 
     def call(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run between two steps; at once where no thread runs."""
-        call, answer = deferred(work)
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+
         with self._inbox.changed:
             if self._thread is None or self._inbox.closed or self._thread is threading.current_thread():
                 call()

@@ -116,9 +116,7 @@ class Scheduler:
         return [
             sequence
             for sequence in self._waiting.values()
-            if id(sequence) not in parked
-            and not sequence.awaits_remote_kv
-            and not (sequence.after and self.find(sequence.after))
+            if id(sequence) not in parked and not sequence.awaits_remote_kv
         ]
 
     def add(self, sequence: SequenceState) -> None:

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import (
     EngineRequest,
@@ -20,7 +21,6 @@ from serve_app.engine.protocol import (
     OutputSink,
     RequestTooLong,
     SamplingParams,
-    SaveResult,
 )
 from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
 
@@ -46,8 +46,6 @@ class SequenceState:
     held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
     number              -         Scheduler        place in the order of arrival
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
-    after               -         PromptSaves      id of the request that has to end before this one starts
-    save_result         -         PromptSaves      what became of the save it asked for
     =================== ========= ================ ==========================================================
 
     While it runs: published, resolved <= computed / block_size <= blocks, drafted <= computed <= length, and
@@ -70,8 +68,6 @@ class SequenceState:
     reserved_blocks: int = 0
     beyond_reservation: bool = False
     held_blocks_hint: int = 0
-    after: str = ""
-    save_result: SaveResult | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     length: int = field(init=False)
@@ -105,6 +101,11 @@ class SequenceState:
     def tokens(self) -> TokenArray:
         """Prompt and generated tokens (a view)."""
         return self._tokens[: self.length]
+
+    @property
+    def hashed_tokens(self) -> HashedTokens:
+        """The tokens so far with their hashes, and whose they are."""
+        return HashedTokens(self.request.scope, self.tokens, self.chain, self.request.tenant)
 
     @property
     def prefilling(self) -> bool:

@@ -14,7 +14,7 @@ from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.core.test_engine import GatedRunner, simulated
+from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request
 
 queued = st.lists(
@@ -33,7 +33,7 @@ class Line:
         )
         self.cache = PrefixCache(2048, 16, shares=shares)
         self.scheduler = Scheduler(self.settings, self.cache)
-        self.view = LoadReporter(self.settings)
+        self.view = LoadReporter(self.settings, EngineMeters())
 
     def add(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
         item = request(name, ids, 1, tenant=tenant if tenant in self.tenants else self.tenants[0])
@@ -75,7 +75,7 @@ class Line:
             sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
-        self.view.update(self.scheduler, EngineMeters(), ())
+        self.view.update(self.scheduler, ())
 
 
 @settings(max_examples=150)
@@ -116,12 +116,11 @@ def test_committed_tokens_are_before_everybodys_newcomer(
     assert line.tokens_before(newcomer) >= report.committed_prefill_tokens
 
 
-def test_a_step_under_way_is_not_interrupted() -> None:
+def test_a_step_under_way_is_not_interrupted(make_simulated: MakeSimulated) -> None:
     """A prompt of 600 tokens, 64 of them in the running step: nobody comes before those."""
     runner = GatedRunner(gated=True)
-    engine = simulated(runner)
+    engine = make_simulated(runner)
     collector = Collector()
-    engine.start()
     engine.submit(request("long", prompt(600), 1), collector)
     assert runner.entered.wait(10)
     load = engine.load()
@@ -130,4 +129,3 @@ def test_a_step_under_way_is_not_interrupted() -> None:
     runner.gate.set()
     collector.wait(["long"])
     assert engine.load().committed_prefill_tokens == 0
-    engine.stop()

@@ -16,8 +16,7 @@ from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest, Save
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import prompt, request, root_of, run_all
+from tests.serve_app.engine.tiny import prompt, request, root_of, run_all, sample
 
 PUBLIC_IDS = prompt(72, 99)
 """Four whole blocks and half of a fifth."""

@@ -16,7 +16,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.kv.test_prompt_saves import asking, run, saving
+from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
@@ -50,8 +50,7 @@ def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
     scope = PrefixScope("tiny", salt=tenant.encode())
     name = f"{tenant} {seed}"
     got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
-    tier_loader = engine._tier_loader
-    if tier_loader is not None and tier_loader.tiers.disk is not None:
+    if engine._tier_loader.tiers.disk is not None:
         settle(engine)
     return got.cached[name] or 0
 
@@ -89,7 +88,6 @@ def test_after_a_restart_a_flood_leaves_a_tenant_its_files(tmp_path: Path) -> No
 
 def saved_on_disk(engine: TorchEngine) -> int:
     tier_loader = engine._tier_loader
-    assert tier_loader is not None
     assert tier_loader.tiers.disk is not None
     settle(engine)
     done = threading.Event()
@@ -173,7 +171,6 @@ def test_public_blocks_below_the_pool_are_on_their_own_account(tmp_path: Path) -
     run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])
     engine.stop()
     engine = engine_over(0, 80, tmp_path)
-    assert engine._tier_loader is not None
     assert engine._tier_loader.tiers.disk is not None
     index = engine._tier_loader.tiers.disk.tier.index
     assert index.holdings() == {

@@ -20,8 +20,7 @@ from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, save_draft
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample, save_draft
 
 MOST_STEPS = 20_000
 STEP_S = 0.001
