@@ -21,7 +21,7 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, Saved
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.cache_events import CacheEvents
-from serve_app.engine.core.inbox import Inbox
+from serve_app.engine.core.live_requests import LiveRequests
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import EngineLoop
 from serve_app.engine.core.output_processor import OutputProcessor
@@ -29,7 +29,7 @@ from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineError, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
@@ -39,7 +39,7 @@ from serve_app.engine.step import Runner, run_step
 class TorchEngine:
     """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
 
-    The inbox's condition guards the load view too; scheduler and cache belong to the loop.
+    The loop's condition guards live requests and the load view; scheduler and cache belong to the loop.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class TorchEngine:
             clock=clock,
         )
         self._meters = EngineMeters()
-        self._inbox = Inbox(self.settings, clock)
-        self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._inbox.wake, clock)
+        self._loop = EngineLoop(self, clock, stall_after_s)
+        self._live = LiveRequests(self.settings, clock)
+        self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
         pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
         self._transfer = PrefixTransfer(
             self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
         )
         self._outputs = OutputProcessor(
-            self._scheduler, pins, self._tier_loader, runner.adapters, self._inbox, self._meters, self._cache.enabled
+            self._scheduler, pins, self._tier_loader, runner.adapters, self._live, self._meters, self._cache.enabled
         )
         self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
         self._load_reporter = LoadReporter(self.settings, self._meters)
@@ -109,28 +109,28 @@ class TorchEngine:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
         sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.index.count_held(chain, self._cache.reusable_blocks(len(ids)))
-        with self._inbox.changed:
-            self._inbox.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
+        with self._loop.changed:
+            if self._loop.stopping:
+                raise EngineError("the engine is stopped")
+            self._live.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
             self._runner.adapters.pin(request.scope.lora)
-            self._inbox.put(sequence)
+            self._live.add(sequence)
             self._load_reporter.arrived(sequence)
+            self._loop.post(lambda: self._enter(sequence))
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
-        with self._inbox.changed:
-            self._inbox.put_cancel(request_id)
+        self._loop.post(lambda: self._cancel(request_id))
 
     def load(self) -> LoadReport:
         """Return the load as of the last step, with everything submitted since."""
-        with self._inbox.changed:
+        with self._loop.changed:
             return self._load_reporter.report(self._clock())
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        with self._inbox.changed:
-            waiting = self._scheduler.waiting_count + len(self._inbox.arrivals)
-        labels, running = self._labels, self._scheduler.running_count
-        gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, running, waiting)
+        labels, load = self._labels, self._load_reporter
+        gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, load.running, load.waiting)
         parts = (self._meters, self._outputs.speculation, self._tier_loader, self._runner.adapters, self._runner)
         counted = (sample for part in parts for sample in part.samples(labels))
         return StatsReport(samples=(*counted, *gauges))
@@ -181,7 +181,7 @@ class TorchEngine:
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
-        self._inbox.wake()
+        self._loop.wake()
 
     def load_adapter(self, spec: AdapterSpec) -> None:
         """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
@@ -204,24 +204,19 @@ class TorchEngine:
 
     def take_in(self) -> bool:
         """For the loop: wait for work, take in what was asked for since the last step; False once stopping."""
-        inbox = self._inbox
-        with inbox.changed:
-            while not (inbox.has_news or self._has_work() or inbox.next_deadline_s <= self._clock()):
-                inbox.changed.wait(self._until_expiry_s())
+        loop, live = self._loop, self._live
+        with loop.changed:
+            while not (loop.calls or loop.stopping or self._has_work() or live.next_deadline_s <= self._clock()):
+                loop.changed.wait(self._until_expiry_s())
                 self._cache.expire_pins()
-            if inbox.stopping:
+            if loop.stopping:
                 return False
-            self._cache.expire_pins()
-            arrivals, cancels, calls = inbox.take()
-            for sequence in arrivals:
-                self._scheduler.add(sequence)
-            for request_id in cancels:
-                self._outputs.cancel(request_id)
-            for request_id in inbox.take_overdue(self._clock()):
+        self._cache.expire_pins()
+        loop.run_calls()
+        with loop.changed:
+            for request_id in live.take_overdue(self._clock()):
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
-            self._load_reporter.update(self._scheduler, ())
-        for call in calls:
-            call()
+            self._load_reporter.update(self._scheduler)
         self._tier_loader.begin_step()
         self.deliver()
         return True
@@ -229,7 +224,7 @@ class TorchEngine:
     def _until_expiry_s(self) -> float | None:
         """Return how long an idle loop may sleep before the time of a pin, or of a request, is over."""
         pinned_s = self._cache.pins.next_expiry_s
-        expiry_s = min(self._inbox.next_deadline_s, math.inf if pinned_s is None else pinned_s)
+        expiry_s = min(self._live.next_deadline_s, math.inf if pinned_s is None else pinned_s)
         return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
@@ -247,25 +242,25 @@ class TorchEngine:
             return
         started = self._clock()
         prefill_tokens = prompt_tokens = recomputed = 0
-        for item in chosen:
-            if item.admitted:
-                self._outputs.admitted(item.sequence, started)
-            if item.sequence.prefilling:
-                fresh, again = item.sequence.split_prefill(item.tokens)
-                prefill_tokens += item.tokens
-                prompt_tokens += fresh
-                recomputed += again
-        with self._inbox.changed:
+        with self._loop.changed:
+            for item in chosen:
+                if item.admitted:
+                    self._outputs.admitted(item.sequence, started)
+                if item.sequence.prefilling:
+                    fresh, again = item.sequence.split_prefill(item.tokens)
+                    prefill_tokens += item.tokens
+                    prompt_tokens += fresh
+                    recomputed += again
             self._load_reporter.begin_step(self._scheduler, chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prompt_tokens
         self._meters.recomputed_tokens += recomputed
-        with self._inbox.changed:
+        with self._loop.changed:
             for item, result in zip(chosen, results, strict=True):
                 self._outputs.process(item, result, now)
-            self._load_reporter.update(self._scheduler, self._inbox.arrivals.values())
+            self._load_reporter.update(self._scheduler)
         self.deliver()
 
     def deliver(self) -> None:
@@ -275,21 +270,27 @@ class TorchEngine:
 
     def fail_all(self, reason: str) -> None:
         """For the loop, when it ends: end every request with an error, and close what is open."""
-        inbox = self._inbox
-        with inbox.changed:
-            inbox.stopping = inbox.closed = True
-            arrivals, _, calls = inbox.take()
-            for sequence in [*arrivals, *self._scheduler.waiting, *self._scheduler.running]:
+        with self._loop.changed:
+            self._loop.stopping = True
+            self._loop.run_calls(last=True)
+            for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
                 self._outputs.end(sequence, "error", error=reason)
-            self._load_reporter.update(self._scheduler, ())
-        for call in calls:
-            call()
+            self._load_reporter.update(self._scheduler)
         self.deliver()
         self._tier_loader.spiller.close()
+
+    def _enter(self, sequence: SequenceState) -> None:
+        self._scheduler.add(sequence)
+        with self._loop.changed:
+            self._load_reporter.entered(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        with self._loop.changed:
+            self._outputs.cancel(request_id)
 
     def _set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         self._cache.set_shares(shares)
         self._tier_loader.tiers.set_shares(shares)
-        with self._inbox.changed:
-            self._inbox.waiting.shares.set_weights(shares)
+        with self._loop.changed:
+            self._live.waiting.shares.set_weights(shares)
             self._load_reporter.tenants = len(shares)

@@ -47,26 +47,31 @@ class LoadReporter:
         self._work: dict[str, _Work] = {}
         self._begun_turns: dict[str, int] = {}
         self._reservations = RouterReservations()
-        self._running = 0
-        self._waiting = 0
+        self._arrived: dict[str, SequenceState] = {}
+        self.running = 0
+        self.waiting = 0
 
     def arrived(self, sequence: SequenceState) -> None:
-        """Count a request that was just submitted."""
+        """Count a request that was just submitted, and is not in the scheduler yet."""
         request = sequence.request
-        self._waiting += 1
+        self._arrived[request.request_id] = sequence
+        self.waiting += 1
         self._add(sequence, inf, waits=True)
         self._reservations.arrived(request.router_id, request.reservation)
 
-    def update(self, scheduler: Scheduler, inbox: Collection[SequenceState]) -> None:
-        """Recount after a step was settled or the inbox taken in; ``inbox``: what arrived since."""
+    def entered(self, sequence: SequenceState) -> None:
+        """Note that a request is in the scheduler now."""
+        del self._arrived[sequence.request.request_id]
+
+    def update(self, scheduler: Scheduler) -> None:
+        """Recount after a step was settled or requests entered."""
         self._work.clear()
-        self._running, self._waiting = scheduler.running_count, scheduler.waiting_count + len(inbox)
+        self.running, self.waiting = scheduler.running_count, scheduler.waiting_count + len(self._arrived)
         for sequence in scheduler.running:
             if sequence.prefilling:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
-        for line in (scheduler.waiting, inbox):
-            for sequence in line:
-                self._add(sequence, inf, waits=True)
+        for sequence in (*scheduler.waiting, *self._arrived.values()):
+            self._add(sequence, inf, waits=True)
         first: set[bytes] = set()
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             wanted = scheduler.missing_block(sequence)
@@ -89,8 +94,8 @@ class LoadReporter:
         committed_tokens, committed_sequences = self._committed(now_s)
         return LoadReport(
             queued_prefill_tokens=self._queued_tokens(),
-            running_sequences=self._running,
-            waiting_sequences=self._waiting,
+            running_sequences=self.running,
+            waiting_sequences=self.waiting,
             max_running_sequences=self._settings.max_num_seqs,
             max_waiting_sequences=self._settings.max_waiting_requests,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,

@@ -1,6 +1,6 @@
-"""The engine's thread: it takes in what was asked for, steps, and ends everything when it ends.
+"""The engine's thread: it runs what other threads ask for, steps, and ends everything when it ends.
 
-Owns the thread and how it is doing. Work that any thread hands it is run between two steps.
+Owns the thread, how it is doing, and the condition that guards what is asked for and whatever else threads share.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from serve_app.engine.core.inbox import Inbox
 from serve_app.engine.protocol import Clock, EngineError
-from serve_app.engine.settings import STALL_AFTER_S
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Call = Callable[[], None]
 
 
 class Stepper(Protocol):
@@ -29,7 +28,7 @@ class Stepper(Protocol):
     def step(self) -> None:
         """Run one step, if there is something to compute."""
 
-    def deliver(self) -> object:
+    def deliver(self) -> None:
         """Send what is ready."""
 
     def fail_all(self, reason: str) -> None:
@@ -37,10 +36,13 @@ class Stepper(Protocol):
 
 
 class EngineLoop:
-    """One thread, from ``start`` to ``stop``."""
+    """One thread, from ``start`` to ``stop``. ``calls``: what was asked for since the last step, in order."""
 
-    def __init__(self, inbox: Inbox, stepper: Stepper, clock: Clock, stall_after_s: float = STALL_AFTER_S) -> None:
-        self._inbox = inbox
+    def __init__(self, stepper: Stepper, clock: Clock, stall_after_s: float) -> None:
+        self.changed = threading.Condition()
+        self.calls: list[Call] = []
+        self.stopping = False
+        self._closed = False
         self._stepper = stepper
         self._clock = clock
         self._stall_after_s = stall_after_s
@@ -56,8 +58,9 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Stop the thread after its current step, and wait for it."""
-        with self._inbox.changed:
-            self._inbox.stop()
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
         if self._thread is None:
             self._stepper.fail_all("the engine was stopped")
         elif self._thread is not threading.current_thread():
@@ -65,10 +68,16 @@ class EngineLoop:
 
     def healthy(self) -> bool:
         """Return whether the thread is alive and its current step has not run for too long."""
-        if self._thread is None or not self._thread.is_alive() or self._inbox.stopping:
+        if self._thread is None or not self._thread.is_alive() or self.stopping:
             return False
         started = self._step_started_s
         return started is None or self._clock() - started < self._stall_after_s
+
+    def post(self, call: Call) -> None:
+        """Have ``call``, which raises nothing, run between two steps (any thread)."""
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
 
     def call(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run between two steps; at once where no thread runs."""
@@ -80,13 +89,26 @@ class EngineLoop:
             except BaseException as error:
                 answer.set_exception(error)
 
-        with self._inbox.changed:
-            if self._thread is None or self._inbox.closed or self._thread is threading.current_thread():
+        with self.changed:
+            if self._thread is None or self._closed or self._thread is threading.current_thread():
                 call()
                 self._stepper.deliver()
             else:
-                self._inbox.put_call(call)
+                self.post(call)
         return answer.result()
+
+    def run_calls(self, *, last: bool = False) -> None:
+        """Run what was asked for (the loop's thread); ``last``: whatever comes afterwards is run at once."""
+        with self.changed:
+            calls, self.calls = self.calls, []
+            self._closed = last
+        for call in calls:
+            call()
+
+    def wake(self) -> None:
+        """Let an idle loop look again (any thread)."""
+        with self.changed:
+            self.changed.notify_all()
 
     def _run(self) -> None:
         reason = "the engine was stopped"

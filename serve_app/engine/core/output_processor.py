@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from serve_app.engine.core.inbox import Inbox
+from serve_app.engine.core.live_requests import LiveRequests
 from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
@@ -22,23 +22,22 @@ from serve_app.engine.step import AdapterSlots, SegmentResult
 
 @dataclass(frozen=True, slots=True)
 class OutputProcessor:
-    """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
+    """Progress and ends of one engine's requests. Called with the loop's condition held."""
 
     scheduler: Scheduler
     pins: PromptPins
     tier_loader: TierLoader
     adapters: AdapterSlots
-    inbox: Inbox
+    live: LiveRequests
     meters: EngineMeters
     caching: bool
     outbox: Outbox = field(default_factory=Outbox)
     speculation: SpeculationMeters = field(default_factory=SpeculationMeters)
 
     def admitted(self, sequence: SequenceState, now: float) -> None:
-        """Note that a sequence is in a step for the first time. Takes the condition itself."""
+        """Note that a sequence is in a step for the first time."""
         sequence.scheduled_s = now
-        with self.inbox.changed:
-            self.inbox.stop_waiting(sequence)
+        self.live.admitted(sequence)
         self.meters.queue_time.observe(now - sequence.arrival_s)
         self.meters.admitted(
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self.caching
@@ -94,7 +93,7 @@ class OutputProcessor:
         self.scheduler.remove(request.request_id)
         self.tier_loader.forget(request.request_id)
         self.adapters.unpin(request.scope.lora)
-        self.inbox.remove_live(sequence)
+        self.live.remove(sequence)
         self.meters.finished[reason] += 1
         last = output or EngineOutput(request.request_id)
         self.outbox.add(sequence.sink, replace(last, finish_reason=reason, error=error))

@@ -31,7 +31,7 @@ BOUNDED = (
 belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
-    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "Budget._held"),
+    *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
     *("Admission._reserved", "Admission._running", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),

@@ -72,8 +72,8 @@ def test_a_leak_is_found(churn: Churn, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that keeps every request that ended is caught after a hundred of them."""
     kept: list[object] = []
     monkeypatch.setattr(churn.engine, "kept", kept, raising=False)
-    inbox, remove = churn.engine._inbox, churn.engine._inbox.remove_live
-    monkeypatch.setattr(inbox, "remove_live", lambda sequence: (kept.append(sequence), remove(sequence)))
+    live, remove = churn.engine._live, churn.engine._live.remove
+    monkeypatch.setattr(live, "remove", lambda sequence: (kept.append(sequence), remove(sequence)))
     churn.run(10)
     churn.check()
     churn.run(130)
@@ -84,6 +84,6 @@ def test_a_leak_is_found(churn: Churn, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_count_what_is_reachable_and_growth_is_seen(churn: Churn) -> None:
     sizes = tables(churn.engine)
     assert sizes["BlockPool._references"] == 128
-    assert sizes["Inbox._live"] == 0
+    assert sizes["LiveRequests._deadlines_s"] == 0
     checks = [{"a": 10, "b": 500}, {"a": 20, "b": 500}, {"a": 200, "b": 560}]
     assert grown(checks) == {"a": (20, 200)}

@@ -75,7 +75,7 @@ class Line:
             sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
-        self.view.update(self.scheduler, ())
+        self.view.update(self.scheduler)
 
 
 @settings(max_examples=150)
