@@ -79,7 +79,7 @@ class TorchEngine:
             self._scheduler, pins, self._tier_loader, runner.adapters, self._live, self._meters, self._cache.enabled
         )
         self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
-        self._load_reporter = LoadReporter(self.settings, self._meters)
+        self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
     def start(self) -> None:
@@ -216,7 +216,7 @@ class TorchEngine:
         with loop.changed:
             for request_id in live.take_overdue(self._clock()):
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
-            self._load_reporter.update(self._scheduler)
+            self._load_reporter.update()
         self._tier_loader.begin_step()
         self.deliver()
         return True
@@ -228,10 +228,10 @@ class TorchEngine:
         return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
-        if self._scheduler.running_count:
+        if len(self._scheduler.running):
             return True
-        startable = self._scheduler.waiting_count - self._scheduler.awaiting_remote_kv_count
-        return startable > self._tier_loader.loading or self._tier_loader.tiers.has_news
+        loader = self._tier_loader
+        return self._scheduler.startable_count > loader.loading or loader.tiers.has_news
 
     def step(self) -> None:
         """For the loop: choose, compute and settle one step."""
@@ -251,7 +251,7 @@ class TorchEngine:
                     prefill_tokens += item.tokens
                     prompt_tokens += fresh
                     recomputed += again
-            self._load_reporter.begin_step(self._scheduler, chosen)
+            self._load_reporter.begin_step(chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
@@ -260,7 +260,7 @@ class TorchEngine:
         with self._loop.changed:
             for item, result in zip(chosen, results, strict=True):
                 self._outputs.process(item, result, now)
-            self._load_reporter.update(self._scheduler)
+            self._load_reporter.update()
         self.deliver()
 
     def deliver(self) -> None:
@@ -275,7 +275,7 @@ class TorchEngine:
             self._loop.run_calls(last=True)
             for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
                 self._outputs.end(sequence, "error", error=reason)
-            self._load_reporter.update(self._scheduler)
+            self._load_reporter.update()
         self.deliver()
         self._tier_loader.spiller.close()
 

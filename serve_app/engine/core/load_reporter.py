@@ -14,7 +14,6 @@ from math import inf
 from router.protocol.events import LoadReport
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-from serve_app.engine.scheduling.fair_queue import quantum_tokens
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -38,12 +37,12 @@ class _Work:
 class LoadReporter:
     """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
 
-    def __init__(self, settings: EngineSettings, meters: EngineMeters) -> None:
+    def __init__(self, settings: EngineSettings, meters: EngineMeters, scheduler: Scheduler) -> None:
         self.tenants = len(settings.tenant_shares)
         """How many tenants there can be."""
         self._settings = settings
         self._meters = meters
-        self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
+        self._scheduler = scheduler
         self._work: dict[str, _Work] = {}
         self._begun_turns: dict[str, int] = {}
         self._reservations = RouterReservations()
@@ -63,10 +62,11 @@ class LoadReporter:
         """Note that a request is in the scheduler now."""
         del self._arrived[sequence.request.request_id]
 
-    def update(self, scheduler: Scheduler) -> None:
+    def update(self) -> None:
         """Recount after a step was settled or requests entered."""
+        scheduler = self._scheduler
         self._work.clear()
-        self.running, self.waiting = scheduler.running_count, scheduler.waiting_count + len(self._arrived)
+        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting) + len(self._arrived)
         for sequence in scheduler.running:
             if sequence.prefilling:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
@@ -79,11 +79,11 @@ class LoadReporter:
                 continue  # it is going to wait for whoever computes that block
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
-        self._begun_turns = scheduler.begun_turns
+        self._begun_turns = scheduler.fair_queue.begun
 
-    def begin_step(self, scheduler: Scheduler, chosen: Collection[Scheduled]) -> None:
+    def begin_step(self, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
-        self._begun_turns = scheduler.begun_turns
+        self._begun_turns = self._scheduler.fair_queue.begun
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)
             if work is not None:
@@ -132,7 +132,7 @@ class LoadReporter:
                 sequences += 1
         if self.tenants <= 1:
             return under_way + old.total(), sequences
-        quantum, begun = self._quantum_tokens, self._begun_turns
+        quantum, begun = self._scheduler.fair_queue.quantum_tokens, self._begun_turns
         turns = sum(min(tokens, begun.get(tenant, quantum)) for tenant, tokens in queued.items())
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
 

@@ -33,7 +33,7 @@ class Line:
         )
         self.cache = PrefixCache(2048, 16, shares=shares)
         self.scheduler = Scheduler(self.settings, self.cache)
-        self.view = LoadReporter(self.settings, EngineMeters())
+        self.view = LoadReporter(self.settings, EngineMeters(), self.scheduler)
 
     def add(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
         item = request(name, ids, 1, tenant=tenant if tenant in self.tenants else self.tenants[0])
@@ -75,7 +75,7 @@ class Line:
             sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
-        self.view.update(self.scheduler)
+        self.view.update()
 
 
 @settings(max_examples=150)

@@ -19,7 +19,7 @@ def serve(
     awaited: Collection[str] = (),
 ) -> list[tuple[str, int]]:
     """One step: spend ``budget`` on the tenants' remaining work; return who got what, in order."""
-    queue.begin((tenant for tenant, left in work.items() if left), decodes or {}, awaited)
+    queue.begin([tenant for tenant, left in work.items() if left], decodes or {}, awaited)
     served = []
     while budget and (turn := queue.head()):
         tenant, credit = turn

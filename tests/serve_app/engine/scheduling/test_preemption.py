@@ -92,7 +92,7 @@ class Stepped:
         assert pool.used_blocks == len(held | pinned)
         assert scheduler.reserved_blocks == sum(sequence.reserved_blocks for sequence in scheduler.running)
         assert 0 <= scheduler.reserved_blocks <= cache.available_blocks
-        assert scheduler.running_count <= self.settings.max_num_seqs
+        assert len(scheduler.running) <= self.settings.max_num_seqs
         assert not any(sequence.blocks for sequence in scheduler.waiting)
         for sequence in scheduler.running:
             if not sequence.request.store_kv:
@@ -107,7 +107,7 @@ class Stepped:
         coming = sorted(enumerate(workload), key=lambda item: item[1].step)
         cancels: dict[int, list[str]] = {}
         for step in range(MOST_STEPS):
-            while coming and (coming[0][1].step <= step or not self.engine._scheduler.running_count):
+            while coming and (coming[0][1].step <= step or not len(self.engine._scheduler.running)):
                 number, wish = coming.pop(0)
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
@@ -182,7 +182,7 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
             assert tokens[name] == expected[name]
     engine = bench.engine
     scheduler, cache = engine._scheduler, engine._cache
-    assert scheduler.running_count == scheduler.waiting_count == scheduler.reserved_blocks == 0
+    assert len(scheduler.running) == len(scheduler.waiting) == scheduler.reserved_blocks == 0
     assert cache.pool.used_blocks == cache.pins.blocks
     assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
     assert not any(engine._runner.adapters._running.values()), "every slot was given back"

@@ -140,7 +140,7 @@ def test_a_running_sequence_never_lacks_a_block(admission: str) -> None:
     for _ in range(5000):
         if not bench.step():
             break
-    assert bench.scheduler.running_count == bench.scheduler.waiting_count == 0
+    assert len(bench.scheduler.running) == len(bench.scheduler.waiting) == 0
     assert bench.scheduler.reserved_blocks == 0
     assert bench.cache.pool.used_blocks == 0
 
