@@ -91,10 +91,7 @@ class TorchEngine:
         self._loop.stop()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread).
-
-        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
-        """
+        """See ``protocol.Engine``. Raises EngineError, too, once stopped."""
         settings = self.settings
         check_request(
             request,
@@ -184,10 +181,7 @@ class TorchEngine:
         self._loop.wake()
 
     def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
-
-        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
-        """
+        """See ``protocol.Engine``."""
         self._runner.adapters.load(spec)
 
     def unload_adapter(self, key: str) -> bool:

@@ -207,21 +207,6 @@ class SequenceState:
         self.blocks = []
         self._runs_cover = 0
 
-    def assert_laws(self, block_size: int) -> None:
-        """Raise AssertionError unless the counters fit together, between two steps; for tests."""
-        prompt, most = self.prompt_tokens, self.prompt_tokens + self.request.sampling.max_tokens
-        assert prompt <= self.prefill_tokens <= self.length <= most, "prompt <= prefill <= length <= most"
-        assert 0 <= self.computed <= self.length, "computed <= length"
-        assert self.farthest <= self.length, "farthest <= length"
-        assert self.drafted is None or self.drafted <= self.computed, "drafted <= computed"
-        assert 0 <= self.published <= self.computed // block_size <= len(self.blocks), "published <= computed <= blocks"
-        assert 0 <= self.resolved <= self.computed // block_size, "resolved <= computed"
-        assert self.held_blocks_hint <= len(self.chain) // HASH_BYTES, "a hint beyond the chain"
-        assert self.reserved_blocks >= 0, "fewer than no blocks are reserved"
-        if not self.blocks:
-            assert self.computed == self.reserved_blocks == 0, "KV or a reservation without blocks"
-            assert not self.beyond_reservation, "beyond a reservation without blocks"
-
     def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
         if len(self.chain) // HASH_BYTES < blocks:
             tokens = self._tokens[: blocks * cache.block_size]

@@ -18,6 +18,7 @@ from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from tests.harness.sequence_laws import assert_laws
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample, save_draft
@@ -99,7 +100,7 @@ class Stepped:
                 own = sequence.blocks[sequence.published :]
                 assert not any(block in cache.index for block in own), "a block of one that stores nothing is indexed"
         for sequence in [*scheduler.running, *scheduler.waiting]:
-            sequence.assert_laws(cache.block_size)
+            assert_laws(sequence, cache.block_size)
 
     def run(self, workload: list[Wish]) -> dict[str, list[int]]:
         """Run a workload to its end; return what each request would generate alone."""

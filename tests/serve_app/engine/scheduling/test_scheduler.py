@@ -11,6 +11,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from tests.harness.sequence_laws import assert_laws
 from tests.serve_app.engine.tiny import prompt, request
 
 
@@ -41,7 +42,7 @@ class Bench:
             if segment.sampling is not None and item.sequence.append_token(1):
                 self.scheduler.remove(item.sequence.request.request_id)
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
-            sequence.assert_laws(self.cache.block_size)
+            assert_laws(sequence, self.cache.block_size)
         pool = self.cache.pool
         assert self.scheduler.reserved_blocks <= self.cache.available_blocks
         assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
