@@ -207,7 +207,7 @@ def test_load_counts_a_request_from_its_submission_and_by_router(make_simulated:
 def test_events_replay_to_the_cache_after_a_random_workload(make_simulated: MakeSimulated) -> None:
     """Announced blocks equal the blocks held, through evictions and a reset, and no block is lost."""
     events: list[Event] = []
-    engine = make_simulated(events=events, num_blocks=40)
+    engine = make_simulated(sink=events.extend, num_blocks=40)
     rng = np.random.default_rng(5)
     for turn in range(4):
         batch = [
