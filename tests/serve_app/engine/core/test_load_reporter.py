@@ -24,7 +24,7 @@ class Line(Bench):
     """With its load view and room for everything."""
 
     def __init__(self, tenants: str) -> None:
-        super().__init__(*tenants[1:] and tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
+        super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
         self.tenants = tenants
         self.view = LoadReporter(self.settings, EngineMeters(), self.scheduler)
 
