@@ -149,15 +149,6 @@ def test_what_cannot_be_kept_is_a_warning(
         assert outcome in caplog.text
 
 
-def test_a_failed_request_keeps_nothing(make_simulated: MakeSimulated) -> None:
-    """Nor does one that is cancelled; the next one does."""
-    engine = make_simulated(GatedRunner(poison=int(prompt(20, 1)[3])), pin_budget_blocks=16)
-    assert run(engine, saving("bad", 1)).finish["bad"] == "error"
-    assert sample(engine, "warmpath_pinned_blocks") == 0
-    clean = run(make_simulated(GatedRunner(), pin_budget_blocks=16), saving("good", 2))
-    assert clean.saves["good"] == "saved"
-
-
 def test_another_scope_is_another_pin(make_simulated: MakeSimulated, tmp_path: Path) -> None:
     """Tenants' salts and adapters share nothing."""
     engine = make_simulated(GatedRunner(), pin_budget_blocks=16)

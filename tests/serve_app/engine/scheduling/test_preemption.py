@@ -236,27 +236,28 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
     bench.engine.stop()
 
 
-def test_the_choice_of_a_victim() -> None:
+@pytest.mark.parametrize(
+    ("grower", "running", "over", "victim"),
+    [
+        # (place in the order of arrival, tenant, beyond its reservation)
+        (1, [(2, "a", False), (0, "a", False), (1, "a", True)], (), 2),  # the latest, although within its reservation
+        (2, [(2, "a", False), (0, "a", False), (1, "a", True)], (), 2),  # never an earlier one for a later one
+        (5, [(0, "greedy", True), (5, "modest", False)], ("greedy",), 0),
+        (0, [(0, "greedy", True), (5, "modest", False)], ("greedy",), 0),
+        (5, [(0, "greedy", False), (5, "modest", False)], ("greedy",), 5),  # a reservation holds against later ones
+    ],
+)
+def test_the_choice_of_a_victim(
+    grower: int, running: list[tuple[int, str, bool]], over: tuple[str, ...], victim: int
+) -> None:
     """Later arrivals before earlier ones, the tenant most over its share first; reservations hold."""
-
-    def sequence(number: int, tenant: str = "a", *, beyond: bool = False) -> SequenceState:
-        made = SequenceState(request(str(number), prompt(4), 4, tenant=tenant), lambda _: None, b"", 0.0)
+    sequences: dict[int, SequenceState] = {}
+    for number, tenant, beyond in running:
+        item = request(str(number), prompt(4), 4, tenant=tenant)
+        made = sequences[number] = SequenceState(item, lambda _: None, b"", 0.0)
         made.number, made.beyond_reservation = number, beyond
-        return made
-
-    def nobody_over(_: str) -> float:
-        return 0.0
-
-    first, second, third = sequence(0), sequence(1, beyond=True), sequence(2)
-    running = [third, first, second]
-    assert choose_victim(second, running, nobody_over) is third, "the latest, although within its reservation"
-    assert choose_victim(third, running, nobody_over) is third, "never an earlier one for a later one"
-    greedy, modest = sequence(0, "greedy", beyond=True), sequence(5, "modest")
-    over = {"greedy": 9.0, "modest": 0.0}.__getitem__
-    assert choose_victim(modest, [greedy, modest], over) is greedy
-    assert choose_victim(greedy, [greedy, modest], over) is greedy
-    greedy.beyond_reservation = False
-    assert choose_victim(modest, [greedy, modest], over) is modest, "a reservation holds against whoever comes later"
+    chosen = choose_victim(sequences[grower], sequences.values(), lambda tenant: 9.0 * (tenant in over))
+    assert chosen is sequences[victim]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
