@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from serve_app.fairness.shares import Budget
 from serve_app.fairness.turns import Turns
@@ -21,15 +22,13 @@ _WEIGHT = 0.2
 """Of the newest start in a tenant's pace."""
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """What one request holds: ``units`` of the line's budget, given back one by one or all at once."""
 
-    __slots__ = ("_line", "tenant", "units")
-
-    def __init__(self, line: WaitingLine, tenant: str, units: int) -> None:
-        self._line = line
-        self.tenant = tenant
-        self.units = units
+    _line: WaitingLine
+    tenant: str
+    units: int
 
     def give_back(self, units: int | None = None) -> None:
         """Give units back, None: all that are left; harmless when none are."""
@@ -39,13 +38,11 @@ class Place:
             self._line._returned(self.tenant, units)
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    __slots__ = ("cost", "granted", "units")
-
-    def __init__(self, units: int, cost: int, granted: asyncio.Future[Place]) -> None:
-        self.units = units
-        self.cost = cost
-        self.granted = granted
+    units: int
+    cost: int
+    granted: asyncio.Future[Place]
 
 
 class WaitingLine:
@@ -79,7 +76,7 @@ class WaitingLine:
         shares = self._budget.shares
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
-        if self._lines or not self._fits(tenant, waiter):
+        if self._lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
             if tenant not in self._lines:
                 self._lines[tenant] = deque()
                 self._turns.join(tenant)
@@ -100,9 +97,6 @@ class WaitingLine:
 
     def _units(self, tenant: str, waiter: _Waiter) -> int:
         return min(waiter.units, self._budget.share(tenant))
-
-    def _fits(self, tenant: str, waiter: _Waiter) -> bool:
-        return self._budget.verdict(tenant, self._units(tenant, waiter)) == "granted"
 
     def _start(self, tenant: str, waiter: _Waiter) -> None:
         if waiter.granted.cancelled():  # whoever waited has left, and was not heard yet

@@ -6,6 +6,7 @@ events and load flow out.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -34,6 +35,8 @@ from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
 from serve_app.engine.step import Runner, run_step
+
+_log = logging.getLogger(__name__)
 
 
 class TorchEngine:
@@ -67,7 +70,7 @@ class TorchEngine:
             clock=clock,
         )
         self._meters = EngineMeters()
-        self._loop = EngineLoop(self, clock, stall_after_s)
+        self._loop = EngineLoop(self._run, self._deliver, clock, stall_after_s)
         self._live = LiveRequests(self.settings, clock)
         self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
         self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
@@ -196,8 +199,19 @@ class TorchEngine:
         """Return whether the loop is alive and its current step has not run for too long."""
         return self._loop.healthy()
 
+    def _run(self) -> None:
+        reason = "the engine was stopped"
+        try:
+            while self.take_in():
+                with self._loop.step():
+                    self.step()
+        except Exception:
+            _log.exception("the engine loop died")
+            reason = "the engine failed"
+        self._fail_all(reason)
+
     def take_in(self) -> bool:
-        """For the loop: wait for work, take in what was asked for since the last step; False once stopping."""
+        """Wait for work and take in what was asked for since the last step; False once stopping."""
         loop, live = self._loop, self._live
         with loop.changed:
             while not (loop.calls or loop.stopping or self._has_work() or live.next_deadline_s <= self._clock()):
@@ -212,7 +226,7 @@ class TorchEngine:
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
             self._load_reporter.update()
         self._tier_loader.begin_step()
-        self.deliver()
+        self._deliver()
         return True
 
     def _until_expiry_s(self) -> float | None:
@@ -228,7 +242,7 @@ class TorchEngine:
         return self._scheduler.startable_count > loader.loading or loader.tiers.has_news
 
     def step(self) -> None:
-        """For the loop: choose, compute and settle one step."""
+        """Choose, compute and settle one step."""
         chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s)
         for sequence in self._scheduler.preempted:
             self._outputs.preempted(sequence)
@@ -255,22 +269,22 @@ class TorchEngine:
             for item, result in zip(chosen, results, strict=True):
                 self._outputs.process(item, result, now)
             self._load_reporter.update()
-        self.deliver()
+        self._deliver()
 
-    def deliver(self) -> None:
-        """For the loop: send cache events, then outputs: a follow-up request finds the routers already told."""
+    def _deliver(self) -> None:
+        """Send cache events, then outputs: a follow-up request finds the routers already told."""
         self._events.send()
         self._outputs.outbox.deliver()
 
-    def fail_all(self, reason: str) -> None:
-        """For the loop, when it ends: end every request with an error, and close what is open."""
+    def _fail_all(self, reason: str) -> None:
+        """End every request with an error, and close what is open."""
         with self._loop.changed:
             self._loop.stopping = True
             self._loop.run_calls(last=True)
             for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
                 self._outputs.end(sequence, "error", error=reason)
             self._load_reporter.update()
-        self.deliver()
+        self._deliver()
         self._tier_loader.spiller.close()
 
     def _enter(self, sequence: SequenceState) -> None:

@@ -1,49 +1,38 @@
-"""The engine's thread: it runs what other threads ask for, steps, and ends everything when it ends.
+"""The engine's thread, and what other threads ask of it.
 
 Owns the thread, how it is doing, and the condition that guards what is asked for and whatever else threads share.
+Knows no requests.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 from serve_app.engine.protocol import Clock, EngineError
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Call = Callable[[], None]
 
 
-class Stepper(Protocol):
-    """What the loop drives."""
-
-    def take_in(self) -> bool:
-        """Wait for work and take it in; False once there is to be no further step."""
-
-    def step(self) -> None:
-        """Run one step, if there is something to compute."""
-
-    def deliver(self) -> None:
-        """Send what is ready."""
-
-    def fail_all(self, reason: str) -> None:
-        """End everything that is under way, because of ``reason``."""
-
-
 class EngineLoop:
-    """One thread, from ``start`` to ``stop``. ``calls``: what was asked for since the last step, in order."""
+    """One thread, from ``start`` to ``stop``. ``calls``: what was asked for since the last step, in order.
 
-    def __init__(self, stepper: Stepper, clock: Clock, stall_after_s: float) -> None:
+    ``run``: what the thread does, until ``stopping``. ``deliver``: sends what a call has made ready, where none runs.
+    """
+
+    def __init__(
+        self, run: Callable[[], None], deliver: Callable[[], None], clock: Clock, stall_after_s: float
+    ) -> None:
         self.changed = threading.Condition()
         self.calls: list[Call] = []
         self.stopping = False
         self._closed = False
-        self._stepper = stepper
+        self._run = run
+        self._deliver = deliver
         self._clock = clock
         self._stall_after_s = stall_after_s
         self._thread: threading.Thread | None = None
@@ -62,7 +51,7 @@ class EngineLoop:
             self.stopping = True
             self.changed.notify_all()
         if self._thread is None:
-            self._stepper.fail_all("the engine was stopped")
+            self._run()
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -92,7 +81,7 @@ class EngineLoop:
         with self.changed:
             if self._thread is None or self._closed or self._thread is threading.current_thread():
                 call()
-                self._stepper.deliver()
+                self._deliver()
             else:
                 self.post(call)
         return answer.result()
@@ -110,14 +99,9 @@ class EngineLoop:
         with self.changed:
             self.changed.notify_all()
 
-    def _run(self) -> None:
-        reason = "the engine was stopped"
-        try:
-            while self._stepper.take_in():
-                self._step_started_s = self._clock()
-                self._stepper.step()
-                self._step_started_s = None
-        except Exception:
-            _log.exception("the engine loop died")
-            reason = "the engine failed"
-        self._stepper.fail_all(reason)
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time what is a step."""
+        self._step_started_s = self._clock()
+        yield
+        self._step_started_s = None
