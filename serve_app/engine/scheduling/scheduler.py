@@ -2,8 +2,8 @@
 
 Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
 least uncached work first, aged; a sequence whose next missing block another one is computing waits for that block
-(``pending_blocks``); a sequence that starts gets a reservation (``admission``), and where the pool runs out a victim
-is preempted (``running_set``). Mutates sequences and the prefix cache.
+(``pending_blocks``); a sequence that starts gets a reservation, and where the pool runs out a victim is preempted
+(``running_set``). Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from itertools import count
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.admission import Verdict
 from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
 from serve_app.engine.scheduling.pending_blocks import PendingBlocks
-from serve_app.engine.scheduling.running_set import RunningSet, blocks_to_reserve
+from serve_app.engine.scheduling.running_set import RunningSet, Verdict, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
@@ -101,7 +100,7 @@ class Scheduler:
     @property
     def reserved_blocks(self) -> int:
         """Blocks reserved for running sequences and not taken yet."""
-        return self._running.admission.reserved_blocks
+        return self._running.reserved_blocks
 
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
@@ -283,7 +282,7 @@ class Scheduler:
         needed = blocks_to_reserve(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         tenant = sequence.request.tenant
-        verdict = self._running.admission.verdict(tenant, needed, idle_hits)
+        verdict = self._running.verdict(tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
         if hits < limit and self._fetch is not None:

@@ -33,7 +33,7 @@ belongs to adapters, whose number the audit checks."""
 EMPTY_WHEN_IDLE = (
     *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
-    *("Admission._reserved", "Admission._running", "Outbox._batches"),
+    *("RunningSet._reserved", "RunningSet._running", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
 """Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
