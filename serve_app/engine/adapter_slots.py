@@ -101,13 +101,6 @@ class LoadedAdapters(Generic[W]):
             self._live[key] += 1
             self._loaded.move_to_end(key)
 
-    def pin_too(self, key: str) -> None:
-        """Note another sequence of a request that is live: it goes on even if the adapter was unloaded since."""
-        if key:
-            with self._lock:
-                assert self._live[key], "no live request has this adapter"
-                self._live[key] += 1
-
     def unpin(self, key: str) -> None:
         """Note that a live request ended."""
         if not key:

@@ -73,17 +73,16 @@ def saves(url: str) -> dict[str, float]:
     }
 
 
-def test_a_save_is_hit_by_its_own_request_and_by_later_ones_without_the_flag(client: OpenAI, url: str) -> None:
+def test_a_save_is_hit_by_later_requests_without_the_flag(client: OpenAI, url: str) -> None:
     """Through a churn that evicts everything else; the answers are those of an empty cache."""
     system = "First. " + RULES
-    saved, text, warning = ask(client, system, "When is it due?", **SAVE)
-    assert saved > 100
-    assert warning is None
+    first, text, warning = ask(client, system, "When is it due?", **SAVE)
+    assert (first, warning) == (0, None)
     fresh, fresh_text, _ = ask(client, system, "When is it due?", cache_salt="elsewhere")
     assert (fresh, fresh_text) == (0, text)
     fill_the_pool(client)
     later, _, _ = ask(client, system, "And how much?")
-    assert later == saved
+    assert later > 100
     unsaved, _, _ = ask(client, system, "And how much?", cache_salt="elsewhere")
     assert unsaved == 0, "the churn did evict what was not saved"
 

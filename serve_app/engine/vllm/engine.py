@@ -22,6 +22,7 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
     AdapterSpec,
     CacheRoom,
@@ -42,7 +43,7 @@ from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.events.translator import Translator
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
 from serve_app.engine.vllm.gauges import gauge_samples
-from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
+from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests
 from serve_app.engine.vllm.load_mirror import LoadMirror, StepStats
 from serve_app.engine.vllm.sampling.token_choice import choice_of, vllm_sampling
 from serve_app.engine.vllm.saves import VllmSaves
@@ -66,7 +67,7 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._meters = EngineMeters()
         self._load = LoadMirror(settings.max_num_seqs, settings.max_waiting_requests, self._meters)
-        self._live = LiveRequests(settings.max_waiting_requests, len(settings.tenant_shares))
+        self._live = LiveRequests(settings.max_waiting_requests, settings.tenant_shares, clock)
         self._stopping = False
         self._progress_s = clock()
         self._endpoints = EventEndpoints.create()
@@ -77,7 +78,7 @@ class VllmEngine:
             self._endpoints.remove()
             raise
         self.facts = self._frontend.facts
-        self._outbox = Outbox(self._frontend.loop.call_soon)
+        self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         if settings.enable_prefix_caching:
             translator = Translator(settings.block_size, self.facts.num_blocks, clock=clock)
             self._events = EventSubscriber(self._endpoints, translator, event_sink)
@@ -208,7 +209,7 @@ class VllmEngine:
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
         with self._lock:
-            self._live.waiting.tenants = len(shares)
+            self._live.waiting.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
 
     def export_prefix(
@@ -293,21 +294,20 @@ class VllmEngine:
                 await live.woken.wait()
                 live.woken.clear()
             self._count_what_came(live)
-            live.save = await self._before(request)
+            self._renew_pins(request)
             async for part in parts:
-                if request.keep and not live.begun:
+                if (request.save is not None or request.keep) and not live.begun:
                     live.save = await self._saves.keep(request) if self._saves.pins.budget_blocks else SaveResult("off")
                 self._take(live, part)
                 if live.ended:
                     return
 
-    async def _before(self, request: EngineRequest) -> SaveResult | None:
-        """Renew the saves that a request reads, and make its own."""
-        if not self._saves.pins.budget_blocks:
-            return SaveResult("off") if request.save is not None else None
-        chain = request.block_hashes
-        self._saves.read(chain, self.known_blocks(chain, len(chain) // HASH_BYTES))
-        return await self._saves.save(request)
+    def _renew_pins(self, request: EngineRequest) -> None:
+        """Let the time of what a request reads run anew, and end what nobody read for its time."""
+        if self._saves.pins.budget_blocks:
+            chain = request.block_hashes
+            self._saves.read(chain, self.known_blocks(chain, len(chain) // HASH_BYTES))
+            self._saves.expire()
 
     def _count_what_came(self, live: LiveRequest) -> None:
         """Count the prompt's tokens that a copy was to bring and did not."""
@@ -393,7 +393,7 @@ class VllmEngine:
         tasks = [one.task for one in live if one.task is not None]
         for task in tasks:
             task.cancel()
-        self._outbox.flush()
+        self._outbox.deliver()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stepped(self, step: StepStats) -> None:

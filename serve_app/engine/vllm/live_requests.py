@@ -1,21 +1,15 @@
-"""Requests between their submission and their end: who is live, how many may be, and what goes to whom.
-
-Owns each submitter's outputs of one turn of the loop. The engine's lock guards requests; outputs are the loop's.
-"""
+"""Requests between their submission and their end: who is live, and how many may be. The engine's lock guards it."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from serve_app.engine.protocol import EngineOutput, EngineRequest, OutputSink, SaveResult
+from serve_app.engine.protocol import Clock, EngineRequest, OutputSink, QueueFull, SaveResult
 from serve_app.engine.vllm.sampling.token_choice import TokenChoice
-from serve_app.engine.waiting import WaitingByTenant
-
-_log = logging.getLogger(__name__)
+from serve_app.fairness.shares import Budget, Shares
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +35,8 @@ class LiveRequest:
 class LiveRequests:
     """Live requests by id. One without a token yet counts as waiting, since vLLM says no more of a single one."""
 
-    def __init__(self, max_waiting_requests: int, tenants: int) -> None:
-        self.waiting = WaitingByTenant(max_waiting_requests, tenants)
+    def __init__(self, max_waiting_requests: int, shares: Mapping[str, float], clock: Clock) -> None:
+        self.waiting = Budget(Shares(shares, clock), lambda: max_waiting_requests)
         self._by_id: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -57,47 +51,26 @@ class LiveRequests:
         return list(self._by_id.values())
 
     def check(self, request_id: str, tenant: str, retry_after_s: float) -> None:
-        """Raise ValueError for an id in use, QueueFull for a full line."""
+        """Raise ValueError for an id in use, QueueFull where the line (a ``Budget``) is full for a tenant."""
         if request_id in self._by_id:
             raise ValueError(f"request id {request_id!r} is in use")
-        self.waiting.check(tenant, retry_after_s)
+        self.waiting.shares.touch(tenant)
+        if self.waiting.verdict(tenant, 1) != "granted":
+            raise QueueFull(f"{self.waiting.used} requests are waiting", retry_after_s)
 
     def add(self, live: LiveRequest) -> None:
         """Take in a request that was checked."""
         self._by_id[live.request.request_id] = live
-        self.waiting.add(live.request.tenant)
+        self.waiting.take(live.request.tenant, 1)
 
     def begin(self, live: LiveRequest) -> None:
         """Note a request's first token."""
         if not live.begun:
             live.begun = True
-            self.waiting.remove(live.request.tenant)
+            self.waiting.give_back(live.request.tenant, 1)
 
     def remove(self, live: LiveRequest) -> None:
         """Note a request's end."""
         self.begin(live)
         live.ended = True
         del self._by_id[live.request.request_id]
-
-
-class Outbox:
-    """Outputs that wait for the end of the loop's turn: each submitter gets those of a step together."""
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object]) -> None:
-        self._call_soon = call_soon
-        self._batches: dict[OutputSink, list[EngineOutput]] = {}
-
-    def add(self, sink: OutputSink, output: EngineOutput) -> None:
-        """Put an output in; it leaves with the others of this turn."""
-        if not self._batches:
-            self._call_soon(self.flush)
-        self._batches.setdefault(sink, []).append(output)
-
-    def flush(self) -> None:
-        """Give out what is in it. A sink that fails harms nobody else."""
-        batches, self._batches = self._batches, {}
-        for sink, batch in batches.items():
-            try:
-                sink(batch)
-            except Exception:
-                _log.exception("an output sink failed for %s", ", ".join(output.request_id for output in batch))

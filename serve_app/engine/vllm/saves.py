@@ -1,7 +1,7 @@
 """Prefixes that stay in vLLM's pool: what requests save or keep, inside a pin budget and its tenants' shares.
 
 Owns which and until when; their blocks are held by the connector. Belongs to the loop of vLLM's frontend, but for
-``pins``' counts. A save that fails is a warning, never the request's failure.
+``pins``' counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from router.protocol.block_hash import HASH_BYTES, hash_at, split_chain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome, Pins
 from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.pin_keeper import PinKeeper, WantedPin
 from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
 from serve_app.engine.vllm.transfer.job import Job
 
 _log = logging.getLogger(__name__)
-
-MAX_KEPT_PREFIXES = 256
-"""Pins that one tenant's requests may add to its others: each remembers all of its blocks."""
 
 Run = Callable[[Job, Sequence[int], bytes, str], Awaitable[int]]
 """Has vLLM run a job as a request of one token: job, prompt, root, adapter."""
@@ -49,41 +47,22 @@ class VllmSaves:
         self.recalled = 0
         self._size = block_size
         self._run = run
-        self._meters = meters
         self._clock = clock
+        self._keeper = PinKeeper(self.pins, block_size, meters, clock)
         self._names: dict[bytes, str] = {}
         self._numbers = count()
         self._under_way: dict[bytes, asyncio.Task[SaveOutcome]] = {}
         self._unpinning: set[asyncio.Task[None]] = set()
 
-    async def save(self, request: EngineRequest) -> SaveResult | None:
-        """Have what a request asks to save computed and kept, before the request itself."""
-        self.expire()
-        save = request.save
-        if save is None:
-            return None
-        blocks = min(save.tokens, len(request.token_ids)) // self._size
-        return self._counted(await self._keep(save.key, blocks, save.ttl_s, request))
-
     async def keep(self, request: EngineRequest) -> SaveResult | None:
         """Keep the prefixes that a request asks for, as far as they fit, now that all of its prompt has KV."""
-        found: list[SaveResult] = []
-        for kept in request.keep:
-            blocks = min(kept.tokens, len(request.token_ids)) // self._size
-            if not blocks:
-                continue
-            # Equal prefixes are one pin; nobody's request renews another tenant's.
-            key = hash_at(request.block_hashes, blocks - 1) + request.tenant.encode()
-            full = key not in self._names and self.pins.of_tenant(request.tenant) >= MAX_KEPT_PREFIXES
-            if full:
-                found.append(self._refused("over_budget", blocks, request))
-            else:
-                found.append(await self._keep(key, blocks, kept.ttl_s, request))
-            if found[-1].outcome not in ("saved", "present"):
-                return self._counted(found[-1])
-        if not found:
-            return None
-        return self._counted(next((one for one in found if one.outcome == "saved"), found[-1]))
+        results: list[SaveResult] = []
+        blocks = len(request.token_ids) // self._size
+        for wanted in self._keeper.wanted(request, request.block_hashes, blocks):
+            results.append(await self._keep(wanted, request))
+            if results[-1].refused:
+                break
+        return self._keeper.told(request, results)
 
     async def take_over(self, saved: SavedPrefix, prefix: HashedTokens, root: bytes) -> PinOutcome | None:
         """Keep what another replica kept, with what is left of its time; all of it is held here."""
@@ -120,22 +99,17 @@ class VllmSaves:
         for key in self.pins.of_others(weights) if weights else ():
             await self._unpin(key)
 
-    async def _keep(self, key: bytes, blocks: int, ttl_s: float | None, request: EngineRequest) -> SaveResult:
-        if key in self._under_way:
-            outcome = await asyncio.shield(self._under_way[key])
-            outcome = "present" if outcome == "saved" else outcome
-        elif not blocks:
-            outcome = "too_short"
-        elif self.pins.renew(key, ttl_s, self._clock()):
-            outcome = "present"
-        elif blocks > self.pins.budget_blocks:
-            return SaveResult("too_large", blocks * self._size, 0, self.pins.budget_blocks * self._size)
-        else:
-            numbers = [block_number(hash_at(request.block_hashes, i)) for i in range(blocks)]
-            ids = request.token_ids[: blocks * self._size].tolist()
-            pin = self._pin(key, numbers, ttl_s, request.tenant, ids, request.root, request.scope.lora)
-            outcome = await self._begin(key, pin)
-        return self._refused(outcome, blocks, request) if outcome == "over_budget" else SaveResult(outcome)
+    async def _keep(self, wanted: WantedPin, request: EngineRequest) -> SaveResult:
+        numbers = [block_number(hash_at(request.block_hashes, i)) for i in range(wanted.blocks)]
+        if wanted.key in self._under_way:
+            outcome = await asyncio.shield(self._under_way[wanted.key])
+            return self._keeper.pinned("present" if outcome == "saved" else outcome, request.tenant, numbers)
+        result = self._keeper.without_pinning(wanted, request.tenant, numbers)
+        if result is None:
+            ids = request.token_ids[: wanted.blocks * self._size].tolist()
+            pin = self._pin(wanted.key, numbers, wanted.ttl_s, request.tenant, ids, request.root, request.scope.lora)
+            result = self._keeper.pinned(await self._begin(wanted.key, pin), request.tenant, numbers)
+        return result
 
     async def _begin(self, key: bytes, pin: Coroutine[Any, Any, SaveOutcome]) -> SaveOutcome:
         """Run a pin to its end, whoever leaves meanwhile: others may wait for it."""
@@ -188,14 +162,3 @@ class VllmSaves:
             await self._run(Job("unpin", name, 0, 0), [0], bytes(HASH_BYTES), "")
         except Exception:
             _log.exception("vLLM did not let go of kept blocks")
-
-    def _refused(self, outcome: SaveOutcome, blocks: int, request: EngineRequest) -> SaveResult:
-        """Return what a client is told of a save for which there is no room."""
-        numbers = (block_number(hash_at(request.block_hashes, i)) for i in range(blocks))
-        more = blocks - self.pins.pinned_leading(numbers, request.tenant)
-        held, budget = self.pins.room(request.tenant)
-        return SaveResult(outcome, more * self._size, held * self._size, budget * self._size)
-
-    def _counted(self, result: SaveResult) -> SaveResult:
-        self._meters.saves[result.outcome] += 1
-        return result

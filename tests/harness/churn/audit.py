@@ -31,9 +31,9 @@ BOUNDED = (
 belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
-    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "WaitingByTenant._waiting"),
+    *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
-    *("Admission._reserved", "Admission._running", "PromptSaves._under_way", "PromptSaves._by_key", "Outbox._batches"),
+    *("RunningSet._reserved", "RunningSet._running", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
 """Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
@@ -57,27 +57,26 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
     _hold(sizes.get("LoraLayers._stacked", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
-    if engine._tier_loader is not None:
-        _audit_tiers(engine._tier_loader.tiers)
+    _audit_tiers(engine._tier_loader.tiers)
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
     held = {"pool": engine._cache.index.hashes()}
-    tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
-    if tiers is not None and tiers._host is not None:
+    tiers = engine._tier_loader.tiers
+    if tiers._host is not None:
         held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
-    if tiers is not None and tiers.disk is not None:
+    if tiers.disk is not None:
         held["disk"] = tiers.disk.tier.hashes()
     return held
 
 
 def settled(engine: TorchEngine) -> bool:
     """Whether nothing is on its way to disk and every event was delivered."""
-    tier_loader = engine._tier_loader
-    if engine._cache._events or (tier_loader is not None and tier_loader.tiers.has_news):
+    tiers = engine._tier_loader.tiers
+    if engine._cache._events or tiers.has_news:
         return False
-    disk = tier_loader.tiers.disk if tier_loader is not None else None
+    disk = tiers.disk
     return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
 
 

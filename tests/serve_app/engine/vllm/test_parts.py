@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import AdapterError, EngineOutput, QueueFull
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.arguments import EXECUTOR, engine_arguments, lora_rank, set_environment
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests, Outbox
+from serve_app.engine.vllm.live_requests import LiveRequest, LiveRequests
 from serve_app.engine.vllm.sampling.token_choice import choice_of
 from serve_app.engine.vllm.settings import VllmSettings
 from tests.serve_app.engine.adapters import described, save_plain
@@ -128,7 +129,7 @@ def live(name: str, tenant: str = "default") -> LiveRequest:
 
 def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
     """Among several tenants one alone fills seven eighths of the line; whoever has a token waits no more."""
-    line = LiveRequests(8, tenants=2)
+    line = LiveRequests(8, {"flood": 1.0, "calm": 1.0}, lambda: 0.0)
     flood = [live(str(number), "flood") for number in range(7)]
     for one in flood:
         line.check(one.request.request_id, "flood", 1.0)
@@ -148,9 +149,9 @@ def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:
 
 def test_a_submitter_gets_the_outputs_of_a_turn_together() -> None:
     """And a sink that fails harms nobody else."""
-    soon: list[Any] = []
+    soon: list[None] = []
     got: list[list[EngineOutput]] = []
-    box = Outbox(soon.append)
+    box = Outbox(lambda: soon.append(None))
 
     def fails(outputs: Any) -> None:
         raise RuntimeError
@@ -159,7 +160,7 @@ def test_a_submitter_gets_the_outputs_of_a_turn_together() -> None:
     for name in "abc":
         box.add(got.append, EngineOutput(name))
     assert len(soon) == 1
-    soon[0]()
+    box.deliver()
     assert [[output.request_id for output in batch] for batch in got] == [["a", "b", "c"]]
     box.add(got.append, EngineOutput("d"))
     assert len(soon) == 2

@@ -107,7 +107,7 @@ def test_vllm_keeps_what_is_pinned_and_no_more(
             if kind == "save":
                 key, blocks, tenant, ttl_s = values
                 wanted = saving(key, blocks, ttl_s, tenant=tenant)  # type: ignore[arg-type]
-                begun.append(asyncio.ensure_future(saves.save(wanted)))
+                begun.append(asyncio.ensure_future(saves.keep(wanted)))
             elif kind == "keep":
                 key, blocks, tenant, ttl_s = values
                 wanted = asked(blocks * SIZE + 1, key, tenant, keep=(KeptPrefix(blocks * SIZE, ttl_s),))  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_what_a_client_is_told() -> None:
 
     async def work() -> None:
         made = Made()
-        save = made.saves.save
+        save = made.saves.keep
         assert await save(asked(9)) is None
         assert await save(saving(1, 0)) == SaveResult("too_short")
         one, two = await asyncio.gather(save(saving(1, 6)), save(saving(1, 6)))
@@ -175,7 +175,7 @@ def test_time_runs_from_the_last_read() -> None:
     async def work() -> None:
         made = Made()
         for key in (1, 2):
-            await made.saves.save(saving(key, 3, 10.0))
+            await made.saves.keep(saving(key, 3, 10.0))
         made.now_s = 8
         made.saves.read(asked(14, 1).block_hashes, 3)
         made.saves.read(asked(14, 2).block_hashes, 2)
@@ -197,9 +197,9 @@ def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
 
     async def work() -> None:
         made = Made()
-        first = asyncio.ensure_future(made.saves.save(saving(1, 3)))
+        first = asyncio.ensure_future(made.saves.keep(saving(1, 3)))
         await asyncio.sleep(0)
-        second = asyncio.ensure_future(made.saves.save(saving(1, 3)))
+        second = asyncio.ensure_future(made.saves.keep(saving(1, 3)))
         await asyncio.sleep(0)
         first.cancel()
         assert await second == SaveResult("present")
