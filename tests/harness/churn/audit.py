@@ -24,7 +24,7 @@ class Imbalance(Exception):
 
 
 BOUNDED = (
-    *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
+    *("table Account.leaves", "table Pins._expiries"),
     *("AdapterSlots", "LoraPair", "table LoraLayers", "_Bundle", "table _Bundle", "_Stack", "table AdapterSlots"),
 )
 """Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
@@ -65,10 +65,8 @@ def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
     held = {"pool": engine._cache.index.hashes()}
     tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
-    if tiers is not None and tiers._host is not None:
-        held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
-    if tiers is not None and tiers.disk is not None:
-        held["disk"] = tiers.disk.tier.hashes()
+    for tier, index in tiers.indexes.items() if tiers is not None else ():
+        held[tier] = frozenset(entry.block.block_hash for entry in index)
     return held
 
 
@@ -78,7 +76,7 @@ def settled(engine: TorchEngine) -> bool:
     if engine._cache._events or (tier_loader is not None and tier_loader.tiers.has_news):
         return False
     disk = tier_loader.tiers.disk if tier_loader is not None else None
-    return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
+    return disk is None or disk.idle
 
 
 def tables(root: object) -> dict[str, int]:
@@ -164,14 +162,14 @@ def _audit_index(cache: PrefixCache) -> None:
 
 
 def _audit_tiers(tiers: Any) -> None:
-    host, disk = tiers._host, tiers.disk
+    host, disk = tiers.host, tiers.disk
+    for tier, index in tiers.indexes.items():
+        held = sum(index.holdings().values())
+        _hold(held == index.used_bytes, f"tenants hold {held} bytes of the {tier} tier, which holds {index.used_bytes}")
     if host is not None:
         _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
-        _hold(sum(host.index.holdings().values()) == host.used_bytes, "tenants hold other bytes than host memory")
     if disk is not None:
-        held = sum(disk.tier.index.holdings().values())
-        _hold(held == disk.tier.used_bytes, f"tenants hold {held} bytes on disk, where {disk.tier.used_bytes} are used")
-        _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
+        _hold(disk.tier.index.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
 
 
 def _hold(law: bool, otherwise: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache.prefix.block_pool import BlockPool, PoolExhausted
+from serve_app.cache.prefix.block_pool import BlockPool
 
 
 def test_blocks_come_in_ascending_neighbours_again_after_a_release_tail_first() -> None:
@@ -17,14 +17,6 @@ def test_blocks_come_in_ascending_neighbours_again_after_a_release_tail_first() 
     for block in reversed(blocks):
         pool.release(block, keep=False)
     assert pool.take(8) == list(range(8))
-
-
-def test_too_many_blocks_take_none() -> None:
-    """A refused take changes nothing."""
-    pool = BlockPool(2)
-    with pytest.raises(PoolExhausted):
-        pool.take(3)
-    assert pool.free_blocks == 2
 
 
 def test_a_block_cannot_be_released_twice() -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache.prefix.block_pool import PoolExhausted
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from tests.serve_app.cache.prefix.test_prefix_cache import fill, hits, tokens
@@ -24,20 +23,6 @@ class Clock:
 def pinning(num_blocks: int, budget: int) -> tuple[PrefixCache, Clock]:
     clock = Clock()
     return PrefixCache(num_blocks, 1, pin_budget_blocks=budget, clock=clock), clock
-
-
-def test_a_pinned_prefix_survives_any_pressure() -> None:
-    """Everything else is evicted around it; a block more is refused instead. (docs/caching.md)"""
-    cache, _ = pinning(6, 3)
-    blocks = fill(cache, tokens(1, 2, 3))
-    assert cache.pin(b"k", blocks) == "pinned"
-    cache.release(blocks)
-    for number in range(20):
-        cache.release(fill(cache, tokens(100 + number, 1, 2)))
-    with pytest.raises(PoolExhausted):
-        cache.allocate(4)
-    assert hits(cache, tokens(1, 2, 3, 4)) == blocks
-    assert cache.pinned_idle_blocks() == 3
 
 
 def test_the_budget_counts_each_block_once() -> None:
@@ -97,23 +82,6 @@ def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
     assert not cache.renew_pin(b"other", None)
 
 
-def test_an_ended_pin_is_not_ended_again_under_the_same_key() -> None:
-    """The first pin's time must not end the second one, made under its key later."""
-    cache, clock = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"k", blocks, 10.0)
-    cache.unpin(b"k")
-    clock.now_s += 5
-    cache.pin(b"k", blocks, 10.0)
-    clock.now_s += 6
-    cache.expire_pins()
-    assert len(cache.pins) == 1
-    clock.now_s += 4
-    cache.expire_pins()
-    assert len(cache.pins) == 0
-    assert cache.pins.next_expiry_s is None
-
-
 def test_ended_pins_leave_no_line_behind() -> None:
     """Pinned for an hour and let go a thousand times: what waits for its hour's end stays as small as the pins are."""
     cache, clock = pinning(8, 4)
@@ -129,15 +97,6 @@ def test_ended_pins_leave_no_line_behind() -> None:
     clock.now_s += 1
     cache.expire_pins()
     assert not list(cache.pins)
-
-
-def test_a_reset_releases_pins() -> None:
-    cache, _ = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"k", blocks)
-    cache.release(blocks)
-    assert cache.reset()
-    assert (cache.pool.free_blocks, cache.pins.blocks, len(cache.index)) == (8, 0, 0)
 
 
 def test_only_cached_blocks_can_be_pinned() -> None:
@@ -189,27 +148,6 @@ def test_a_share_of_the_budget_is_there_for_whoever_comes_later() -> None:
     assert list(cache.pins) == [b"1", b"4", b"5"], "what is within a share stays"
 
 
-def test_one_block_over_a_share_is_recalled() -> None:
-    """And at the share exactly nothing is: neither of those who have so much, nor for those who would have more."""
-    cache = shared(4, a=1, b=1)
-    assert cache.pin(b"3", fill(cache, tokens(1, 2, 3)), tenant="a") == "pinned"
-    assert cache.pin(b"2", fill(cache, tokens(4, 5)), tenant="b") == "pinned"
-    assert (list(cache.pins), cache.recalled_pins) == ([b"2"], 1)
-    assert cache.pin(b"4", fill(cache, tokens(6, 7)), tenant="a") == "pinned"
-    assert cache.pin(b"1", fill(cache, tokens(8)), tenant="b") == "over_budget"
-    assert (cache.pins.holdings(), cache.recalled_pins) == ({"a": 2, "b": 2}, 1)
-
-
-def test_nobody_is_recalled_in_vain() -> None:
-    """A prefix longer than its tenant's share takes nothing from anybody, nor does one that is pinned already."""
-    cache = shared(8, a=1, b=1)
-    for head in (1, 2):
-        cache.pin(str(head).encode(), fill(cache, tokens(head, 1, 2)), tenant="a")
-    assert cache.pin(b"long", fill(cache, tokens(3, 1, 2, 3, 4)), tenant="b") == "over_budget"
-    assert cache.pin(b"1", fill(cache, tokens(1, 1, 2)), tenant="b") == "present"
-    assert cache.recalled_pins == 0
-
-
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
     """Among several tenants it borrows; where there is one tenant or none, the budget is everybody's."""
     cache = shared(4, a=1, b=1)
@@ -220,16 +158,6 @@ def test_a_tenant_that_nobody_named_has_no_share() -> None:
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
         assert pins.recall([4, 5], "a") is None
-
-
-def test_a_block_pinned_by_two_tenants_counts_for_both_and_once_in_all() -> None:
-    cache = shared(4, a=1, b=1)
-    blocks = fill(cache, tokens(1, 2))
-    assert cache.pin(b"a", blocks, tenant="a") == "pinned"
-    assert cache.pin(b"b", blocks, tenant="b") == "pinned"
-    assert (cache.pins.blocks, cache.pins.holdings()) == (2, {"a": 2, "b": 2})
-    assert cache.unpin(b"a")
-    assert (cache.pins.blocks, cache.pins.holdings()) == (2, {"b": 2})
 
 
 @given(

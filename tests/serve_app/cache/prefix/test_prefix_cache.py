@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, hash_blocks
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.prefix.block_pool import PoolExhausted
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 SCOPE = PrefixScope("m", salt=b"tenant a")
@@ -34,24 +33,6 @@ def fill(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: 
 
 def hits(cache: PrefixCache, ids: TokenArray, scope: PrefixScope = SCOPE, root: bytes = ROOT) -> list[int]:
     return cache.match(scope, ids, cache.chain(root, ids))
-
-
-def test_the_last_prompt_token_is_never_matched() -> None:
-    """A prompt that is cached whole still leaves its last block to compute, for the logits. (docs/caching.md)"""
-    cache = PrefixCache(8, 2)
-    blocks = fill(cache, tokens(1, 2, 3, 4))
-    assert hits(cache, tokens(1, 2, 3, 4)) == blocks[:1]
-    assert hits(cache, tokens(1, 2, 3, 4, 5)) == blocks
-    assert hits(cache, tokens(1, 2)) == []
-
-
-def test_a_block_that_is_not_published_is_not_matched() -> None:
-    cache = PrefixCache(8, 2)
-    ids = tokens(1, 2, 3, 4)
-    blocks = cache.allocate(2)
-    assert hits(cache, ids) == []
-    cache.publish(SCOPE, ids, cache.chain(ROOT, ids), blocks, 0, 1)
-    assert hits(cache, ids) == blocks[:1]
 
 
 def constant_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
@@ -106,14 +87,6 @@ def test_no_collision_gives_a_block_of_other_tokens_or_of_another_scope(
                 content.setdefault(block, (scope.at(i), ids[: 2 * i + 2]))
 
 
-def test_equal_tokens_under_another_parent_collide_without_a_hit() -> None:
-    """Block 1 is equal in hash, tokens and scope, but hangs under other tokens: it is not this prefix's KV."""
-    cache = PrefixCache(16, 2, hash_chain=constant_chain)
-    fill(cache, tokens(1, 2, 3, 4, 5))
-    assert hits(cache, tokens(7, 8, 3, 4, 5)) == []
-    assert cache.publish(SCOPE, tokens(7, 8, 3, 4), constant_chain(ROOT, tokens(7, 8, 3, 4), 2), [8, 9], 0, 2) == 0
-
-
 def orphan_chain(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
     """A hash of a block's own tokens alone: equal blocks under different prefixes collide."""
     return b"".join(
@@ -130,14 +103,6 @@ def test_a_block_counts_only_under_its_own_parent() -> None:
     assert hits(cache, tokens(7, 8, 3, 4, 5)) == own[:1]
     other = fill(cache, tokens(7, 8, 3, 4, 5))
     assert hits(cache, tokens(1, 2, 3, 4, 5))[1] != other[1]
-
-
-def test_uncached_blocks_come_back_as_neighbours() -> None:
-    """What a sequence gives back is handed out again in the same ascending order, as one run."""
-    cache = PrefixCache(8, 2)
-    blocks = cache.allocate(5)
-    cache.release(blocks)
-    assert cache.allocate(5) == blocks == [0, 1, 2, 3, 4]
 
 
 def test_duplicates_collapse_onto_the_first_block() -> None:
@@ -182,14 +147,6 @@ def test_a_use_moves_a_prefix_to_the_end_of_the_line() -> None:
     cache.acquire(again)
     cache.release(again)
     assert sorted(cache.allocate(2)) == sorted(new)
-
-
-def test_a_block_in_use_is_never_evicted() -> None:
-    cache = PrefixCache(4, 1)
-    held = fill(cache, tokens(1, 2, 3))
-    with pytest.raises(PoolExhausted):
-        cache.allocate(2)
-    assert cache.allocate(1)[0] not in held
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.integers(1, 6))

@@ -12,7 +12,7 @@ from serve_app.cache.tiers.disk import ACTIVE_S, DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles
 from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
+from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, held, path
 
 SHARES = {"a": 1.0, "b": 1.0}
 
@@ -36,14 +36,14 @@ class Disk:
 
     def seen(self, *tenants: str) -> None:
         for tenant in tenants:
-            self.tier.seen(account_key(tenant))
+            self.tier.index.touch(account_key(tenant))
 
     def store(self, tenant: str, *numbers: int, saved_until_s: float | None = None) -> list[bool]:
         blocks = [self.block(tenant, number) for number in numbers]
         return [self.tier.store(block, content(block), saved_until_s) for block in blocks]
 
     def held(self, *, saved: bool | None = None) -> list[int]:
-        hashes = self.tier.hashes(saved=saved)
+        hashes = held(self.tier.index, saved=saved)
         return [number for number in range(100) if self.block("", number).block_hash in hashes]
 
 
@@ -131,7 +131,7 @@ def test_a_smaller_bound_is_reached_by_shares(tmp_path: Path) -> None:
     now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
     disk = Disk(tmp_path, files=4, now_s=now_s)
     assert disk.held() == [6, 7, 20, 21]
-    assert disk.tier.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
+    assert disk.tier.index.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
 
 
 def test_who_did_not_come_for_a_day_gives_first_after_a_restart_too(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.protocol.block_hash import split_chain, xor_of_words
-from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, held, path
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
@@ -55,6 +55,9 @@ class TierMachine(RuleBasedStateMachine):
     def work(self) -> None:
         while self.tiers.disk is not None and self.tiers.disk.run():
             pass
+
+    def on_disk(self, *, saved: bool | None = None) -> set[bytes]:
+        return held(self.tiers.indexes["disk"], saved=saved) if self.disk_blocks else set()
 
     @rule(branches=PATHS)
     def spill(self, branches: list[int]) -> None:
@@ -108,7 +111,7 @@ class TierMachine(RuleBasedStateMachine):
         self.work()
         if len(self.saved | wanted) <= self.disk_blocks:
             self.saved |= wanted
-            assert wanted <= (self.tiers.disk.tier.hashes(saved=True) if self.tiers.disk is not None else set())
+            assert wanted <= self.on_disk(saved=True)
 
     @rule()
     def settle(self) -> None:
@@ -125,32 +128,24 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """A closed engine's disk is a new engine's disk; host memory went down to it first."""
-        disk = self.tiers.disk
-        held = set(self.naive.line)
-        if disk is not None:
-            self.work()
-            held |= disk.tier.hashes()
+        self.work()
+        expected = self.on_disk() | set(self.naive.line)
         self.tiers.close(1e9)
         self.open()
-        if self.tiers.disk is not None and len(held) <= self.disk_blocks:
-            assert self.tiers.disk.tier.hashes() == held
+        if self.tiers.disk is not None and len(expected) <= self.disk_blocks:
+            assert self.on_disk() == expected
 
     @invariant()
     def announced_equals_held(self) -> None:
         if not hasattr(self, "tiers"):
             return
         for event in self.tiers.take_events():
-            held = self.announced[event.tier]
-            if isinstance(event, BlocksStored):
-                for block_hash in split_chain(event.hashes):
-                    assert block_hash not in held
-                    held.add(block_hash)
-            else:
-                assert isinstance(event, BlocksRemoved)
-                for block_hash in split_chain(event.hashes):
-                    held.remove(block_hash)
+            told = self.announced[event.tier]
+            for block_hash in split_chain(event.hashes):
+                assert isinstance(event, BlocksStored) == (block_hash not in told)
+                told ^= {block_hash}
         assert self.announced["host"] == set(self.naive.line)
-        assert self.announced["disk"] == (self.tiers.disk.tier.hashes() if self.tiers.disk is not None else set())
+        assert self.announced["disk"] == self.on_disk()
         for digest in self.tiers.digests():
             told = self.announced[digest.tier]
             assert (digest.blocks, digest.xor) == (len(told), xor_of_words(b"".join(told)))
