@@ -8,7 +8,7 @@ it is part of, older ones in part. Entries flow in, plain data that can cross pr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock
+from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 
 Kind = Literal["save", "public", "prefix"]
@@ -100,17 +101,6 @@ class HotPrefixes:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedBlocks:
-    """A pin as ``list_hot`` needs it: ``left_s`` is inf without a TTL."""
-
-    key: bytes
-    tenant: str
-    blocks: Sequence[int]
-    ttl_s: float | None
-    left_s: float
-
-
 @dataclass(slots=True)
 class _Run:
     """A run that grows."""
@@ -139,12 +129,11 @@ def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
     return {block: count + math.exp((used_s[block] - now_s) / HEAT_MEMORY_S) for block, count in hits.items()}
 
 
-def list_hot(entries: Sequence[CachedBlock], pins: Iterable[PinnedBlocks], now_s: float) -> HotPrefixes:
+def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) -> HotPrefixes:
     """Return what an index holds, in order. ``entries``: all of it, parents first. O(blocks log runs).
 
     A run also ends where heat has halved: what many use of a long prefix goes before what few do.
     """
-    pins = list(pins)
     pinned = {block for pin in pins for block in pin.blocks}
     tails = {pin.blocks[-1] for pin in pins}
     heat = heats(entries, now_s)
@@ -169,13 +158,10 @@ def list_hot(entries: Sequence[CachedBlock], pins: Iterable[PinnedBlocks], now_s
     return HotPrefixes(
         tuple(_freeze(runs[old], heat, place) for old in order),
         tuple(
-            SavedPrefix(
-                pin.key, pin.tenant, pin.ttl_s, 0.0 if pin.ttl_s is None else max(0.0, pin.ttl_s - pin.left_s),
-                place[run_of[pin.blocks[-1]]],
-            )
+            SavedPrefix(pin.key, pin.tenant, pin.ttl_s, pin.unread_s(now_s), place[run_of[pin.blocks[-1]]])
             for pin in pins
         ),
-    )  # fmt: skip
+    )
 
 
 def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:

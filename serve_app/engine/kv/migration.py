@@ -16,7 +16,6 @@ from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import (
     HashedTokens,
     HotPrefixes,
-    PinnedBlocks,
     SavedPrefix,
     idle_heats,
     list_hot,
@@ -41,16 +40,8 @@ class CacheMigration:
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return all that the pool holds, saves and the hottest first."""
-        now_s = self.clock()
-
-        def look() -> tuple[list[CachedBlock], list[PinnedBlocks]]:
-            pins = [
-                PinnedBlocks(pin.key, pin.tenant, pin.blocks, pin.ttl_s, pin.expires_s - now_s)
-                for pin in self.cache.pins.soonest_first()
-            ]
-            return list(self.cache.index), pins
-
-        return list_hot(*self.on_loop(look), now_s)
+        entries, pins = self.on_loop(lambda: (list(self.cache.index), self.cache.pins.soonest_first()))
+        return list_hot(entries, pins, self.clock())
 
     def cache_room(self) -> CacheRoom:
         """Return how much of the pool is free, and how hot the rest is that could be evicted."""

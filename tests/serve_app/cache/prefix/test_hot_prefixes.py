@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
-from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, PinnedBlocks, idle_heats, list_hot, within
+from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 SIZE = 2
@@ -72,11 +72,7 @@ class Used:
         return hits + math.exp((max(use[2] for use in uses) - self.now_s) / HEAT_MEMORY_S)
 
     def hot(self) -> HotPrefixes:
-        pins = [
-            PinnedBlocks(pin.key, pin.tenant, pin.blocks, pin.ttl_s, pin.expires_s - self.now_s)
-            for pin in self.cache.pins.soonest_first()
-        ]
-        return list_hot(list(self.cache.index), pins, self.now_s)
+        return list_hot(list(self.cache.index), self.cache.pins.soonest_first(), self.now_s)
 
 
 @given(Prompts, st.integers(0, 3))

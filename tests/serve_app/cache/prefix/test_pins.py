@@ -82,23 +82,6 @@ def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
     assert not cache.renew_pin(b"other", None)
 
 
-def test_ended_pins_leave_no_line_behind() -> None:
-    """Pinned for an hour and let go a thousand times: what waits for its hour's end stays as small as the pins are."""
-    cache, clock = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"kept", blocks, 7200.0)
-    for _ in range(1000):
-        cache.pin(b"k", blocks, 3600.0)
-        cache.unpin(b"k")
-    assert len(cache.pins._expiries) < 100
-    clock.now_s += 7199
-    cache.expire_pins()
-    assert list(cache.pins) == [b"kept"]
-    clock.now_s += 1
-    cache.expire_pins()
-    assert not list(cache.pins)
-
-
 def test_only_cached_blocks_can_be_pinned() -> None:
     cache, _ = pinning(8, 4)
     for blocks in ([], cache.allocate(1)):
