@@ -51,7 +51,7 @@ def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Pa
     path = variant_of(demo_model_path, tmp_path / "model", None)
     (path / "chat_template.jinja").write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
     asked = ["enable_thinking", "enable", "enable_thinkin", ""]
-    assert list(PromptTokenizer(path).unread_variables(asked)) == ["enable", "enable_thinkin", ""]
+    assert list(PromptTokenizer(path).template.unread(asked)) == ["enable", "enable_thinkin", ""]
 
 
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:

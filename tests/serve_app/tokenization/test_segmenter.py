@@ -46,20 +46,3 @@ def test_a_text_is_cut_by_the_rule(tokens: list[str], parts: list[str], least: i
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MIN_SEGMENT_BYTES", least)
         assert made.cut(raw) == (plain_cut(tokens, raw, least) if made.exact else [len(raw)] * bool(raw))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "skips"),
-    [
-        (["<|im_start|>", "<|im_end|>"], True),
-        (["<a>", "<a><b>"], True),
-        (["<b>", "<a><b>"], False),
-        (["<a>", "<a>b"], True),
-        (["<a>", "><"], False),
-        (["abcabc"], False),
-        (["abcd", "bc"], False),
-        (["abc", "cde"], False),
-    ],
-)
-def test_a_search_skips_ahead_unless_tokens_may_overlap(tokens: list[str], skips: bool) -> None:
-    assert segmenter(tokens)._skips is skips

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer
 
 from router.protocol.block_hash import extend_chain, hash_blocks
 from serve_app.errors import InvalidRequest
 from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segmenter import MIN_SEGMENT_BYTES
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.serve_app.tokenization.conversations import conversation
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
@@ -169,22 +165,6 @@ def test_prompts_given_as_ids(tokenizer: PromptTokenizer) -> None:
     for wrong in (-1, tokenizer.vocab_size, 10**30):
         with pytest.raises(InvalidRequest, match="Token ids must be from 0 to 4095"):
             tokenizer.encode_ids([1, wrong], ROOT)
-
-
-def test_segments_are_kept_when_the_text_grows(tokenizer: PromptTokenizer) -> None:
-    """Every cut of a text but its end is a cut of each longer text, and no segment is shorter than the minimum."""
-    text = conversation(30, 700).encode()
-    ends = tokenizer._segmenter.cut(text)
-    longer = tokenizer._segmenter.cut(text + b"<|im_start|>" * 300)
-    assert longer[: len(ends) - 1] == ends[:-1]
-    assert all(b - a >= MIN_SEGMENT_BYTES for a, b in zip([0, *ends], ends[:-1], strict=False))
-
-
-def test_the_reference_tokenizer_is_the_checkpoints(demo_model_path: Path, tokenizer: PromptTokenizer) -> None:
-    """Loading for serving changed nothing: a fresh AutoTokenizer gives the same ids."""
-    text = json.dumps({"text": "Grüße, 世界 🌍\n\n  x = [1, 2]"}) + "<|im_end|>"
-    fresh = AutoTokenizer.from_pretrained(demo_model_path)(text)["input_ids"]
-    assert tokenizer.encode(text, ROOT).token_ids.tolist() == fresh
 
 
 def test_a_sentencepiece_like_tokenizer_is_cut_exactly_too(demo_model_path: Path, tmp_path: Path) -> None:

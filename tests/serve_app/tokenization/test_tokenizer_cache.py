@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.protocol.block_hash import hash_blocks
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.conversations import conversation
 
@@ -33,14 +32,6 @@ def test_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
     hits = tokenizer.stats().hits
     tokenizer.encode(text, OTHER_ROOT)
     assert tokenizer.stats().hits == hits
-
-
-def test_hashes_are_right_after_ids_were_evicted_and_in_another_context(tokenizer: PromptTokenizer) -> None:
-    """A segment known from one conversation is hashed anew behind another beginning."""
-    shared = conversation(3, 1600)
-    for beginning in ("", "<|im_start|>system\nA<|im_end|>" * 60, "<|im_start|>system\nBB<|im_end|>" * 60):
-        encoded = tokenizer.encode(beginning + shared, ROOT)
-        assert encoded.block_hashes == hash_blocks(ROOT, encoded.token_ids, 16)
 
 
 def test_the_result_belongs_to_the_caller(tokenizer: PromptTokenizer) -> None:
@@ -76,15 +67,6 @@ def test_what_is_charged_is_what_is_taken(demo_model_path: Path, texts: int, tur
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 < cached.stats().bytes / taken < 1.2
-
-
-def test_a_cache_of_no_bytes_works(demo_model_path: Path) -> None:
-    """Nothing is kept and the results are right."""
-    cached = PromptTokenizer(demo_model_path, cache_bytes=0)
-    first, second = (cached.encode(conversation(3, 1200), ROOT) for _ in range(2))
-    assert first.token_ids.tolist() == second.token_ids.tolist()
-    assert first.block_hashes == second.block_hashes
-    assert (cached.stats().entries, cached.stats().bytes, cached.stats().hits) == (0, 0, 0)
 
 
 def test_of_a_known_conversation_nothing_is_tokenized_or_hashed(

@@ -84,18 +84,3 @@ def test_a_cancelled_caller_does_not_take_the_others_down(tokenizer: PromptToken
         return await second
 
     assert asyncio.run(ask()).token_ids.tolist() == tokenizer._tokenizer(text)["input_ids"]
-
-
-def test_the_loop_runs_on_while_a_megabyte_is_tokenized(tokenizer: PromptTokenizer) -> None:
-    """Another task gets its turns before a cold encode is done: the thread leaves it the interpreter."""
-    text = conversation(40, 25_000)
-
-    async def turns() -> int:
-        task = asyncio.create_task(tokenizer.encode_async(text, ROOT, "a"))
-        taken = 0
-        while not task.done():
-            await asyncio.sleep(0.001)
-            taken += 1
-        return taken
-
-    assert asyncio.run(turns()) > 5

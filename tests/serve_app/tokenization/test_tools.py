@@ -12,7 +12,7 @@ from serve_app.errors import InvalidRequest
 from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
-from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family, without_tools
+from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Rain?"}
@@ -39,13 +39,6 @@ def test_a_template_with_tools_is_known_and_its_format_too(name: str, load: Load
     tokenizer = load(name)
     assert tokenizer.template.reads_tools
     assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
-
-
-def test_a_template_without_tools_is_known(demo_model_path: Path, tmp_path: Path) -> None:
-    """No format is guessed for it."""
-    tokenizer = PromptTokenizer(without_tools(demo_model_path, tmp_path / "model"))
-    assert not tokenizer.template.reads_tools
-    assert find_format(tokenizer.template.source, tokenizer.special_tokens) is None
 
 
 @pytest.mark.parametrize(
