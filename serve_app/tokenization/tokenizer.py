@@ -103,7 +103,8 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._template = ChatTemplate(self._tokenizer)
+        self.template = ChatTemplate(self._tokenizer)
+        """The checkpoint's own chat template."""
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
@@ -122,11 +123,6 @@ class PromptTokenizer:
         """The special tokens' texts."""
         return self._texts.special_tokens
 
-    @property
-    def template(self) -> ChatTemplate:
-        """The checkpoint's own chat template."""
-        return self._template
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,7 +134,7 @@ class PromptTokenizer:
         **template_kwargs: Any,
     ) -> RenderedPrompt:
         """Apply the checkpoint's own chat template; see ``ChatTemplate.render``. ``offered``: tools."""
-        return self._template.render(
+        return self.template.render(
             messages, add_generation_prompt, template_kwargs, offered, continue_final_message=continue_final_message
         )
 

@@ -14,32 +14,22 @@ from tests.serve_app.tokenization.conversations import conversation
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 
 
-def test_a_grown_conversation_tokenizes_only_what_is_new(tokenizer: PromptTokenizer) -> None:
-    """The second turn misses the segments of the new text, not those of the history."""
+def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
+    """Of a grown conversation one segment is new; to another scope the whole is as unknown as any other text."""
     history = conversation(20, 1500)
-    tokenizer.encode(history, ROOT)
-    before = tokenizer.stats()
-    tokenizer.encode(history + "<|im_start|>user\nnew<|im_end|>\n", ROOT)
-    after = tokenizer.stats()
-    assert after.misses - before.misses == 1
-    assert after.hits - before.hits >= 19
-
-
-def test_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
-    """A text another scope has sent is as unknown as any other, so timing tells nothing."""
-    text = conversation(5, 2000)
-    tokenizer.encode(text, ROOT)
-    hits = tokenizer.stats().hits
-    tokenizer.encode(text, OTHER_ROOT)
-    assert tokenizer.stats().hits == hits
-
-
-def test_the_result_belongs_to_the_caller(tokenizer: PromptTokenizer) -> None:
-    """Writing into one result changes no later one."""
-    first = tokenizer.encode("<|im_start|>hello", ROOT).token_ids
-    kept = first.tolist()
-    first[:] = 0
-    assert tokenizer.encode("<|im_start|>hello", ROOT).token_ids.tolist() == kept
+    segments = tokenizer.stats().entries + len(tokenizer._segmenter.cut(history.encode()))
+    for root, text, hits, misses in (
+        (ROOT, history, 0, segments),
+        (ROOT, history + "<|im_start|>user\nnew<|im_end|>\n", segments - 1, 1),
+        (OTHER_ROOT, history, 0, segments),
+    ):
+        before = tokenizer.stats()
+        ids = tokenizer.encode(text, root).token_ids
+        after = tokenizer.stats()
+        assert (after.hits - before.hits, after.misses - before.misses) == (hits, misses)
+        kept = ids.tolist()
+        ids[:] = 0
+        assert tokenizer.encode(text, root).token_ids.tolist() == kept, "a result belongs to its caller"
 
 
 def test_the_cache_stays_in_its_bound(demo_model_path: Path) -> None:

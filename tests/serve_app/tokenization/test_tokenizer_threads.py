@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,15 @@ def test_threads_agree(demo_model_path: Path) -> None:
     """Eight threads over one small cache all get the right answer."""
     cached = PromptTokenizer(demo_model_path, cache_bytes=30_000)
     texts = [conversation(3 + i, 1100) for i in range(6)]
-    expected = [cached._tokenizer(text)["input_ids"] for text in texts]
-    wrong: list[int] = []
+    expected = [np.array(cached._tokenizer(text)["input_ids"], dtype=np.int32) for text in texts]
+    hashes = [hash_blocks(ROOT, ids, 16) for ids in expected]
 
-    def work(offset: int) -> None:
-        for step in range(30):
-            i = (offset + step) % len(texts)
-            encoded = cached.encode(texts[i], ROOT)
-            ids = np.array(expected[i], dtype=np.int32)
-            if encoded.token_ids.tolist() != expected[i] or encoded.block_hashes != hash_blocks(ROOT, ids, 16):
-                wrong.append(i)
+    def right(step: int) -> bool:
+        encoded = cached.encode(texts[step % 6], ROOT)
+        return np.array_equal(encoded.token_ids, expected[step % 6]) and encoded.block_hashes == hashes[step % 6]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(right, range(240)))
     assert cached.stats().bytes <= 30_000
 
 

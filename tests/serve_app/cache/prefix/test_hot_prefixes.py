@@ -129,12 +129,3 @@ def test_idle_heats_are_those_of_the_blocks_ascending(requests: list[tuple[str, 
     found = np.frombuffer(idle_heats(list(used.cache.index), idle, used.now_s), "<f4")
     expected = sorted(used.heat(chain) for chain in used.chains)
     assert np.allclose(found, expected, rtol=1e-5)
-
-
-def test_a_long_prefix_is_told_in_parts_as_its_heat_falls() -> None:
-    """What ten use of it comes before what another prompt's two use, and that before its cold tail."""
-    long, other = [0] * 40, [1] * 8
-    used = Used([("a", long, 0)] + [("a", [*long[:20], 9], 0)] * 9 + [("b", other, 0)] + [("b", [*other, 9], 0)])
-    order = [(run.tenant, run.blocks) for run in used.hot().runs if run.kind == "prefix"]
-    assert order.index(("b", 4)) < len(order) - 1
-    assert order[-1][0] == "a"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 
@@ -74,32 +72,6 @@ def test_a_flood_does_not_evict_what_all_use() -> None:
     assert bench.fill("small", 6, 50, public=4)[:4] == shared
     assert (bench.held("small"), bench.held(PUBLIC), bench.held("flood")) == (2, 4, 18)
     assert bench.cache.quota.fraction("small") == 0.5, "what is public narrows nobody's share"
-
-
-def test_a_public_prompt_that_nobody_asks_for_goes_first() -> None:
-    """Like the blocks of a tenant that is not seen any more; each hit gives it another ten minutes."""
-    bench = Bench(12, a=1.0, b=1.0)
-    bench.fill("a", 5, 1, public=4)
-    bench.now_s = 0.8 * ACTIVE_S
-    bench.fill("a", 5, 1, public=4)
-    bench.now_s = 1.6 * ACTIVE_S
-    for number in range(2, 9):
-        bench.fill("a", 2, number)
-    assert bench.held(PUBLIC) == 4
-    bench.now_s = 2.5 * ACTIVE_S
-    for number in range(9, 20):
-        bench.fill("a", 2, number)
-    assert bench.held(PUBLIC) < 4
-
-
-def test_shares_follow_the_weights() -> None:
-    """Three parts and one part of twelve blocks, both always hungry."""
-    bench = Bench(12, gold=3.0, plain=1.0)
-    order = random.Random(1)
-    for number in range(200):
-        bench.fill(order.choice(["gold", "plain"]), 1, number)
-    assert (bench.held("gold"), bench.held("plain")) == (9, 3)
-    assert bench.cache.quota.fraction("gold") == 0.75
 
 
 def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:

@@ -106,22 +106,6 @@ def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
     assert path(0)[0].block_hash in held(slow.index), "the head of the prefix was used last and is kept"
 
 
-def test_saved_blocks_go_last(tmp_path: Path) -> None:
-    disk = tier(tmp_path, blocks=3)
-    fill(disk, path(1), saved=True)
-    fill(disk, path(2))
-    assert disk.mark([path(2)[0].block_hash, b"unknown"], math.inf) == 1
-    fill(disk, path(3))
-    fill(disk, path(4))
-    assert held(disk.index) == {p[0].block_hash for p in (path(1), path(2), path(4))}
-    fill(disk, path(5), saved=True)
-    assert path(4)[0].block_hash not in held(disk.index)
-    # Three saved ones fill it: an ordinary block does not displace them, a saved one takes the oldest's place.
-    assert not disk.store(path(6)[0], content(path(6)[0]))
-    fill(disk, path(7), saved=True)
-    assert held(disk.index) == held(disk.index, saved=True) == {p[0].block_hash for p in (path(2), path(5), path(7))}
-
-
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 21, 100, FILE - BYTES, FILE - 1, FILE + 1])
 def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, caplog: pytest.LogCaptureFixture) -> None:
     """At a scan, and when it was torn while the tier was running."""
@@ -142,17 +126,6 @@ def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, capl
     assert disk.index.take_events() == [BlocksRemoved(victim, "disk")]
     assert not file.exists()
     assert (disk.refused_files, again.refused_files) == (1, 1)
-
-
-def test_no_truncation_is_ever_believed(tmp_path: Path) -> None:
-    disk = tier(tmp_path)
-    (block,) = path(1)
-    fill(disk, [block])
-    file = tmp_path / f"{block.block_hash.hex()}.kv"
-    whole = file.read_bytes()
-    for length in range(len(whole)):
-        file.write_bytes(whole[:length])
-        assert len(tier(tmp_path).index) == 0, length
 
 
 def test_a_damaged_payload_is_never_loaded(tmp_path: Path) -> None:
@@ -247,20 +220,6 @@ def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path)
     assert (queue.tier.index.counts.stores, queue.pending_blocks) == (2, 0)
     assert not queue.offer(blocks[2], content(blocks[2]))
     assert len(tier(tmp_path).index) == 2
-
-
-def test_a_reset_forgets_what_waits_and_unlinks_what_is_filed(tmp_path: Path) -> None:
-    disk = tier(tmp_path)
-    queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
-    fill(disk, path(1, 2))
-    queue.offer(path(3)[0], content(path(3)[0]))
-    queue.clear()
-    assert queue.find(path(3)[0].block_hash) is None
-    assert (len(disk.index), disk.index.used_bytes) == (0, 0)
-    queue.clear()
-    while queue.run():
-        pass
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("moment", ["encode", "write", "offered"])

@@ -47,31 +47,6 @@ class Disk:
         return [number for number in range(100) if self.block("", number).block_hash in hashes]
 
 
-def test_saves_of_one_tenant_leave_another_its_share(tmp_path: Path) -> None:
-    """Saved blocks fill an empty disk; who has a share of it gets that, and not more, from them. (docs/caching.md)"""
-    disk = Disk(tmp_path)
-    disk.seen("a", "b")
-    assert all(disk.store("a", *range(10), saved_until_s=math.inf))
-    assert all(disk.store("b", *range(20, 40)))
-    assert disk.held() == [*range(5, 10), *range(35, 40)]
-    assert disk.store("a", 50) == [False], "a tenant's own saved blocks are not given up for others of it"
-    assert disk.store("a", 51, saved_until_s=math.inf) == [True]
-    assert disk.held(saved=True) == [6, 7, 8, 9, 51]
-
-
-def test_a_block_that_is_saved_no_more_goes_as_others_do(tmp_path: Path) -> None:
-    """As the most recently used one of its tenant."""
-    disk = Disk(tmp_path, files=3)
-    disk.store("a", 1, saved_until_s=math.inf)
-    disk.store("a", 2, 3)
-    assert disk.tier.mark([disk.block("a", 1).block_hash, b"unknown"], None) == 1
-    assert {file.suffix for file in tmp_path.iterdir()} == {".kv"}
-    disk.store("a", 4, 5)
-    assert disk.held() == [1, 4, 5]
-    disk.store("a", 6)
-    assert disk.held() == [4, 5, 6]
-
-
 def test_a_save_of_an_earlier_life_ends_with_its_time(tmp_path: Path) -> None:
     """Also while nobody restarts: nobody but the name of its file says when."""
     disk = Disk(tmp_path, files=3)
