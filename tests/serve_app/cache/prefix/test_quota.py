@@ -109,9 +109,6 @@ def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> No
     """So that a share is ready for whoever comes; where only one exists, everything is its own."""
     assert Bench(8, a=1.0, b=1.0).cache.quota.fraction("a") == 0.5
     assert Bench(8).cache.quota.fraction("a") == 1.0
-
-
-def test_a_share_must_be_positive() -> None:
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="share"):
             Quota(4, {"a": weight}, lambda: 0.0)

@@ -241,31 +241,24 @@ TestShareLaws = ShareMachine.TestCase
 TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_batch_larger_than_its_owners_share_comes_down_whole() -> None:
+def test_a_batch_larger_than_its_owners_share_comes_down_whole(tmp_path: Path) -> None:
     """Blocks of the batch itself give way to later ones of it: each is read before that, and goes to disk as it is."""
-    directory = Path(tempfile.mkdtemp(prefix="shares-"))
-    try:
-        settings = TierSettings(6 * BYTES, 100 * FILE, directory)
-        tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
-        tiers.seen(["a", "c"])
-        theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
-        tiers.spill(theirs, Source(theirs))
-        tiers.spill(batch, Source(batch))
-        while tiers.disk is not None and tiers.disk.run():
-            pass
-        assert [tiers.row(block.block_hash) is not None for block in theirs] == [True] * 3
-        assert [tiers.row(block.block_hash) is not None for block in batch] == [False] * 5 + [True] * 3
-        for block in (*theirs, *batch):
-            row = tiers.row(block.block_hash)
-            if row is None:
-                assert tiers.disk is not None
-                loaded = tiers.disk.tier.load(block.block_hash)
-                assert loaded is not None
-                row = loaded[1]
-            assert np.array_equal(row, content(block))
-        tiers.close(0.0)
-    finally:
-        shutil.rmtree(directory)
+    settings = TierSettings(6 * BYTES, 100 * FILE, tmp_path)
+    tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
+    tiers.seen(["a", "c"])
+    theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
+    for blocks in (theirs, batch):
+        tiers.spill(blocks, Source(blocks))
+    rows = [tiers.row(block.block_hash) for block in (*theirs, *batch)]
+    assert [row is not None for row in rows] == [True] * 3 + [False] * 5 + [True] * 3
+    assert tiers.disk is not None
+    load = tiers.load([block.block_hash for block in batch[:5]])
+    while tiers.disk.run():
+        pass
+    loaded = [load.blocks[block.block_hash][1] for block in batch[:5]]
+    for block, row in zip((*theirs, *batch), rows[:3] + loaded + rows[8:], strict=True):
+        assert np.array_equal(row, content(block))  # type: ignore[arg-type]
+    tiers.close(0.0)
 
 
 def test_accounts_of_those_who_left_go() -> None:
