@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -98,23 +99,17 @@ def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path)
     assert disk.held() == [20, 21, 22, 23]
 
 
-def test_a_smaller_bound_is_reached_by_shares(tmp_path: Path) -> None:
-    """What was written last is not all that is kept."""
+def test_shares_hold_after_a_restart_too(tmp_path: Path) -> None:
+    """A smaller bound is reached by shares, not by age; and who did not come for a day gives first."""
     disk = Disk(tmp_path)
     disk.store("b", 20, 21)
     disk.store("a", *range(8))
     now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
+    later = Path(shutil.copytree(tmp_path, tmp_path.with_name("later")))
     disk = Disk(tmp_path, files=4, now_s=now_s)
     assert disk.held() == [6, 7, 20, 21]
     assert disk.tier.index.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
-
-
-def test_who_did_not_come_for_a_day_gives_first_after_a_restart_too(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    disk.store("b", 20, 21)
-    disk.store("a", *range(8))
-    now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
-    disk = Disk(tmp_path, now_s=now_s + ACTIVE_S + 1)
+    disk = Disk(later, now_s=now_s + ACTIVE_S + 1)
     disk.seen("a")
     disk.store("a", 10, 11, 12)
     assert disk.held() == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]
