@@ -30,6 +30,10 @@ class Account(Generic[K]):
     idle: int = 0
     used_s: float = -math.inf
 
+    def excess(self, since_s: float) -> float:
+        """Return how far over its share it is, by what it holds by weight; without requests ``since_s`` it has none."""
+        return self.held / self.weight if self.used_s >= since_s else math.inf
+
 
 class Accounts(Generic[K]):
     """Accounts by tenant. ``weights``: by tenant, 1.0 where none is given. Calls are O(tenants with an account).
@@ -72,19 +76,19 @@ class Accounts(Generic[K]):
             account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
         return account
 
+    def _active_since_s(self) -> float:
+        return self._clock() - self._active_s
+
     def _active(self) -> list[Account[K]]:
         """Return the accounts that have a share now."""
-        since_s = self._clock() - self._active_s
+        since_s = self._active_since_s()
         return [account for account in self._accounts.values() if account.used_s >= since_s]
-
-    def _excess(self, account: Account[K]) -> float:
-        """Return how far over its share one is: what it holds by weight, in the order of excess over any share."""
-        active = account.used_s >= self._clock() - self._active_s
-        return account.held / account.weight if active else math.inf
 
     def _furthest(self) -> Account[K] | None:
         """Return whoever is most over their share and has something to give."""
-        return max((account for account in self._accounts.values() if account.queue), key=self._excess, default=None)
+        since_s = self._active_since_s()
+        givers = (account for account in self._accounts.values() if account.queue)
+        return max(givers, key=lambda account: account.excess(since_s), default=None)
 
 
 def _checked(weights: Mapping[str, float]) -> dict[str, float]:

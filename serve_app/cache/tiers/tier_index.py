@@ -144,8 +144,8 @@ class TierIndex(Accounts[bytes], Generic[E]):
         furthest = self._furthest()
         if furthest is None:
             return None
-        own = self._accounts.get(owner)
-        if own is not None and own.queue and self._excess(own) >= self._excess(furthest):
+        own, since_s = self._accounts.get(owner), self._active_since_s()
+        if own is not None and own.queue and own.excess(since_s) >= furthest.excess(since_s):
             furthest = own
         victim = self._entries[furthest.queue.first()]
         return None if victim.saved_until_s is not None and furthest is own and not saved else victim
