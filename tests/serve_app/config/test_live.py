@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,17 +90,6 @@ def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
     with pytest.raises(BadSettings, match="everybody could come in"):
         overlaid(base, {"tenants": none})
     assert overlaid(AppConfig(), {"tenants": []}) == AppConfig()
-
-
-def test_a_file_is_read_where_its_digest_is_told(tmp_path: Path) -> None:
-    """Then every process that reads it has the same text, or refuses."""
-    file = tmp_path / "prompt.txt"
-    file.write_text("Be brief.")
-    prompt = {"name": "p", "version": "1", "file": str(file), "sha256": sha256(b"Be brief.").hexdigest()}
-    assert overlaid(AppConfig(), {"public_prompts": [prompt]}).public_prompts[0].text == "Be brief."
-    file.write_text("Be long.")
-    with pytest.raises(BadSettings, match="was expected"):
-        overlaid(AppConfig(), {"public_prompts": [prompt]})
 
 
 def test_who_is_in_another_trust_group_has_another_salt() -> None:

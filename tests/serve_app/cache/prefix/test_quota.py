@@ -79,6 +79,8 @@ def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
     bench = Bench(10)
     bench.fill("gone", 5)
     bench.fill("here", 5)
+    bench.now_s = ACTIVE_S
+    assert bench.cache.quota.fraction("here") == 0.5
     bench.now_s = ACTIVE_S + 1
     bench.fill("here", 1, 1)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)

@@ -259,15 +259,3 @@ def test_a_batch_larger_than_its_owners_share_comes_down_whole(tmp_path: Path) -
     for block, row in zip((*theirs, *batch), rows[:3] + loaded + rows[8:], strict=True):
         assert np.array_equal(row, content(block))  # type: ignore[arg-type]
     tiers.close(0.0)
-
-
-def test_accounts_of_those_who_left_go() -> None:
-    """A thousand passing tenants leave no account behind."""
-    now_s = [0.0]
-    tiers = Tiers(TierSettings(4 * BYTES), FORMAT, BYTES, lambda: None, clock=lambda: now_s[0])
-    for number in range(1000):
-        block = path(number, tenant=f"t{number}")[0]
-        tiers.seen([f"t{number}"])
-        tiers.spill([block], Source([block]))
-        now_s[0] += 100.0
-    assert len(tiers.indexes["host"]._accounts) <= 4 + ACTIVE_S / 100 + 1
