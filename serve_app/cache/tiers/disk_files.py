@@ -194,11 +194,10 @@ def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise DiskTierError(f"{path} is not a directory of this user; choose another disk_cache_dir")
-        if stat.S_IMODE(found.st_mode) != 0o700:
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if ours:
             path.chmod(0o700)
-    except DiskTierError:
-        raise
     except OSError as error:
         raise DiskTierError(f"cannot use {path} for the disk tier: {error.strerror}") from error
+    if not ours:
+        raise DiskTierError(f"{path} is not a directory of this user; choose another disk_cache_dir")
