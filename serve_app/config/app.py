@@ -12,9 +12,8 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
-from serve_app.config.cache import MIB, CacheSection
+from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
-from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection

@@ -143,7 +143,7 @@ class Services:
         else:
             wanted = await self.workers.run(tenant.name, len(body), parse, body)
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
-            unread = self.tokenizer.unread_variables(wanted.chat_template_kwargs)
+            unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
             wanted = replace(wanted, unknown=(*wanted.unknown, *more))
         if self.config.strict:

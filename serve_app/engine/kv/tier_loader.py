@@ -238,7 +238,7 @@ class TierLoader:
         duration_s = perf_counter() - started_s
         self._room_blocks -= loaded
         for _, tier in run[:loaded]:
-            self.tiers.counts["disk" if tier == "staged" else "host"].hits += 1
+            self.tiers.indexes["disk" if tier == "staged" else "host"].counts.hits += 1
         if loaded and not staged:
             self._rule.observe("host", loaded * self.tiers.size_bytes, duration_s)
             self._times["host"].observe(duration_s)

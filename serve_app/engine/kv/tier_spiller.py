@@ -71,7 +71,7 @@ class TierSpiller:
         if not self._enabled:
             return
         cache.expire_pins()
-        cache.on_evict = cache.pins.on_end = None
+        cache.pins.on_end = None
         deadline_s = time.monotonic() + CLOSE_S
         for pin in cache.pins.soonest_first():  # a block under several pins has the end of the last one
             tiers.wait_for_room(len(pin.blocks), deadline_s)
@@ -79,11 +79,10 @@ class TierSpiller:
             left_s = None if pin.expires_s == math.inf else pin.expires_s - self._clock()
             self.save([entry for entry in entries if entry is not None], left_s)
             cache.unpin(pin.key)
-        if tiers.disk is not None:
-            idle = cache.idle_leaves_first()
-            for start in range(0, len(idle), CLOSE_BLOCKS):
-                tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
-                self.spill(idle[start : start + CLOSE_BLOCKS])
+        while tiers.disk is not None and cache.pool.idle_blocks:
+            tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
+            cache.evict(min(CLOSE_BLOCKS, cache.pool.idle_blocks))
+        cache.on_evict = None
         tiers.close(deadline_s)
 
     def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:

@@ -19,7 +19,6 @@ from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import (
     HashedTokens,
     HotPrefixes,
-    PinnedBlocks,
     SavedPrefix,
     idle_heats,
     list_hot,
@@ -145,16 +144,8 @@ class PrefixTransfer:
 
     def hot_prefixes(self) -> HotPrefixes:
         """Return all that the pool holds, saves and the hottest first."""
-        now_s = self._clock()
-
-        def look() -> tuple[list[CachedBlock], list[PinnedBlocks]]:
-            pins = [
-                PinnedBlocks(pin.key, pin.tenant, pin.blocks, pin.ttl_s, pin.expires_s - now_s)
-                for pin in self._cache.pins.soonest_first()
-            ]
-            return list(self._cache.index), pins
-
-        return list_hot(*self._on_loop(look), now_s)
+        entries, pins = self._on_loop(lambda: (list(self._cache.index), self._cache.pins.soonest_first()))
+        return list_hot(entries, pins, self._clock())
 
     def cache_room(self) -> CacheRoom:
         """Return how much of the pool is free, and how hot the rest is that could be evicted."""

@@ -23,12 +23,8 @@ class Imbalance(Exception):
     """A law does not hold; the message says which."""
 
 
-BOUNDED = (
-    *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
-    *("LoraPair", "LayerStack", "table LoraLayers"),
-)
-"""Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
-belongs to adapters, whose number the audit checks."""
+BOUNDED = ("LoraPair", "LayerStack", "table LoraLayers")
+"""Sizes that go up and down within bounds of their own: what belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
     *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
@@ -63,11 +59,8 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
     held = {"pool": engine._cache.index.hashes()}
-    tiers = engine._tier_loader.tiers
-    if tiers._host is not None:
-        held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
-    if tiers.disk is not None:
-        held["disk"] = tiers.disk.tier.hashes()
+    for tier, index in engine._tier_loader.tiers.indexes.items():
+        held[tier] = frozenset(entry.block.block_hash for entry in index)
     return held
 
 
@@ -76,8 +69,7 @@ def settled(engine: TorchEngine) -> bool:
     tiers = engine._tier_loader.tiers
     if engine._cache._events or tiers.has_news:
         return False
-    disk = tiers.disk
-    return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
+    return tiers.disk is None or tiers.disk.idle
 
 
 def tables(root: object) -> dict[str, int]:
@@ -163,14 +155,14 @@ def _audit_index(cache: PrefixCache) -> None:
 
 
 def _audit_tiers(tiers: Any) -> None:
-    host, disk = tiers._host, tiers.disk
+    host, disk = tiers.host, tiers.disk
+    for tier, index in tiers.indexes.items():
+        held = sum(index.holdings().values())
+        _hold(held == index.used_bytes, f"tenants hold {held} bytes of the {tier} tier, which holds {index.used_bytes}")
     if host is not None:
         _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
-        _hold(sum(host.index.holdings().values()) == host.used_bytes, "tenants hold other bytes than host memory")
     if disk is not None:
-        held = sum(disk.tier.index.holdings().values())
-        _hold(held == disk.tier.used_bytes, f"tenants hold {held} bytes on disk, where {disk.tier.used_bytes} are used")
-        _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
+        _hold(disk.tier.index.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
 
 
 def _hold(law: bool, otherwise: str) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at
@@ -18,7 +19,6 @@ from serve_app.cache.prefix.block_index import CachedBlock
 from serve_app.cache.prefix.hot_prefixes import (
     HashedTokens,
     HotPrefixes,
-    PinnedBlocks,
     SavedPrefix,
     idle_heats,
     list_hot,
@@ -108,13 +108,13 @@ class VllmMigration:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
         # A scope is that of a whole chain, so that what is left out takes its children along.
         base = [entry for entry in self._entries() if not entry.scope.lora]
-        now_s, blocks = self._clock(), {block_number(entry.block_hash): entry.block for entry in base}
+        blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
-            PinnedBlocks(pin.key, pin.tenant, [blocks[one] for one in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
+            replace(pin, blocks=tuple(blocks[number] for number in pin.blocks))
             for pin in self._saves.pins.soonest_first()
             if blocks.keys() >= set(pin.blocks)
         ]
-        return list_hot(base, pins, now_s)
+        return list_hot(base, pins, self._clock())
 
     def cache_room(self) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""

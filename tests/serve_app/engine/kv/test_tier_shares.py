@@ -89,7 +89,7 @@ def saved_on_disk(engine: TorchEngine) -> int:
     done = threading.Event()
     tier_loader.tiers.disk._enqueue(done.set)
     assert done.wait(10)
-    return len(tier_loader.tiers.disk.tier.hashes(saved=True))
+    return sum(entry.saved_until_s is not None for entry in tier_loader.tiers.disk.tier.index)
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
