@@ -20,8 +20,7 @@ from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
-from router.observe.shadow import ShadowCounters, ShadowPolicy
-from router.observe.state import regret_state, router_state, sane_stats, shadow_state
+from router.observe.state import regret_state, router_state, sane_stats
 from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import Candidate, RoutingView
 from router.policy.estimate import estimate
@@ -56,8 +55,6 @@ class RoutingCore:
         self._turn = 0
         self._blocked: Callable[[], Collection[str]] = tuple
         self._counted = self.counters.of_policy(self.settings.policy)
-        self._shadow = self._new_shadow()
-        self._shadow_s = 0.0
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads = self._known.loads
         self._policy = self._new_policy(self.settings.policy)
@@ -74,11 +71,6 @@ class RoutingCore:
     def drift(self) -> DriftChecks:
         """How often the directory was compared with what replicas hold, and differed."""
         return self._known.drift
-
-    @property
-    def shadow(self) -> tuple[str, ShadowCounters] | None:
-        """The shadow policy's name and counters, None where there is none."""
-        return None if self._shadow is None else (self._shadow.policy, self._shadow.counters)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -113,8 +105,6 @@ class RoutingCore:
             self._counted = self.counters.of_policy(settings.policy)
             if (before.policy, before.block_size) != (settings.policy, settings.block_size):
                 self._policy = self._new_policy(settings.policy)
-            if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
-                self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._known.forget_blocks(settings.block_size, settings.max_blocks)
 
@@ -154,9 +144,8 @@ class RoutingCore:
         """
         started_s = self._clock()
         with self._lock:
-            self._shadow_s = 0.0
             decision = self._decide(request, blocked, started_s)
-            self.counters.decision_s.observe(self._clock() - started_s - self._shadow_s)
+            self.counters.decision_s.observe(self._clock() - started_s)
         return decision
 
     def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
@@ -255,7 +244,6 @@ class RoutingCore:
                 **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
                 "ttft_overhead_s": round(self._overhead.seconds, 6),
                 "regret": regret_state(self.counters),
-                "shadow": self.shadow and shadow_state(*self.shadow),
             }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
@@ -267,10 +255,7 @@ class RoutingCore:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = chosen
-        estimated = estimate(view, replica_id)
-        if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(view, replica_id, estimated)
-        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimated
+        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimate(view, replica_id)
         queued: int | None = None
         if self._may_reroute(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
@@ -328,8 +313,3 @@ class RoutingCore:
 
     def _new_policy(self, name: str) -> Policy:
         return POLICIES[name](self.settings.block_size)
-
-    def _new_shadow(self) -> ShadowPolicy | None:
-        policy, block_size = self.settings.shadow_policy, self.settings.block_size
-        rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
-        return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None

@@ -97,7 +97,7 @@ class PolicyCounters:
 
 @dataclass(slots=True)
 class RouterCounters:
-    """Everything one router counts. ``decision_s`` is the acting policy's time, whatever a shadow takes."""
+    """Everything one router counts. ``decision_s``: the time that each decision took."""
 
     by_policy: dict[str, PolicyCounters] = field(default_factory=dict)
     decisions_by_replica: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret, shadow policy.
+"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret.
 
 Pure functions; the caller holds the lock that guards what it passes in.
 """
@@ -15,7 +15,6 @@ from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
 from router.load.load_table import LoadTable
 from router.observe.counters import RouterCounters, TokensByReason
-from router.observe.shadow import ShadowCounters
 from router.protocol.events import StatsReport
 
 MAX_SAMPLES = 10_000
@@ -97,20 +96,3 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
 
 def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
     return {**asdict(tokens), "not_selected_tokens": tokens.not_selected_tokens}
-
-
-def shadow_state(policy: str, counters: ShadowCounters) -> dict[str, Any]:
-    """Return what a shadow policy would have done, beside what was done; sums over ``decisions``."""
-    return {
-        "policy": policy,
-        "decisions": counters.decisions,
-        "agreed": counters.agreed,
-        "agreement_rate": round(counters.agreed / counters.decisions, 4) if counters.decisions else None,
-        "prompt_tokens": counters.prompt_tokens,
-        "selected_cached_tokens": counters.cached_tokens,
-        "acting_selected_cached_tokens": counters.acting_cached_tokens,
-        "estimated_ttft_s": round(counters.estimated_ttft_s, 6),
-        "acting_estimated_ttft_s": round(counters.acting_estimated_ttft_s, 6),
-        "by_reason": dict(counters.by_reason),
-        "faults": counters.faults,
-    }

@@ -79,7 +79,6 @@ EXAMPLES = {
     "lora_adapters": "{pirate: adapters/pirate}",
     "allow_runtime_lora": "true",
     "lora_root": "adapters",
-    "shadow_policy": "power_of_two",
     "tenants": f"""
   - name: acme
     key_sha256: [{"a" * 64}]  # from `warmpath keys`

@@ -53,7 +53,6 @@ def chain_of(family: int) -> bytes:
         request_router_kwargs={
             "policy": "estimated_ttft",
             "block_size": 16,
-            "shadow_policy": "lmetric",
             "no_replica_wait_s": 1.0,
         },
     ),
@@ -150,7 +149,6 @@ class Ingress:
             "faults": core.counters.faults,
             "open_reservations": core.state()["open_reservations"],
             "decision_s": core.counters.decision_s.counts,
-            "shadow": core.state()["shadow"],
             **await self.departures(core),
             **await self.without_replicas(core),
         }

@@ -78,7 +78,7 @@ def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str
 
     docs/routing.md
     """
-    core = RoutingCore("me", RouterSettings(shadow_policy="lmetric"), clock=lambda: 0.0, rng=Random(0))
+    core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(0))
     core.update_replicas(["a", "b", "honest"])
     core.apply("honest", "e", [IDLE])
     for replica_id, epoch, said in steps:
@@ -93,8 +93,6 @@ def test_nonsense_reports_leave_every_answer_possible(steps: list[tuple[str, str
         json.dumps(core.state(), allow_nan=False)
         for report in core.stats().values():
             assert all(value == value and abs(value) < inf and name for name, _, value in report.samples)
-    assert core.shadow is not None
-    assert core.shadow[1].faults == 0
 
 
 def test_metrics_that_cannot_be_shown_are_left_out() -> None:

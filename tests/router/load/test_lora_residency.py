@@ -27,8 +27,8 @@ def report(adapters: tuple[str, ...] = (), load_s: float = 0.0, queued: int = 0)
     )  # fmt: skip
 
 
-def core_with(reports: dict[str, LoadReport], shadow: str = "") -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(shadow_policy=shadow), clock=lambda: 0.0, rng=Random(1))
+def core_with(reports: dict[str, LoadReport]) -> RoutingCore:
+    core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(1))
     core.update_replicas(reports)
     for name, said in reports.items():
         core.apply(name, "e", [said])
@@ -71,16 +71,14 @@ def test_kv_that_saves_more_than_the_load_wins() -> None:
         assert chosen(core, ask(1, chain=chain, tokens=325)) == expected
 
 
-def test_the_estimate_has_the_load_in_it_and_a_shadow_sees_it_too() -> None:
-    """For the acting policy, for one that does not look at adapters, and in an explanation."""
-    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)}, "least_loaded")
+def test_the_estimate_has_the_load_in_it() -> None:
+    """In the decision, and in an explanation, also of a policy that does not look at adapters."""
+    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)})
     decision = core.decide(ask(1))
     assert decision is not None
     assert (decision.replica_id, decision.estimated_ttft_s) == ("a", pytest.approx(0.4))
-    assert core.shadow is not None
-    assert core.shadow[1].estimated_ttft_s == pytest.approx(0.4)
     core.release(decision)
-    said = core.explain(ask(1), ["estimated_ttft"])
+    said = core.explain(ask(1), ["least_loaded", "estimated_ttft"])
     by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
     assert (by_id["a"]["adapter_load_s"], by_id["b"]["adapter_load_s"]) == (0.3, 0.0)
     assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.4)
