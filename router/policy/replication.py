@@ -31,8 +31,6 @@ this, so when it gets hot, what was not counted is an eighth of the bound at mos
 """
 
 _FIRST = np.uint64(2**64 - 1)
-_LONGEST_MEMORIES = 200.0
-_NOTHING = 1e-9
 
 
 class PrefixDemand:
@@ -41,22 +39,19 @@ class PrefixDemand:
     def __init__(self, memory_s: float = 5.0, max_keys: int = 16_384) -> None:
         self._memory_s = memory_s
         self._max_keys = max_keys
-        self._origin_s = self._now_s = 0.0
-        self._growth = 1.0
-        self._grown: OrderedDict[bytes, float] = OrderedDict()
+        self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._grown)
+        return len(self._rates)
 
     def add(self, key: bytes, work_s: float, now_s: float) -> float:
         """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
-        growth = self._growth if now_s == self._now_s else self._grow(now_s)
-        grown = self._grown
-        grown[key] = sum_with = grown.get(key, 0.0) + growth * work_s / self._memory_s
-        grown.move_to_end(key)
-        if len(grown) > self._max_keys:
-            grown.popitem(last=False)
-        return sum_with / growth
+        rate = self.rate_with(key, work_s, now_s)
+        self._rates[key] = rate, now_s
+        self._rates.move_to_end(key)
+        if len(self._rates) > self._max_keys:
+            self._rates.popitem(last=False)
+        return rate
 
     def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
         """Return what ``add`` would, and count nothing."""
@@ -64,17 +59,8 @@ class PrefixDemand:
 
     def rate(self, key: bytes, now_s: float) -> float:
         """Return a key's rate now; 0.0 when it is unknown."""
-        return self._grown.get(key, 0.0) / self._grow(now_s)
-
-    def _grow(self, now_s: float) -> float:
-        """Work out by how much a rate of ``_origin_s`` is overstated now; the origin moves before numbers get huge."""
-        memories = max(now_s - self._origin_s, 0.0) / self._memory_s
-        if memories >= _LONGEST_MEMORIES:
-            left = exp(-memories)
-            self._grown = OrderedDict((key, sum_ * left) for key, sum_ in self._grown.items() if sum_ * left > _NOTHING)
-            self._origin_s, memories = now_s, 0.0
-        self._now_s, self._growth = now_s, exp(memories)
-        return self._growth
+        rate, at_s = self._rates.get(key, (0.0, now_s))
+        return rate if at_s == now_s else rate * exp(min(at_s - now_s, 0.0) / self._memory_s)
 
 
 class Replication:

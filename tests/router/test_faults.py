@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.directory.directory import Directory
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber
+from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
 from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import (
     BlocksRemoved,
@@ -197,7 +197,7 @@ def test_a_flooding_feed_starves_no_other() -> None:
         core = RoutingCore("me", RouterSettings(max_blocks=20_000))
         core.update_replicas(["flood", "a"])
         subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST, max_queued_messages=50)
-        flood, quiet = (FeedPublisherThread(FeedPublisher(name)) for name in ("flood", "a"))
+        flood, quiet = (FeedPublisher(name) for name in ("flood", "a"))
         for feed in (flood, quiet):
             feed.start()
             subscriber.connect("flood" if feed is flood else "a", feed.endpoint)
@@ -240,7 +240,7 @@ def test_an_endpoint_that_never_answers_delays_nobody() -> None:
         subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
         core.follow(subscriber.is_live)
         subscriber.connect("silent", FeedEndpoint(address, address, zmq.curve_keypair()[0].decode(), "e"))
-        feed = FeedPublisherThread(FeedPublisher("a"))
+        feed = FeedPublisher("a")
         feed.start()
         feed.put([BlocksStored(CHAIN), LoadReport(90_000, 0, 9, 8, 64, 1000.0, 0.01)])
         subscriber.connect("a", feed.endpoint)
@@ -262,7 +262,7 @@ def test_a_router_that_restarts_in_the_middle_of_traffic() -> None:
     """The new one places cold prompts where the old one did, then learns from snapshots what is held and queued."""
 
     async def main() -> None:
-        feeds = {name: FeedPublisherThread(FeedPublisher(name)) for name in NAMES}
+        feeds = {name: FeedPublisher(name) for name in NAMES}
         old = RoutingCore("old")
         old.update_replicas(NAMES)
         for name, feed in feeds.items():

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from router.core import RoutingCore
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber
+from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
 from router.feed.resequencer import ResequencerSettings
 from router.load import silent_feeds
 from router.protocol.events import BlocksRemoved, BlocksStored, LoadReport
@@ -82,7 +82,7 @@ def test_a_feed_that_is_cut_off_is_noticed_its_rows_are_not_believed_and_a_snaps
             core.update_replicas(["a", "b"])
             feeds = {}
             for name in "ab":
-                feeds[name] = FeedPublisherThread(FeedPublisher(name))
+                feeds[name] = FeedPublisher(name)
                 feeds[name].start()
                 ending.callback(feeds[name].stop)
                 endpoint = feeds[name].endpoint

@@ -83,16 +83,11 @@ def test_demand_is_bounded() -> None:
     assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
 
 
-def test_demand_outlives_its_numbers() -> None:
-    """However long a router lives, rates are right and old keys are dropped in passing."""
-    demand, now_s = PrefixDemand(memory_s=5.0), 1e6
-    for _ in range(5000):
-        now_s += 1.0
-        rate = demand.add(b"steady", 0.25, now_s)
+def test_demand_of_a_steady_load_tends_to_it_however_long_a_router_lives() -> None:
+    demand = PrefixDemand(memory_s=5.0)
+    for second in range(100):
+        rate = demand.add(b"steady", 0.25, 1e9 + second)
     assert rate == pytest.approx(0.25, rel=0.11)
-    demand.add(b"once", 1.0, now_s)
-    demand.add(b"steady", 1.0, now_s + 1e9)
-    assert len(demand) == 1
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
