@@ -23,7 +23,7 @@ from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
 from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import Candidate, RoutingView
-from router.policy.estimate import estimate
+from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded
 from router.policy.recheck import MAX_REROUTES
 from router.protocol.block_hash import HASH_BYTES
@@ -54,7 +54,7 @@ class RoutingCore:
         self._lock = Lock()
         self._turn = 0
         self._blocked: Callable[[], Collection[str]] = tuple
-        self._counted = self.counters.of_policy(self.settings.policy)
+        self._counted = self.counters.by_policy[self.settings.policy]
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads = self._known.loads
         self._policy = self._new_policy(self.settings.policy)
@@ -102,7 +102,7 @@ class RoutingCore:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
-            self._counted = self.counters.of_policy(settings.policy)
+            self._counted = self.counters.by_policy[settings.policy]
             if (before.policy, before.block_size) != (settings.policy, settings.block_size):
                 self._policy = self._new_policy(settings.policy)
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
@@ -215,7 +215,7 @@ class RoutingCore:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
-            self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
+            self._counted.by_reason[decision.reason].add_delivered(selected, cached_tokens, held)
             if stored:
                 self._known.computed(decision.replica_id, chain)
             if decision.estimated_ttft_s > 0.0:
@@ -268,9 +268,8 @@ class RoutingCore:
             self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
                 self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
-            self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
-        by_replica = self.counters.decisions_by_replica
-        by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
+            self._counted.by_reason[reason].add_decision(request.prompt_tokens, best, selected)
+        self.counters.decisions_by_replica[replica_id] += 1
         return Decision(
             replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued,
             now_s,

@@ -76,8 +76,8 @@ class FeedPublisher:
         self._router.setsockopt(zmq.SNDHWM, 64)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ports = [bound.bind_to_random_port(f"tcp://{host}") for bound in (self._pub, self._router)]
-        addresses = (f"tcp://{host}:{port}" for port in ports)
-        self.endpoint = FeedEndpoint(*addresses, public_key.decode(), self._sequencer.epoch)
+        pub_address, snapshot_address = (f"tcp://{host}:{port}" for port in ports)
+        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode(), self._sequencer.epoch)
 
     @property
     def mirror_drifts(self) -> int:

@@ -19,6 +19,7 @@ from router.protocol.events import StatsReport
 
 MAX_SAMPLES = 10_000
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_ESTIMATES = ("estimated_s", "actual_s", "late_s", "early_s")
 _LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -84,10 +85,7 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
             "by_reason": {reason: _tokens_state(tokens) for reason, tokens in counted.by_reason.items()},
             "ttft": {
                 "requests": counted.estimates.ratio.count,
-                "estimated_s": round(counted.estimates.estimated_s, 6),
-                "actual_s": round(counted.estimates.actual_s, 6),
-                "late_s": round(counted.estimates.late_s, 6),
-                "early_s": round(counted.estimates.early_s, 6),
+                **{name: round(getattr(counted.estimates, name), 6) for name in _ESTIMATES},
             },
         }
         for policy, counted in counters.by_policy.items()

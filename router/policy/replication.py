@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.policy.candidates import Candidate, RoutingView, rendezvous, scored
-from router.policy.pull_cost import pulls_faster
-from router.policy.ttft_scores import TIE_TOLERANCE, ttft_scores
+from router.policy.costs import TIE_TOLERANCE, pulls_faster, ttft_scores
 from router.protocol.block_hash import HASH_BYTES
 
 HOLDER_UTILISATION = 0.5
@@ -91,11 +90,9 @@ class Replication:
         another: str | None = None
         if view.loads.num_pulling:
             another = self.one_more_holder(view, chosen.replica_id)
-        if another is not None:
-            for candidate in scored(scores_s, work, view, None, TIE_TOLERANCE):
-                if candidate.replica_id == another:
-                    return candidate._replace(reason="hot_prefix")
-        return chosen
+        if another is None:
+            return chosen
+        return Candidate(another, scores_s.item(view.loads.replicas[another].row), "hot_prefix")
 
     def one_more_holder(self, view: RoutingView, chosen_id: str) -> str | None:
         """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
@@ -178,7 +175,10 @@ def _next_holder(view: RoutingView, tokens: int, rate: float) -> str | None:
     open_ones = [
         name
         for name in others[: max(most - len(holders), 0)]
-        if name not in view.blocked and not loads.is_full(name) and pulls_faster(name, loads)
+        if name not in view.blocked
+        and name not in view.request.avoid
+        and not loads.is_full(name)
+        and pulls_faster(name, loads)
     ]
     chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
     idlest = min(map(loads.queue_ahead, holders))

@@ -19,8 +19,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 
 from router.feed import FeedEndpoint, FeedSubscriber
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
-from router.serve.core_registry import core_for, decisions_for
-from router.serve.running_replicas import running_replicas
+from router.serve.core_registry import core_for, decisions_for, running_replicas
 from router.serve.wait_queue import WaitQueue
 from router.settings import RouterSettings
 

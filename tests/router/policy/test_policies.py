@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView, rendezvous
-from router.policy.estimate import estimate
+from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest

@@ -10,7 +10,7 @@ from msgspec import structs
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import RoutingView
-from router.policy.pull_cost import plan_pull, work_tokens
+from router.policy.costs import plan_pull, work_tokens
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings, RouterSettings
@@ -21,7 +21,7 @@ REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 @pytest.fixture(autouse=True)
 def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 1.0)
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
@@ -57,9 +57,9 @@ def test_a_pulled_token_costs_its_share_of_prefill() -> None:
 
 def test_a_pull_has_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a price of 3 the same pull weighs three times as much, and never more than computing."""
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 3.0)
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 3.0)
     assert work({"b": 600}) == pytest.approx([400 + 180, 400, 400 + 180])
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 99.0)
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 99.0)
     assert work({"b": 600}) == pytest.approx([1000, 400, 1000])
 
 
