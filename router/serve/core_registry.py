@@ -1,4 +1,4 @@
-"""One RoutingCore for each deployment in a process, and what Serve's router shares with the ingress or replica beside it."""
+"""One RoutingCore for each deployment in a process, and what its Serve router shares with the ingress beside it."""
 
 from __future__ import annotations
 

@@ -137,40 +137,6 @@ def test_a_flood_of_blocks_leaves_the_others_room(flood: int, replicas: int, see
     assert directory.num_blocks <= bound
 
 
-@settings(max_examples=60)
-@given(
-    steps=st.lists(
-        st.tuples(st.sets(st.sampled_from(NAMES)), st.sampled_from(NAMES), st.integers(0, 40), st.integers(0, 3)),
-        max_size=60,
-    )
-)
-def test_a_replica_set_that_changes_on_every_message(steps: list[tuple[set[str], str, int, int]]) -> None:
-    """After any sequence of sets, blocks and loads, directory and loads are those of a naive memory, and bounded."""
-    core = RoutingCore("me", RouterSettings(max_blocks=1000), clock=lambda: 0.0, rng=Random(0))
-    held: dict[str, int] = {}
-    queued: dict[str, int] = {}
-    for wanted, name, depth, waiting in steps:
-        core.update_replicas(wanted)
-        for gone in set(held) - wanted:
-            del held[gone], queued[gone]
-        for fresh in wanted - set(held):
-            held[fresh] = queued[fresh] = 0
-        core.apply(name, "e", [BlocksStored(CHAIN[: 16 * depth]), LoadReport(waiting, 0, waiting, 8, 64, 9.0, 0.1)])
-        if name in wanted:
-            held[name], queued[name] = max(held[name], depth), waiting
-        assert set(core.replica_ids) == wanted
-        assert core.directory.match(CHAIN) == {name: 16 * depth for name, depth in held.items() if depth}
-        assert {name: core.loads.queue_ahead(name) for name in wanted} == queued
-        decision = core.decide(request())
-        assert (decision is not None) == bool(wanted)
-        if decision is not None:
-            assert decision.selected_cached_tokens == 16 * held[decision.replica_id]
-            core.release(decision)
-    assert core.loads.open_reservations == 0
-    assert len(core.counters.decisions_by_replica) <= len(NAMES)
-    assert len(core.directory._owner) <= 8 * len(NAMES)
-
-
 def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
     """Ten thousand replicas that come, store, are sent work and go again take no room in the end."""
     core = RoutingCore("me", RouterSettings(max_blocks=2000), clock=lambda: 0.0, rng=Random(0))
@@ -254,53 +220,5 @@ def test_an_endpoint_that_never_answers_delays_nobody() -> None:
         feed.stop()
         await subscriber.close()
         silent.close()
-
-    run(main())
-
-
-def test_a_router_that_restarts_in_the_middle_of_traffic() -> None:
-    """The new one places cold prompts where the old one did, then learns from snapshots what is held and queued."""
-
-    async def main() -> None:
-        feeds = {name: FeedPublisher(name) for name in NAMES}
-        old = RoutingCore("old")
-        old.update_replicas(NAMES)
-        for name, feed in feeds.items():
-            old.apply(name, "e", [IDLE])
-            feed.start()
-            feed.put([IDLE])
-        keys = [Random(seed).randbytes(16) for seed in range(40)]
-        placed = {}
-        for key in keys:
-            decision = old.decide(request(key=key, chain=key * 40))
-            assert decision is not None
-            placed[key] = decision.replica_id
-            old.release(decision)
-        share = RouterShare("old", 40, 5000)
-        feeds["r0"].put([BlocksStored(CHAIN), LoadReport(5000, 0, 1, 8, 64, 1000.0, 0.01, (share,))])
-        new = RoutingCore("new")
-        new.update_replicas(NAMES)
-        for key in keys:
-            decision = new.decide(request(key=key, chain=key * 40))
-            assert decision is not None
-            assert decision.replica_id == placed[key]
-            new.release(decision)
-        subscriber = FeedSubscriber(new.apply, new.counters.feed, settings=FAST)
-        new.follow(subscriber.is_live)
-        for name, feed in feeds.items():
-            subscriber.connect(name, feed.endpoint)
-            decision = new.decide(request(key=keys[0]))  # traffic goes on meanwhile
-            assert decision is not None
-            new.release(decision)
-        await until(lambda: new.knows_every_cache)
-        assert new.directory.match(CHAIN) == {"r0": 640}
-        assert new.loads.queue_ahead("r0") == 5000
-        reserved = new.decide(request())
-        assert reserved is not None
-        assert reserved.replica_id == "r0"
-        assert new.loads.queue_ahead("r0") == 5005, "the old router's reservation numbers hide none of the new one's"
-        for feed in feeds.values():
-            feed.stop()
-        await subscriber.close()
 
     run(main())

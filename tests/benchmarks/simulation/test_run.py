@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, synthetic_trace
-from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation import run as simulate
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
-from router.protocol.events import Event, LoadReport
-from router.protocol.request import Decision
 
 KINDS = [Contender(policy, *kind) for policy in simulate.CONTENDING for kind in ((False, False), (True, True))]
 SMALL = ClusterSettings(replicas=4, blocks=250)
@@ -68,63 +62,6 @@ def test_a_pull_takes_its_time_and_saves_the_rest() -> None:
     alone = run(trace, Contender("round_robin"), ClusterSettings(replicas=2))
     assert alone.ttft_s[1] == pytest.approx(10_740 / 5000)
     assert alone.pulled_tokens == 0
-
-
-@pytest.mark.parametrize("routers", [1, 4])
-def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
-    """Three times the work that one replica does: it is computed once, copied early, and nobody waits in line."""
-    opening = tuple(range(16))
-    trace = [TraceRequest(0.0, 8704, 1, (*opening, 999))]
-    trace += [TraceRequest(5.0 + n / 30, 8704, 1, (*opening, 1000 + n)) for n in range(600)]
-    settings = ClusterSettings(replicas=8, blocks=400, routers=routers, feed_delay_s=0.01)
-    cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=True))
-    outcome = cluster.run(prepare(trace))
-    chain = prepare(trace[:1])[0].block_hashes
-    holders = [name for name, replica in cluster.replicas.items() if replica.cache.index.held(chain[16 * 15 : 16 * 16])]
-    assert 4 <= len(holders) <= 8
-    assert outcome.pulled_tokens == (len(holders) - 1) * 8192
-    assert outcome.cached_tokens == 600 * 8192
-    waits = sorted(outcome.ttft_s[n] - 512 / 5000 for n in range(1, 601))
-    assert waits[300] < 0.06
-    assert waits[-1] < 0.6
-    bounded = Cluster(replace(settings, max_holders=2), Contender("estimated_ttft", True, True))
-    bounded.run(prepare(trace))
-    assert sum(replica.cache.index.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
-
-
-def test_what_another_router_sent_is_seen_by_who_is_sent_there_too() -> None:
-    """Routers whose feeds are late choose one idle replica; all prompts but the first are sent back."""
-    warm_up = [prompt(0.0, 512, 100 * n) for n in range(64)]
-    burst = [prompt(60.0, 5000, 10_000) for _ in range(4)]
-    settings = ClusterSettings(replicas=8, blocks=400, routers=4, feed_delay_s=0.5, decode_weight=0.0)
-    cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=False))
-    outcome = cluster.run(prepare([*warm_up, *burst]))
-    assert outcome.rerouted > 0
-    assert sorted(outcome.ttft_s) == list(range(68))
-    assert max(outcome.ttft_s[n] for n in range(64, 68)) < 2 * 5000 / 5000
-
-
-def test_load_is_reported_as_often_as_replicas_do() -> None:
-    """Whatever happens in a replica, routers hear its load once in an interval."""
-    sent: list[float] = []
-    clock = VirtualClock()
-    settings = ClusterSettings(replicas=1)
-
-    def publish(_: str, events: tuple[Event, ...]) -> None:
-        sent.extend(clock.now_s for event in events if isinstance(event, LoadReport))
-
-    peers: dict[str, SimulatedReplica] = {}
-    replica = SimulatedReplica(
-        "r", settings, clock, peers, shortest_first=True, pulls=False, on_first_token=lambda _: None, publish=publish
-    )
-    peers["r"] = replica
-    for number, request in enumerate(prepare([prompt(0.0, 1000, 100 * n) for n in range(20)])):
-        decision = Decision("r", "me", number, 0, 0, "cold")
-        clock.at(0.01 * number, partial(replica.submit, request, decision))
-    clock.run()
-    gaps = [later - earlier for earlier, later in pairwise(sent)]
-    assert len(sent) >= 4.0 / settings.report_interval_s
-    assert min(gaps) == pytest.approx(settings.report_interval_s)
 
 
 @pytest.mark.parametrize("contender", KINDS, ids=str)

@@ -78,18 +78,6 @@ def test_queue_ahead_counts_everything_once(steps: list[tuple[str, int]]) -> Non
             assert loads.waiting[0] == len(truth.mine) + len(truth.on_the_way)
 
 
-def test_numbers_rise_and_release_is_idempotent() -> None:
-    """Reservation numbers rise over all replicas; a second release changes nothing."""
-    loads = table("a", "b")
-    numbers = [loads.reserve(name, 50, 0.0) for name in "abab"]
-    assert numbers == [1, 2, 3, 4]
-    assert loads.queue_ahead("a") == 100
-    assert loads.release(1) is True
-    assert loads.release(1) is False
-    assert loads.queue_ahead("a") == 50
-    assert loads.queue_ahead("b") == 100
-
-
 def test_lost_releases_expire() -> None:
     """A reservation nobody released ends by its TTL."""
     loads = table()
@@ -157,16 +145,6 @@ def test_nonsense_share_does_not_hide_later_reservations() -> None:
     assert loads.queue_ahead("a") == 0
     loads.reserve("a", 20, 0.0)
     assert loads.queue_ahead("a") == 20
-
-
-def test_rate_is_the_default_until_measured_and_slows_with_decoding() -> None:
-    """Seconds per token come from the default, then from the report, times the weight of running sequences."""
-    loads = table()
-    assert loads.seconds_per_token[0] == pytest.approx(0.01)
-    loads.report("a", report(rate=1000.0), 0.0)
-    assert loads.seconds_per_token[0] == pytest.approx(0.001)
-    loads.report("a", report(0, 10, rate=1000.0), 0.0)
-    assert loads.seconds_per_token[0] == pytest.approx(0.0011)
 
 
 @given(ops=st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60))
@@ -239,17 +217,6 @@ def test_pull_shares_follow_reports() -> None:
     assert loads.pull_shares(1.0).tolist() == [1.0, 0.1, 1.0]
     loads.remove_replica("a")
     assert dict(zip(loads.replica_ids, loads.pull_shares(1.0).tolist(), strict=True)) == {"b": 0.1, "c": 1.0}
-
-
-def test_full_replicas_are_counted_through_departures() -> None:
-    """Rows move when a replica leaves; who is full stays full."""
-    loads = table("a", "b", "c")
-    for name in ("a", "c"):
-        loads.report(name, report(waiting=16), 0.0)
-    loads.remove_replica("a")
-    assert (loads.num_full, loads.is_full("b"), loads.is_full("c")) == (1, False, True)
-    loads.report("c", report(), 0.0)
-    assert loads.num_full == 0
 
 
 @given(order=st.permutations(range(6)), queued=st.lists(st.integers(0, 1000), min_size=6, max_size=6))

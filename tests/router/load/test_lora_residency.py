@@ -134,31 +134,3 @@ def test_a_replica_that_goes_is_forgotten() -> None:
     core.apply("c", "e", [report()])
     assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
     assert not core._known.adapters._holders
-
-
-def loads_needed(*, routers_know: bool, requests: int = 600) -> int:
-    """Cold prompts of twelve adapters one after the other, on four replicas that keep the last four used in memory."""
-    names, memory, loads = ["a", "b", "c", "d"], dict[str, list[str]](), 0
-    core = core_with({name: report() for name in names})
-    for number in range(requests):
-        adapter = f"style-{Random(number).randrange(12)}@1"
-        name = chosen(core, ask(number, adapter if routers_know else ""))
-        held = memory.setdefault(name, [])
-        if adapter in held:
-            held.remove(adapter)
-        else:
-            loads += 1
-        held.append(adapter)
-        del held[:-4]
-        core.apply(name, "e", [report(tuple(held), 0.1)])
-    return loads
-
-
-def test_adapters_that_fit_all_replicas_together_stay_in_memory() -> None:
-    """Otherwise two of three requests wait for a load, though there is room for every adapter somewhere.
-
-    docs/lora.md
-    """
-    blind, knowing = loads_needed(routers_know=False), loads_needed(routers_know=True)
-    assert blind > 300
-    assert knowing < 60, knowing

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
-from router.policy.candidates import Candidate, RoutingView, rendezvous
+from router.policy.candidates import Candidate, RoutingView
 from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
@@ -97,17 +97,10 @@ def test_contract(
 
 
 @pytest.mark.parametrize("policy", ["estimated_ttft", "lmetric", "sglang"])
-def test_cache_aware_policies_choose_the_holder_while_loads_are_even(policy: str) -> None:
-    """With equal load the replica with the longest prefix wins, and the reason says so."""
+def test_cache_aware_policies_choose_the_holder_until_it_is_overloaded(policy: str) -> None:
     head = rank(policy, loads_of(*[(100, 2, 1)] * 4), {NAMES[2]: 900, NAMES[1]: 800})[0]
     assert (head.replica_id, head.reason) == (NAMES[2], "cached")
-
-
-@pytest.mark.parametrize("policy", ["estimated_ttft", "lmetric", "sglang"])
-def test_cache_aware_policies_leave_an_overloaded_holder(policy: str) -> None:
-    """When waiting at the holder costs more than computing elsewhere, the request goes elsewhere."""
-    loads = loads_of((60_000, 64, 8), (0, 0, 0), (0, 0, 0))
-    head = rank(policy, loads, {NAMES[0]: 600})[0]
+    head = rank(policy, loads_of((60_000, 64, 8), (0, 0, 0), (0, 0, 0)), {NAMES[0]: 600})[0]
     assert head.replica_id != NAMES[0]
     assert head.reason == "load_spill"
 
@@ -123,17 +116,6 @@ def test_estimated_ttft_lets_short_work_overtake_long_queues() -> None:
     loads = loads_of((50_000, 0, 5), (0, 0, 0))
     assert rank("estimated_ttft", loads, {NAMES[0]: 9_990}, request(10_000))[0].replica_id == NAMES[0]
     assert rank("estimated_ttft", loads, {NAMES[0]: 1_000}, request(10_000))[0].replica_id == NAMES[1]
-
-
-def test_the_delay_of_others_is_a_part_of_the_score() -> None:
-    """What a score has beyond the time to first token grows with the sequences that would be pushed back."""
-    beyond = []
-    for waiting in (0, 1, 2):
-        loads = loads_of((10_000 * waiting, 0, waiting))
-        beyond.append(rank("estimated_ttft", loads, {NAMES[0]: 500})[0].score - estimated_s(loads, 500))
-    assert beyond[0] == 0.0
-    assert 0.0 < beyond[1] < beyond[2]
-    assert beyond[2] == pytest.approx(2 * beyond[1])
 
 
 def test_policies_are_those_that_settings_name() -> None:
@@ -197,14 +179,6 @@ def test_cold_prompts_are_placed_by_rendezvous_while_idle() -> None:
     noisy.remove_replica(gone)
     after = [rank("estimated_ttft", noisy, {}, request(key=key), limit=1)[0].replica_id for key in keys]
     assert all(new == old or old == gone for new, old in zip(after, other, strict=True))
-
-
-def test_rendezvous_does_not_depend_on_rows() -> None:
-    """A replica's weight for a key is the same in every router."""
-    one, two = loads_of(*[(0, 0, 0)] * 3), LoadTable("x")
-    for name in reversed(NAMES[:3]):
-        two.add_replica(name)
-    assert rendezvous(b"key", one).tolist() == rendezvous(b"key", two).tolist()[::-1]
 
 
 def test_round_robin_takes_turns() -> None:

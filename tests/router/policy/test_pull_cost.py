@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from msgspec import structs
 
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
@@ -26,10 +25,6 @@ def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
     return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
-
-
-def replace_rate(report: LoadReport, rate: float, tokens: int) -> LoadReport:
-    return structs.replace(report, prefill_tokens_per_s=rate, prefill_rate_tokens=tokens)
 
 
 def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
@@ -134,31 +129,3 @@ def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
         assert decision is not None
         reasons.append(decision.reason == "in_flight")
     assert reasons == [False, False, True]
-
-
-def test_a_warm_up_beside_other_work_keeps_nobody_from_pulling() -> None:
-    """A replica that measured a tenth of its rate over a warm-up of 1,024 tokens gets its part of the work."""
-    chain, clock = Random(0).randbytes(16 * 625), iter(range(1_000))
-    core = RoutingCore("me", RouterSettings(), clock=lambda: float(next(clock)))
-    core.update_replicas(["holder", "other"])
-    for name, rate, tokens in (("other", 200.0, 1024), ("holder", 2000.0, 8192)):
-        core.apply(name, "e", [replace_rate(load(0, 37_000.0), rate, tokens)])
-    core.apply("other", "e", [replace_rate(load(0, 37_000.0), 200.0, 1024)])
-    core.apply("holder", "e", [BlocksStored(chain)])
-    decisions = [
-        core.decide(RoutedRequest(f"q{n}", chain + Random(n + 1).randbytes(16 * 93), 11_500, b"k" * 16))
-        for n in range(10)
-    ]
-    assert "holder" in [decision.pull_from for decision in decisions if decision is not None]
-
-
-def test_without_a_link_nothing_is_pulled() -> None:
-    """The default has no pull, so decisions name nobody."""
-    chain = Random(0).randbytes(16 * 50)
-    core = RoutingCore("me", RouterSettings("round_robin"), clock=lambda: 0.0)
-    core.update_replicas(["a", "b"])
-    core.apply("b", "e", [BlocksStored(chain)])
-    for number in range(2):
-        decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16))
-        assert decision is not None
-        assert (decision.pull_from, decision.pull_tokens) == ("", 0)

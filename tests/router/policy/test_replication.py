@@ -52,12 +52,19 @@ class Cluster:
         return sum(1 for name in self.names if self.core.directory.blocks_held(name))
 
 
-def test_one_long_request_makes_no_prefix_hot() -> None:
-    """However much it computes: a second holder would be of no use to it."""
-    cluster = Cluster()
-    for _ in range(20):
-        cluster.now_s += 2.0
-        cluster.send(new_tokens=32_000)
+@pytest.mark.parametrize(
+    ("requests", "gap_s", "new_tokens", "pull_rate"),
+    [
+        pytest.param(20, 2.0, 32_000, 50_000.0, id="long requests: a second holder would be of no use to them"),
+        pytest.param(300, 1.0, 100, 50_000.0, id="a tenth of a replica's time"),
+        pytest.param(600, 1 / 30, 100, 0.0, id="a copy has to be computed: only load decides"),
+    ],
+)
+def test_a_prefix_keeps_its_one_holder(requests: int, gap_s: float, new_tokens: int, pull_rate: float) -> None:
+    cluster = Cluster(pull_rate=pull_rate)
+    for _ in range(requests):
+        cluster.now_s += gap_s
+        cluster.send(new_tokens=new_tokens)
     assert cluster.holders() == 1
 
 
@@ -106,15 +113,6 @@ def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
     assert all(decision.pull_from and decision.pull_tokens == 2048 for decision in spread)
 
 
-def test_a_prefix_with_little_demand_keeps_its_holder() -> None:
-    """A tenth of a replica's time is no reason for another copy."""
-    cluster = Cluster()
-    for _ in range(300):
-        cluster.now_s += 1.0
-        cluster.send()
-    assert cluster.holders() == 1
-
-
 def test_holders_are_bounded_by_demand_and_by_load() -> None:
     """Neither demand nor queues at the holders make more than max_holders; a full holder does."""
     cluster = Cluster(max_holders=2)
@@ -157,15 +155,6 @@ def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:
         if turn >= 300:
             assert decision.replica_id == home.setdefault(conversation, decision.replica_id)
     assert len(set(home.values())) > 1
-
-
-def test_without_pulls_nothing_is_spread() -> None:
-    """Where a copy has to be computed, only load decides."""
-    cluster = Cluster(pull_rate=0.0)
-    for _ in range(600):
-        cluster.now_s += 1 / 30
-        cluster.send()
-    assert cluster.holders() == 1
 
 
 def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:
