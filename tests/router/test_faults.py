@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
-import time
-from collections.abc import Coroutine
 from math import inf, nan
 from random import Random
-from threading import Event as Flag
-from threading import Thread
 from typing import Any
 
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.directory.directory import Directory
-from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
 from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import (
     BlocksRemoved,
@@ -58,17 +50,6 @@ events = st.lists(st.one_of(loads, stats, blocks, st.just(CacheCleared())), max_
 
 def request(tokens: int = 645, chain: bytes = CHAIN, key: bytes = b"k" * 16, name: str = "q") -> RoutedRequest:
     return RoutedRequest(name, chain, tokens, key)
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 60))
-
-
-async def until(true: Any, within_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline_s, "it never became true"
-        await asyncio.sleep(0.01)
 
 
 @settings(max_examples=150)
@@ -154,71 +135,3 @@ def test_churn_of_sets_and_epochs_leaves_nothing_behind() -> None:
     assert len(core.directory._owner) < 600
     assert set(core.counters.decisions_by_replica) == {"stays"}
     assert len(core._known.pending) <= 4096
-
-
-def test_a_flooding_feed_starves_no_other() -> None:
-    """While one publisher sends as fast as it can, another's blocks and loads arrive, and memory stays bounded."""
-
-    async def main() -> None:
-        core = RoutingCore("me", RouterSettings(max_blocks=20_000))
-        core.update_replicas(["flood", "a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST, max_queued_messages=50)
-        flood, quiet = (FeedPublisher(name) for name in ("flood", "a"))
-        for feed in (flood, quiet):
-            feed.start()
-            subscriber.connect("flood" if feed is flood else "a", feed.endpoint)
-        stop = Flag()
-
-        def pour() -> None:
-            rng = Random(2)
-            while not stop.wait(0.001):
-                flood.put([BlocksStored(rng.randbytes(16 * 2000)), LoadReport(-5, -1, -1, -1, -1, nan, -inf)])
-
-        pouring = Thread(target=pour, daemon=True)
-        pouring.start()
-        try:
-            await until(lambda: sum(core.directory.blocks_held("flood").values()) > 5000)
-            quiet.put([BlocksStored(CHAIN), LoadReport(7, 0, 1, 8, 64, 1000.0, 0.01)])
-            await until(lambda: core.directory.match(CHAIN).get("a") == 640)
-            await until(lambda: core.loads.queue_ahead("a") == 7)
-            assert core.directory.num_blocks <= 20_000
-            decision = core.decide(request())
-            assert decision is not None
-            assert decision.replica_id == "a"
-        finally:
-            stop.set()
-            pouring.join()
-            flood.stop()
-            quiet.stop()
-            await subscriber.close()
-
-    run(main())
-
-
-def test_an_endpoint_that_never_answers_delays_nobody() -> None:
-    """A peer that takes connections and says nothing is never live; the other feed is, and decisions go by load."""
-
-    async def main() -> None:
-        silent = socket.create_server(("127.0.0.1", 0), backlog=64)
-        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        core = RoutingCore("me")
-        core.update_replicas(["silent", "a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
-        core.follow(subscriber.is_live)
-        subscriber.connect("silent", FeedEndpoint(address, address, zmq.curve_keypair()[0].decode(), "e"))
-        feed = FeedPublisher("a")
-        feed.start()
-        feed.put([BlocksStored(CHAIN), LoadReport(90_000, 0, 9, 8, 64, 1000.0, 0.01)])
-        subscriber.connect("a", feed.endpoint)
-        await until(lambda: subscriber.is_live("a"))
-        assert core.directory.match(CHAIN) == {"a": 640}
-        assert not subscriber.is_live("silent")
-        assert not core.knows_every_cache
-        decision = core.decide(request(chain=Random(4).randbytes(640)))
-        assert decision is not None
-        assert decision.replica_id == "silent"
-        feed.stop()
-        await subscriber.close()
-        silent.close()
-
-    run(main())
