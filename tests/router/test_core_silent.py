@@ -8,7 +8,7 @@ from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, LoadReport, RouterShare
 from router.protocol.request import Decision, RoutedRequest
 
-CHAIN = bytes(range(HASH_BYTES)) * 4
+CHAIN = bytes(range(4 * HASH_BYTES))
 SHARES = (RouterShare("me", 1, 0), RouterShare("you", 1, 0))
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.directory.directory import Directory
-from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import (
     BlocksRemoved,
     BlocksStored,
@@ -26,7 +25,6 @@ from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 40)
-FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
 IDLE = LoadReport(0, 0, 0, 8, 64, 1000.0, 0.01)
 NAMES = [f"r{number}" for number in range(6)]
 
