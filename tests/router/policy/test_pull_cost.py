@@ -40,33 +40,23 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
     return RoutingView(REQUEST, match, loads, 1, Random(0), PULLING)
 
 
-def work(match: dict[str, int], pull_rate: float = 10_000.0) -> list[float]:
+@pytest.mark.parametrize(
+    ("match", "pull_rate", "price", "expected"),
+    [
+        pytest.param({"b": 600}, 10_000.0, 1.0, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
+        pytest.param({"b": 600}, 10_000.0, 3.0, [580, 400, 580], id="at a price of 3 three times as much"),
+        pytest.param({"b": 600}, 10_000.0, 99.0, [1000, 400, 1000], id="never more than computing"),
+        pytest.param({"b": 600, "c": 501}, 10_000.0, 1.0, [460, 400, 499], id="a short pull is not worth its set-up"),
+        pytest.param({"b": 600}, 900.0, 1.0, [1000, 400, 1000], id="a link slower than computing"),
+    ],
+)
+def test_the_work_that_is_left(
+    match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", price)
     loads = loads_of(pull_rate, a=0, b=0, c=0)
-    return [float(tokens) for tokens in work_tokens(view_of(match, loads))]
-
-
-def test_a_pulled_token_costs_its_share_of_prefill() -> None:
-    """At ten times the prefill rate, 600 pulled tokens weigh as 60 computed ones; the holder pays nothing."""
-    assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
-
-
-def test_a_pull_has_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a price of 3 the same pull weighs three times as much, and never more than computing."""
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 3.0)
-    assert work({"b": 600}) == pytest.approx([400 + 180, 400, 400 + 180])
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 99.0)
-    assert work({"b": 600}) == pytest.approx([1000, 400, 1000])
-
-
-def test_a_short_pull_is_not_worth_its_set_up() -> None:
-    """Below min_pull_tokens a replica computes."""
-    assert work({"b": 600, "c": 501}) == pytest.approx([460, 400, 499])
-
-
-def test_a_slow_link_is_not_used() -> None:
-    """Where copying is slower than computing, nothing changes, and no pull is planned."""
-    assert work({"b": 600}, pull_rate=900.0) == pytest.approx([1000, 400, 1000])
-    assert plan_pull(view_of({"b": 600}, loads_of(900.0, a=0, b=0)), "a", 0) == ("", 0)
+    assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
+    assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
