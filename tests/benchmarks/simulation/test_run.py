@@ -94,23 +94,6 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
             assert door.core.directory.blocks_held(name).get("pool", 0) == len(replica.cache.index)
 
 
-@pytest.mark.parametrize("contender", KINDS, ids=str)
-def test_a_trace_without_reuse_hits_nothing(contender: Contender) -> None:
-    """The zero-reuse control: hit rate 0, and nothing to pull."""
-    trace = [prompt(0.1 * n, 3000 + n, 100 * n, output_tokens=50) for n in range(60)]
-    outcome = run(trace, contender)
-    assert outcome.summary()["hit_rate"] == 0.0
-    assert outcome.summary()["pulled_rate"] == 0.0
-
-
-def test_same_seed_same_outcome() -> None:
-    """A run is reproducible."""
-    trace, contender = synthetic_trace(200, seed=2), Contender("power_of_two")
-    assert run(trace, contender).ttft_s == run(trace, contender).ttft_s
-    other = ClusterSettings(replicas=4, blocks=250, seed=9)
-    assert run(trace, contender).ttft_s != run(trace, contender, other).ttft_s
-
-
 def test_a_request_that_can_never_fit_is_refused() -> None:
     """It would wait for ever."""
     with pytest.raises(ValueError, match="more blocks"):

@@ -57,29 +57,3 @@ def test_churn_does_not_grow_the_table() -> None:
             sizes.append(table.size_bytes)
     assert table.num_entries == 40 * 256
     assert sizes[-1] <= 1.5 * sizes[0]
-
-
-def test_bound_refuses_new_keys_only() -> None:
-    """At the bound new keys are refused and counted; known ones still change, and removal makes room."""
-    table = KeyTable(3)
-    some = [HIGH | n for n in range(5)]
-    table.update(some, lambda value: value or 1)
-    assert (table.num_entries, table.num_refused) == (3, 2)
-    table.update(some[:3], lambda value: 2)
-    assert [table.get(key) for key in some] == [2, 2, 2, 0, 0]
-    table.update(some[:1], lambda value: 0)
-    table.update(some[4:], lambda value: 7)
-    assert table.get(some[4]) == 7
-
-
-def test_rebuild_maps_and_drops() -> None:
-    """Rebuilding every shard maps each value once and reports how many entries moved."""
-    table = KeyTable(1000)
-    some = block_keys(Random(1).randbytes(16 * 500))
-    table.update(some[:300], lambda value: 1)
-    table.update(some[300:], lambda value: 2)
-    counts = [change for shard in range(table.num_shards) for change in table.rebuild(shard, lambda v: v - 1)]
-    assert sum(count for old, _, count in counts if old == 1) == 300
-    assert table.num_entries == 200
-    assert {table.get(key) for key in some[300:]} == {1}
-    assert {table.get(key) for key in some[:300]} == {0}
