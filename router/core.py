@@ -22,7 +22,7 @@ from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
 from router.observe.ttft_overhead import TtftOverhead
-from router.policy.candidates import Candidate, RoutingView
+from router.policy.candidates import RoutingView
 from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded
 from router.policy.recheck import MAX_REROUTES
@@ -147,11 +147,6 @@ class RoutingCore:
             decision = self._decide(request, blocked, started_s)
             self.counters.decision_s.observe(self._clock() - started_s)
         return decision
-
-    def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
-        """Return the policy's whole ranking without reserving anything."""
-        with self._lock:
-            return self._policy.rank(self._view_of(request, blocked, self._clock()))
 
     def holders(self, request: RoutedRequest) -> dict[str, int]:
         """Return how many leading prompt tokens each replica can reuse, of those that can reuse any."""
