@@ -28,11 +28,19 @@ def explain(
 ) -> dict[str, Any]:
     """Return replicas in the order of the first of ``rankings``, and each policy's winner; JSON-able.
 
-    ``rankings``: by policy, of the request in ``view``. ``tiers``: tokens of each matched prefix by tier.
+    ``rankings``: by policy, of the request in ``view``; a replica without a place in one can take no request.
+    ``tiers``: tokens of each matched prefix by tier.
     """
     loads, adapter_s = view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
-    order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
+    places = {
+        policy: {
+            candidate.replica_id: {"rank": rank, "score": candidate.score, "reason": candidate.reason}
+            for rank, candidate in enumerate(ranked, 1)
+        }
+        for policy, ranked in rankings.items()
+    }
+    order = list(next(iter(places.values())))
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]
     return {
         "prompt_tokens": view.request.prompt_tokens,
@@ -49,19 +57,11 @@ def explain(
                 "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replicas[replica_id].row]),
                 "blocked": replica_id in view.blocked,
                 **replica_load_state(replica_id, loads, view.now_s),
-                "policies": {policy: _place(replica_id, ranked) for policy, ranked in rankings.items()},
+                "policies": {policy: places[policy].get(replica_id) for policy in rankings},
             }
             for replica_id in order
         ],
     }
-
-
-def _place(replica_id: str, ranked: list[Candidate]) -> dict[str, Any] | None:
-    """Return a replica's place in one ranking, None where it can take no request."""
-    for rank, candidate in enumerate(ranked, 1):
-        if candidate.replica_id == replica_id:
-            return {"rank": rank, "score": candidate.score, "reason": candidate.reason}
-    return None
 
 
 def _winner(

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from router.load.load_table import Floats, LoadTable
-from router.load.replica_load import ReplicaLoad
 from router.policy.candidates import RoutingView, longest
 
 PULL_PRICE = 2.0
@@ -133,20 +132,12 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
             pull_s = (pull_tokens - held) * replica.pull_pace * replica.seconds_per_token
             held = pull_tokens
     uncached = max(view.request.prompt_tokens - held, 1)
-    wait_s = expected_prefill_s(replica, uncached, first_come=not view.settings.shortest_first)
+    ahead = float(replica.queued_tokens)
+    if ahead and view.settings.shortest_first:  # the queue of ``ttft_scores``; the delay of others is no part of it
+        ratio, committed = uncached * replica.falloff, replica.committed_tokens
+        ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
+    wait_s = (ahead + uncached) * replica.seconds_per_token
     if view.adapter_s is not None:
         wait_s += float(view.adapter_s[replica.row])
     work_s = wait_s + pull_s
     return Estimate(cached, uncached, pull_from, pull_tokens, work_s, work_s + view.overhead_s)
-
-
-def expected_prefill_s(replica: ReplicaLoad, uncached_tokens: int, *, first_come: bool) -> float:
-    """Return the seconds until a replica has computed a request: the work that runs before it, and its own.
-
-    The queue is the one of ``policies.estimated_ttft``; the delay of others is no part of it.
-    """
-    ahead = float(replica.queued_tokens)
-    if ahead and not first_come:
-        ratio, committed = uncached_tokens * replica.falloff, replica.committed_tokens
-        ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
-    return (ahead + uncached_tokens) * replica.seconds_per_token
