@@ -127,7 +127,6 @@ class AppConfig(
         """The router's part, as ``RouterSettings.from_json`` takes it."""
         return {
             "policy": self.policy,
-            "shadow_policy": self.shadow_policy or "",
             "block_size": self.block_size,
             "max_blocks": self.directory_max_blocks,
             "no_replica_wait_s": self.no_replica_wait_s,

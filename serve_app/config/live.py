@@ -17,7 +17,6 @@ from serve_app.config.sentences import sentence, unknown_setting
 LIVE = frozenset(
     {
         "policy",
-        "shadow_policy",
         "autoscaling",
         "no_replica_wait_s",
         "tenants",

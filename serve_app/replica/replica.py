@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from ray import serve
 
-from router.feed import FeedPublisher, FeedPublisherThread
+from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
 from router.protocol.request import Decision, RoutedRequest
@@ -81,7 +81,7 @@ class Replica:
             self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
         peers = open_peers()
         info = await asyncio.to_thread(load_served_model, self._config)
-        self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
+        self._feed = FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address())
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)

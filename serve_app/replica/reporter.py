@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from router.feed import FeedPublisherThread
+from router.feed import FeedPublisher
 from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.engine.protocol import Engine
@@ -38,7 +38,7 @@ class Reporter:
         adapters: ReplicaAdapters,
         puller: Puller,
         moves: MoveMeters,
-        feed: FeedPublisherThread,
+        feed: FeedPublisher,
         interval_s: float,
         refused: Callable[[], int],
     ) -> None:
@@ -91,7 +91,7 @@ class Reporter:
         return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
 
-async def tell_caches(engine: Engine, feed: FeedPublisherThread, interval_s: float = DIGEST_INTERVAL_S) -> None:
+async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
     """Let the engine tell what its caches hold, as a digest, every ``interval_s`` until cancelled.
 
     Where other blocks than those were published it tells all anew: the next time at once, then ever more rarely.

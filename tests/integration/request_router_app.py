@@ -23,7 +23,7 @@ from ray.serve._private import constants  # a module: its values are those of th
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from router.feed import FeedPublisher, FeedPublisherThread
+from router.feed import FeedPublisher
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for, decisions_for
@@ -53,7 +53,6 @@ def chain_of(family: int) -> bytes:
         request_router_kwargs={
             "policy": "estimated_ttft",
             "block_size": 16,
-            "shadow_policy": "lmetric",
             "no_replica_wait_s": 1.0,
         },
     ),
@@ -68,7 +67,7 @@ class Holder:
         self.endless: dict[str, asyncio.Event] = {}
         self.calls = CallTracker(self.end, lambda _: True)
         self.watching = asyncio.create_task(self.calls.watch())
-        self.feed = FeedPublisherThread(FeedPublisher(self.replica_id))
+        self.feed = FeedPublisher(self.replica_id)
         self.feed.start()
         idle = LoadReport(0, 0, 0, 400, 400, 100_000.0, 0.01)
         self.feed.put([idle])
@@ -150,7 +149,6 @@ class Ingress:
             "faults": core.counters.faults,
             "open_reservations": core.state()["open_reservations"],
             "decision_s": core.counters.decision_s.counts,
-            "shadow": core.state()["shadow"],
             **await self.departures(core),
             **await self.without_replicas(core),
         }

@@ -71,13 +71,6 @@ def test_calls_end_with_their_callers(outcome: dict[str, object]) -> None:
     assert (outcome["left"], outcome["still_running"]) == (2000, 0)
 
 
-def test_a_shadow_saw_every_request_and_acted_on_none(outcome: dict[str, object]) -> None:
-    """The second policy's counters cover the same decisions, without a fault."""
-    shadow = outcome["shadow"]
-    assert isinstance(shadow, dict)
-    assert (shadow["policy"], shadow["decisions"], shadow["faults"]) == ("lmetric", 316, 0)
-
-
 def test_without_replicas_every_request_is_told_so(outcome: dict[str, object]) -> None:
     """With all replicas killed and none starting nothing hangs; once they start, requests are served again."""
     assert outcome["refused"] == ["NoReplicaLeft"] * 20

@@ -2,7 +2,6 @@
 
 Owns the names. Every decision is counted three ways in tokens: the best any replica held, what the selected one
 held by the directory, and what it then delivered; their differences are regret: the price of load, and of stale hints.
-What a shadow policy would have done has names of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from typing import Any
 
 from router.core import RoutingCore
 from router.observe.counters import PolicyCounters
-from router.observe.shadow import ShadowCounters
 from router.protocol.samples import Sample
 
 
@@ -21,8 +19,6 @@ def router_samples(core: RoutingCore) -> list[Sample]:
     samples: list[Sample] = []
     for policy, counted in list(counters.by_policy.items()):
         samples += _policy_samples(policy, counted)
-    if core.shadow is not None:
-        samples += _shadow_samples(*core.shadow)
     for replica_id, decisions in list(counters.decisions_by_replica.items()):
         samples.append(("warmpath_router_replica_decisions_total", (("replica", replica_id),), float(decisions)))
     samples += [
@@ -98,19 +94,4 @@ def _policy_samples(policy: str, counted: PolicyCounters) -> list[Sample]:
         ("warmpath_router_actual_ttft_seconds_total", of_policy, estimates.actual_s),
         ("warmpath_router_ttft_late_seconds_total", of_policy, estimates.late_s),
         ("warmpath_router_ttft_early_seconds_total", of_policy, estimates.early_s),
-    ]
-
-
-def _shadow_samples(policy: str, counters: ShadowCounters) -> list[Sample]:
-    labels = (("policy", policy),)
-    return [
-        ("warmpath_shadow_decisions_total", labels, float(counters.decisions)),
-        ("warmpath_shadow_agreed_total", labels, float(counters.agreed)),
-        ("warmpath_shadow_prompt_tokens_total", labels, float(counters.prompt_tokens)),
-        ("warmpath_shadow_selected_cached_tokens_total", labels, float(counters.cached_tokens)),
-        ("warmpath_shadow_acting_selected_cached_tokens_total", labels, float(counters.acting_cached_tokens)),
-        ("warmpath_shadow_estimated_ttft_seconds_total", labels, counters.estimated_ttft_s),
-        ("warmpath_shadow_acting_estimated_ttft_seconds_total", labels, counters.acting_estimated_ttft_s),
-        ("warmpath_shadow_faults_total", labels, float(counters.faults)),
-        *counters.decision_s.samples("warmpath_shadow_decision_seconds", labels),
     ]

@@ -18,7 +18,6 @@ values = st.fixed_dictionaries(
     {},
     optional={
         "policy": st.sampled_from(POLICY_NAMES),
-        "shadow_policy": st.none() | st.sampled_from(POLICY_NAMES),
         "max_queued_requests": st.integers(1, 99),
         "request_timeout_s": st.floats(1, 99),
         "allowed_hosts": st.none() | st.lists(st.sampled_from(["a", "b"])),

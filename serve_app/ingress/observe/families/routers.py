@@ -17,7 +17,7 @@ _DECISIONS = (
         "reason",
     ),
     _of("warmpath_router_replica_decisions_total", "Decisions for each replica that is there now.", "replica"),
-    _of("warmpath_router_decision_seconds", "Time of one decision, a shadow policy's not included.", histogram=True),
+    _of("warmpath_router_decision_seconds", "Time of one decision.", histogram=True),
     _of(
         "warmpath_router_prompt_tokens_total",
         "Prompt tokens of the requests that were decided about.",
@@ -109,29 +109,6 @@ _ESTIMATES = (
         "step's own cost. Equal for all replicas, so it changes estimates and no decision.",
     ),
 )
-_SHADOW = (
-    _of("warmpath_shadow_decisions_total", "Requests that the shadow policy decided about too.", "policy"),
-    _of("warmpath_shadow_agreed_total", "Of those, where it chose the replica that the acting policy chose.", "policy"),
-    _of("warmpath_shadow_prompt_tokens_total", "Prompt tokens of those requests.", "policy"),
-    _of("warmpath_shadow_selected_cached_tokens_total", "What its choices held of those tokens.", "policy"),
-    _of(
-        "warmpath_shadow_acting_selected_cached_tokens_total",
-        "What the acting policy's choices held of them.",
-        "policy",
-    ),
-    _of(
-        "warmpath_shadow_estimated_ttft_seconds_total",
-        "Sum of the estimated times to first token of its choices; compare it only with the acting one beside it.",
-        "policy",
-    ),
-    _of(
-        "warmpath_shadow_acting_estimated_ttft_seconds_total",
-        "Sum of the estimates of the acting policy's choices, of the same requests from the same state.",
-        "policy",
-    ),
-    _of("warmpath_shadow_decision_seconds", "Time of one of its decisions.", "policy", histogram=True),
-    _of("warmpath_shadow_faults_total", "Its faults; they change nothing and are in no other number.", "policy"),
-)
 _DIRECTORY = (
     _of("warmpath_directory_blocks", "Distinct blocks that the directory knows, on whatever replicas."),
     _of("warmpath_directory_max_blocks", "The bound of warmpath_directory_blocks, a setting."),
@@ -177,7 +154,6 @@ SECTIONS = (
         "How far the times can be trusted that routing is made from.",
         _ESTIMATES,
     ),
-    Section("Routing: a shadow policy", "Only with `shadow_policy`: what another policy would have done.", _SHADOW),
     Section("Routing: directory and feed", "What a router knows of the replicas' caches, and how it came.", _DIRECTORY),
     Section("Autoscaling", "Only with `autoscaling`; none before the first decision.", _AUTOSCALING),
 )
