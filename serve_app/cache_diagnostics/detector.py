@@ -12,6 +12,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 from serve_app.cache_diagnostics.explain import MIN_MISSED_TOKENS, REMEDIES, Decode, Miss, explain, is_miss
 from serve_app.cache_diagnostics.memory import PromptMemory, SeenPrompt
@@ -28,20 +29,20 @@ PATTERN_CHARS = 64
 """Differences of one class that lie so near each other are one pattern."""
 QUIET = ("never_seen", "not_compared", "evicted")
 """Reasons that are no fault of a prompt, and no line of the log."""
-
 MAX_BEGINNINGS = 4096
 """Of new prompts, over all tenants, as digests."""
+
 _KEY = secrets.token_bytes(32)
 
-Count = Callable[[str, str, int], None]
-"""(tenant, reason, lost tokens) of one miss."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class MissDetector:
     """Explains the misses of one ingress. ``tenants``: how many there are.
 
-    ``count_elsewhere``: called for a tenant's new prompt that another tenant has under another salt; operators alone
-    may know of it.
+    ``count``: called with the tenant, reason and lost tokens of each miss. ``count_elsewhere``: called for a tenant's
+    new prompt that another tenant has under another salt; operators alone may know of it.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class MissDetector:
         decode: Decode,
         workers: FairWorkers,
         tenants: Callable[[], int],
-        count: Count,
+        count: Callable[[str, str, int], None],
         count_elsewhere: Callable[[str], None] = lambda tenant: None,
     ) -> None:
         self._decode = decode
@@ -60,7 +61,7 @@ class MissDetector:
         self._beginnings: OrderedDict[bytes, tuple[str, bytes]] = OrderedDict()
         self._under_way: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Miss]] = set()
-        self._logged: OrderedDict[tuple[str, str, str, int], None] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, str, str, int], bool] = OrderedDict()
 
     def observe(
         self, generation: Generation, cached_tokens: int, arrived_s: float, now_s: float
@@ -71,14 +72,13 @@ class MissDetector:
         """
         if not generation.store_kv:
             return None
-        tenant, prompt_tokens = generation.tenant, len(generation.token_ids)
+        tenant, task = generation.tenant, None
         prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s)
-        task: asyncio.Task[Miss] | None = None
-        if is_miss(prompt_tokens, cached_tokens):
-            earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
+        if is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
-                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier))
+                earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
+                task = asyncio.create_task(self._explain(generation, prompt, cached_tokens, earlier))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -87,48 +87,52 @@ class MissDetector:
         return task
 
     async def _explain(
-        self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
+        self, generation: Generation, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
     ) -> Miss:
+        tenant = generation.tenant
         try:
-            size = prompt.ids.nbytes
-            miss = await self._workers.run(tenant, size, explain, prompt, cached_tokens, earlier, self._decode)
+            miss = await self._workers.run(
+                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self._decode
+            )
         except Exception:  # an answer must not fail because nobody can say why it was slow
             logger.exception("a miss could not be explained")
             miss = Miss("not_compared", 0)
         finally:
             self._under_way[tenant] -= 1
-            if not self._under_way[tenant]:
-                del self._under_way[tenant]
         self._count(tenant, miss.reason, miss.lost_tokens)
         self._log(tenant, miss)
         if miss.reason == "never_seen":
-            self._look_elsewhere(tenant, prompt)
+            self._look_elsewhere(generation)
         return miss
 
-    def _look_elsewhere(self, tenant: str, prompt: SeenPrompt) -> None:
+    def _look_elsewhere(self, generation: Generation) -> None:
         """Count a prompt whose beginning came from another tenant, too: its tenant is told nothing of that."""
-        beginning = prompt.scope.lora.encode() + b"\0" + prompt.ids[:MIN_MISSED_TOKENS].tobytes()
+        tenant, scope = generation.tenant, generation.scope
+        beginning = scope.lora.encode() + b"\0" + generation.token_ids[:MIN_MISSED_TOKENS].tobytes()
         digest = blake2b(beginning, digest_size=16, key=_KEY).digest()
-        known = self._beginnings.setdefault(digest, (tenant, prompt.scope.salt))
-        self._beginnings.move_to_end(digest)
-        if len(self._beginnings) > MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)
-        if known[0] != tenant and known[1] != prompt.scope.salt:
+        first = _remember(self._beginnings, digest, (tenant, scope.salt), MAX_BEGINNINGS)
+        if first is not None and first[0] != tenant and first[1] != scope.salt:
             self._count_elsewhere(tenant)
 
     def _log(self, tenant: str, miss: Miss) -> None:
         """Write a line for a pattern that was not seen yet."""
-        if miss.reason in QUIET:
+        place, where = miss.first_difference, ""
+        pattern = (tenant, miss.reason, place.part if place else "", place.char // PATTERN_CHARS if place else 0)
+        if miss.reason in QUIET or _remember(self._logged, pattern, True, MAX_PATTERNS):
             return
-        pattern = (tenant, miss.reason, miss.part, (miss.char or 0) // PATTERN_CHARS)
-        if pattern in self._logged:
-            self._logged.move_to_end(pattern)
-            return
-        self._logged[pattern] = None
-        if len(self._logged) > MAX_PATTERNS:
-            self._logged.popitem(last=False)
-        where = "" if miss.char is None else f" at character {miss.char} (line {miss.line}) of the {miss.part} part"
+        if place is not None:
+            where = f" at character {place.char} (line {place.line}) of the {place.part} part"
         logger.warning(
             "prompts of tenant %s miss the cache: %s%s costs %d tokens. %s",
             tenant, miss.reason, where, miss.lost_tokens, REMEDIES[miss.reason],
         )  # fmt: skip
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V, most: int) -> V | None:
+    """Return what a bounded table has of a key, which is now the one used last; None, and the value from now on."""
+    known = table.get(key)
+    table.setdefault(key, value)
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)
+    return known

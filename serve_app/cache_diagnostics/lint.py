@@ -9,32 +9,37 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from serve_app.cache_diagnostics.difference import Difference, classify, first_difference, value_there
-from serve_app.cache_diagnostics.values import Kind, values
+from serve_app.cache_diagnostics.difference import Difference, Kind, classify, first_difference, value_there, values
 
 _PLACEHOLDER = re.compile(
     r"\{\{-?\s*([^{}\n]{1,80}?)\s*-?\}\}|\$\{([^{}\n]{1,80})\}|<%=?\s*([^%\n]{1,80}?)\s*%>"
     r"|%\((\w{1,60})\)[sd]|\{([A-Za-z_][\w.()!:%-]{0,60})\}|\$\((date\b[^()\n]{0,60})\)"
 )
-_NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
-    ("date", re.compile(r"(?<![a-z])(?:date|today|day|weekday|yesterday|tomorrow)(?![a-z])", re.I)),
-    ("time", re.compile(r"(?<![a-z])(?:now|time|datetime|clock|strftime|utcnow)(?![a-z])", re.I)),
-    ("uuid", re.compile(r"uuid|guid|ulid|nonce|(?:request|session|trace|conversation|run|message|thread)_?id", re.I)),
-    ("epoch", re.compile(r"timestamp|epoch|unixtime", re.I)),
-    ("counter", re.compile(r"counter|turn|attempt|iteration", re.I)),
-)
-"""What a placeholder's name says that it stands for; of the first kind that fits."""
+_NAMES: dict[Kind, re.Pattern[str]] = {
+    "time": re.compile(
+        r"(?<![a-z])(?:date|today|day|weekday|yesterday|tomorrow|now|time|datetime|clock|strftime|utcnow)(?![a-z])"
+        r"|timestamp|epoch|unixtime",
+        re.I,
+    ),
+    "id": re.compile(
+        r"uuid|guid|ulid|nonce|(?:request|session|trace|conversation|run|message|thread)_?id"
+        r"|counter|turn|attempt|iteration",
+        re.I,
+    ),
+}
+"""What a placeholder's name says that it stands for; the first kind that fits."""
 _LASTING = re.compile(r"zone|timeout|limit|format|birth|delivery|response|max|created", re.I)
 _OF_NOW: dict[Kind, re.Pattern[str]] = {
-    "counter": re.compile(
-        r"(?:request|turn|attempt|message|visit|iteration|conversation)[\s=:]*(?:no\.|number|#)?\s*$|#\s*$", re.I
+    "time": re.compile(
+        r"\b(?:today|now|current(?:ly)?|as of|generated|rendered|it is|date|time|timestamp)\b|今天|现在|오늘|今日", re.I
     ),
-    "uuid": re.compile(r"request|session|trace|conversation|run|thread|user|id\b|key", re.I),
+    "id": re.compile(
+        r"(?:request|session|trace|turn|attempt|message|visit|iteration|conversation|run|thread|user|id|key)"
+        r"[\s=:]*(?:no\.|number|id|#)?[\s=:]*$|#\s*$",
+        re.I,
+    ),
 }
-_NOW = re.compile(
-    r"\b(?:today|now|current(?:ly)?|as of|generated|rendered|it is|date|time|timestamp)\b|今天|现在|오늘|今日", re.I
-)
-"""What a line says before a value that is of now; ``_OF_NOW`` where a kind has words of its own."""
+"""What a line says before a value that is of now."""
 _SPACES = re.compile("(?P<end>[ \\t]+(?=\\r?$))|(?P<odd>[\u00a0\u2000-\u200d\u2060\ufeff])", re.M)
 
 
@@ -50,10 +55,8 @@ class Find:
 
 def lint(text: str) -> list[Find]:
     """Return what is not the same in each request, in the order of the text; one find for each place."""
-    finds: dict[int, Find] = {}
-    for find in sorted(_finds(text), key=lambda find: find.char):
-        finds.setdefault(find.char, find)
-    return list(finds.values())
+    by_place = {find.char: find for find in reversed(list(_finds(text)))}
+    return [by_place[char] for char in sorted(by_place)]
 
 
 def compare(old: str, new: str) -> Find | None:
@@ -68,13 +71,13 @@ def compare(old: str, new: str) -> Find | None:
 def _finds(text: str) -> Iterator[Find]:
     for match in _PLACEHOLDER.finditer(text):
         name = match.group(match.lastindex or 0)
-        kind = next((kind for kind, names in _NAMES if names.search(name) and not _LASTING.search(name)), None)
+        kind = next((kind for kind, names in _NAMES.items() if names.search(name) and not _LASTING.search(name)), None)
         if kind is not None:
             yield _find(text, match.start(), kind, f"placeholder of a {kind}: {match.group()[:64]}")
     for value in values(text):
         before = text[max(0, value.start - 60) : value.start].rpartition("\n")[2]
-        if _OF_NOW.get(value.kind, _NOW).search(before):
-            yield _find(text, value.start, value.kind, f"{value.kind}: {text[value.start : value.end][:64]}")
+        if _OF_NOW[value.kind].search(before):
+            yield _find(text, value.start, value.kind, f"{value.kind}: {value.text[:64]}")
     for match in _SPACES.finditer(text):
         what = "spaces at the end of the line" if match.group("end") else f"the character U+{ord(match.group()):04X}"
         yield _find(text, match.start(), "whitespace", what)
