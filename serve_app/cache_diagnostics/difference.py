@@ -77,18 +77,6 @@ def _values_at(text: str, place: int) -> list[Value]:
     return [value for value in near if value.start <= place - start <= value.start + len(value.text)]
 
 
-def first_difference(new: str, old: str) -> int:
-    """Return how many leading characters two texts have in common."""
-    low, high = 0, min(len(new), len(old))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if new[low:middle] == old[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 def classify(new: str, old: str, place: int) -> Difference:
     """Return the class of the difference at ``place`` of two texts, which are equal before it."""
     if _differs_in_space(new, old, place):

@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from serve_app.cache_diagnostics.difference import Difference, Kind, classify, first_difference, value_there, values
+from serve_app.cache_diagnostics.difference import Difference, Kind, classify, value_there, values
+from serve_app.prompts.lock import first_difference
 
 _PLACEHOLDER = re.compile(
     r"\{\{-?\s*([^{}\n]{1,80}?)\s*-?\}\}|\$\{([^{}\n]{1,80})\}|<%=?\s*([^%\n]{1,80}?)\s*%>"

@@ -75,19 +75,15 @@ class Ingress:
 
     async def prompts_heard(self, warm: list[Warm]) -> bool:
         """Return whether this ingress' router knows who holds warm prompts, once it does or the time is over."""
-        return await self._services.prompt_admin.heard(warm)
+        return await self._services.prompt_admin.warmer.heard(warm)
 
-    async def take_cutovers(self, cutovers: Cutovers) -> str:
-        """Let names of prompts mean what another ingress was told; returns why that cannot be kept, or ""."""
-        return await self._services.prompt_admin.take(cutovers)
-
-    async def known_cutovers(self) -> Cutovers:
-        """Say what names of prompts mean here."""
-        return self._services.prompt_admin.known()
+    async def exchange_cutovers(self, cutovers: Cutovers) -> Cutovers:
+        """Take in what another ingress lets names of prompts mean, where it is newer; say what they mean here then."""
+        return await self._services.prompt_admin.exchange(cutovers)
 
     async def prompt_report(self) -> Report:
         """Say how prompts are used here."""
-        return self._services.prompt_admin.report()
+        return self._services.prompt_admin.traffic.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""

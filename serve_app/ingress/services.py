@@ -177,7 +177,7 @@ class Services:
         self.metrics.waiting.clear()
         for tenant, requests in self.front_door.waiting().items():
             self.metrics.waiting.labels(tenant).set(requests)
-        versions, _ = self.prompt_admin.report()
+        versions, _ = self.prompt_admin.traffic.report()
         return [*self.metrics.samples(), *version_samples(versions), *router_samples(self.core)]
 
     def autoscaling_stats(self) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve_app.cache_diagnostics.difference import classify, first_difference, value_there
+from serve_app.cache_diagnostics.difference import classify, value_there
 from serve_app.cache_diagnostics.explain import GRAM, equal_behind
 from serve_app.cache_diagnostics.lint import lint
 from serve_app.cli.main import app
-
-
-@given(st.text("ab", max_size=30), st.text("ab", max_size=30))
-def test_the_first_difference_is_where_a_naive_scan_finds_it(new: str, old: str) -> None:
-    naive = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(new, old, strict=False)))
-    assert first_difference(new, old) == naive
+from serve_app.prompts.lock import first_difference
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 5))

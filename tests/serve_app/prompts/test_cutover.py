@@ -43,8 +43,8 @@ def test_every_state_is_kept_and_names_no_version_twice(
         after = changed(state, change)
         assert after is state or (after.newer_than(state) and not state.newer_than(after))
         state = after
-        for each in state.names.values():
-            assert each.promoted and len(each.versions()) == 1 + (each.previous != "")
+        for name, cutover in state.names.items():
+            assert cutover.promoted != cutover.previous and len(state.refs(name)) == 1 + (cutover.previous != "")
     write_cutovers(directory, state)
     assert read_cutovers(directory) == state
 

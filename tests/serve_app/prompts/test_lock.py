@@ -30,10 +30,10 @@ def test_what_is_read_is_what_was_locked(
     for (name, version), text in prompts.items():
         source.write_bytes(text.encode())
         shelf.add(f"{name}@{version}", source, owners[name])
-    read = {(each.lock.name, each.lock.version): each for each in shelf.read()}
+    read = {(each.name, each.version): each for each in shelf.read()}
     assert {key: each.text for key, each in read.items()} == prompts
-    assert all(each.lock.tenant == owners[name] for (name, _), each in read.items())
-    assert all(each.lock.digest == digest(each.text.encode()) for each in read.values())
+    assert all(each.tenant == owners[name] for (name, _), each in read.items())
+    assert all(each.digest == digest(each.text.encode()) for each in read.values())
     assert shelf.problems() == []
 
 
@@ -125,6 +125,6 @@ def test_a_lock_that_is_none_is_refused(tmp_path: Path, lock: str) -> None:
 
 def test_what_nobody_locked_is_a_problem_but_is_not_served(shelf: PromptDirectory, tmp_path: Path) -> None:
     (tmp_path / "clerk/2.txt").write_text("You are the new clerk.")
-    assert [prompt.lock.ref for prompt in shelf.read()] == ["clerk@1"]
+    assert [prompt.ref for prompt in shelf.read()] == ["clerk@1"]
     (problem,) = shelf.problems()
     assert "clerk@2" in problem and "warmpath prompts add clerk@2" in problem

@@ -16,7 +16,7 @@ from serve_app.config.app import AppConfig
 from serve_app.config.prompts import MAX_PROMPT_BYTES, PublicPromptConfig
 from serve_app.errors import InvalidRequest
 from serve_app.prompts.cutover import Cutovers, write_cutovers
-from serve_app.prompts.lock import LockedPrompt, PromptDirectory, PromptError, PromptLock
+from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
 from serve_app.prompts.registry import PromptNotFound, Prompts
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -163,9 +163,9 @@ def test_other_prompts_take_the_place_of_all() -> None:
     assert not prompts and public_blocks(other) == 0
 
 
-def locked(ref: str, text: str = TEXT, tenant: str | None = None) -> LockedPrompt:
+def locked(ref: str, text: str = TEXT, tenant: str | None = None) -> Prompt:
     name, _, version = ref.partition("@")
-    return LockedPrompt(PromptLock(name, version, tenant, "sha256:" + sha256(text.encode()).hexdigest()), text)
+    return Prompt(name, version, text, tenant, "sha256:" + sha256(text.encode()).hexdigest())
 
 
 def test_a_private_prompt_is_as_unknown_to_others_as_one_that_is_not_there() -> None:
