@@ -45,7 +45,6 @@ from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
 from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import LIVE_NOTICES, Live
-from serve_app.live.peers import Peers
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read_kinds
 from serve_app.prompts.registry import Prompts
@@ -105,7 +104,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         PrefixTable(config.block_size, lambda: len(tenants.by_name)),
         lambda: about(services.config),
         partial(read_kinds, context.app_name, LIVE_NOTICES),
-        Peers(context.replica_id.unique_id, broadcast.ingresses),
+        broadcast.ingresses,
         count_dropped=metrics.dropped_events.inc,
     )
     dispatcher = Dispatcher(

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
-from serve_app.live.peers import Batch, Cursors
+from serve_app.live.live import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica.engine_factory import refused_while_running
@@ -89,9 +89,9 @@ class Ingress:
         """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""
         return await self._services.usage.here(first_day, last_day, tenant)
 
-    async def recent_events(self, cursors: Cursors) -> Batch:
+    async def recent_events(self, numbers: dict[str, int]) -> Batch:
         """What was decided here since; called once a second by an ingress that somebody watches."""
-        return self._services.live.recent(cursors)
+        return self._services.live.recent(numbers)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """This ingress' name and samples; called by whichever ingress is asked for /metrics."""

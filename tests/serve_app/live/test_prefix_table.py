@@ -1,4 +1,4 @@
-"""Laws of the table of prefixes."""
+"""Laws of the table of prefixes, and of the rows that are shown of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.live import prefix_table
+from serve_app.live.nodes import LEAST_NODES, SHOWN_NODES, node_rows
 from serve_app.live.prefix_table import PrefixTable
 from tests.serve_app.live.traffic import BLOCK, chain_of
 
@@ -80,26 +81,23 @@ def test_a_prompt_is_three_nodes() -> None:
 
 @pytest.mark.usefixtures("small")
 @given(USES)
-def test_bounds_hold_and_no_node_is_without_its_parent(uses: list[Use]) -> None:
-    """However many come: the count of bytes is right, and who shows a node can show what it hangs under."""
-    for room in filled(uses).rooms.values():
+def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: list[Use]) -> None:
+    """However many come: bytes are counted right, and who shows a node can show what it hangs under.
+
+    A room is what it would be if nobody else had sent anything.
+    """
+    rooms, alone = filled(uses).rooms, filled([use for use in uses if use[0] == "a"]).rooms
+    for room in rooms.values():
         assert len(room.nodes) <= 6
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes
             assert node.hits <= node.requests
-
-
-@pytest.mark.usefixtures("small")
-@given(USES)
-def test_what_is_known_of_a_tenant_does_not_depend_on_others(uses: list[Use]) -> None:
-    """A room is what it would be if nobody else had sent anything."""
-    together = filled(uses)
-    alone = filled([use for use in uses if use[0] == "a"])
-    for at, table in (("a", together), ("a", alone)):
-        for node in table.rooms[at].nodes.values() if at in table.rooms else ():
+    for room in (*rooms.values(), *alone.values()):
+        for node in room.nodes.values():
             node.last_used_at_s = 0.0
-    assert together.rooms.get("a") is None or together.rooms["a"].nodes == alone.rooms["a"].nodes
+    assert rooms.keys() - {"b"} == alone.keys()
+    assert "a" not in rooms or list(rooms["a"].nodes.items()) == list(alone["a"].nodes.items())
 
 
 def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +107,16 @@ def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(50):
         table.add("a", chain_of("a", [number] * 40), 40 * BLOCK + 1, 0, float(number))
     assert 0 < table.rooms["a"].bytes <= 4096
+
+
+@pytest.mark.parametrize(("tenants", "most"), [(1, SHOWN_NODES), (4, SHOWN_NODES // 4), (100, LEAST_NODES)])
+def test_a_tenant_has_as_many_rows_whether_others_ask_or_not(tenants: int, most: int) -> None:
+    """By its number a tenant could count those who are awake."""
+    table = PrefixTable(BLOCK, lambda: tenants)
+
+    def ask(tenant: str, number: int) -> int:
+        table.add(tenant, chain_of(tenant, [number]), BLOCK + 1, 0, float(number))
+        return sum(whose == "a" for whose, _ in node_rows(table, lambda _: {}))
+
+    assert [ask("a", number) for number in range(SHOWN_NODES)][-1] == most
+    assert {ask(f"other{number}", number) for number in range(tenants - 1)} <= {most}

@@ -8,8 +8,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.live.nodes import Key, NodeRow
-from serve_app.live.view import Facts, Told, View, difference, picture_of, visible
+from serve_app.live.nodes import NodeRow, Rows
+from serve_app.live.view import Facts, Occurrence, View, difference, picture_of, visible
 from serve_app.live.watcher import Watcher
 
 TENANTS = ["a", "b"]
@@ -17,9 +17,9 @@ COUNTS = st.integers(0, 3)
 
 
 @st.composite
-def node_rows(draw: st.DrawFn) -> dict[Key, NodeRow]:
+def node_rows(draw: st.DrawFn) -> Rows:
     """Rows of one ingress: of each tenant a public node, perhaps, and conversations under it or at the root."""
-    rows: dict[Key, NodeRow] = {}
+    rows: dict[tuple[str, str], NodeRow] = {}
     for tenant in draw(st.lists(st.sampled_from(TENANTS), unique=True)):
         public = draw(st.booleans())
         for name in (["public"] if public else []) + draw(st.lists(st.sampled_from([f"{tenant}1", f"{tenant}2"]))):
@@ -65,26 +65,30 @@ def facts(draw: st.DrawFn) -> Facts:
 
 def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     """What a page makes of a snapshot and events, by docs/live.md."""
-    replicas = {row["replica"]: row for row in shown["replicas"]}
-    nodes = {row["id"]: row for row in shown["prefixes"]}
-    totals, scale = shown["totals"], shown.get("scale")
+    picture = {
+        "replica": {row["replica"]: row for row in shown["replicas"]},
+        "prefixes": {row["id"]: row for row in shown["prefixes"]},
+        "totals": shown["totals"],
+        "scale": shown.get("scale"),
+    }
     for event in events:
-        body = {key: value for key, value in event.items() if key not in ("type", "at_s")}
-        match event["type"]:
+        kind, body = event["type"], {key: value for key, value in event.items() if key not in ("type", "at_s")}
+        match kind:
             case "replica":
-                replicas[event["replica"]] = body
+                picture[kind][event["replica"]] = body
             case "replica_left":
-                del replicas[event["replica"]]
+                del picture["replica"][event["replica"]]
             case "prefixes":
-                nodes |= {row["id"]: row for row in event["nodes"]}
+                picture[kind] |= {row["id"]: row for row in event["nodes"]}
             case "prefixes_gone":
-                for name in event["ids"]:
-                    del nodes[name]
+                picture["prefixes"] = {
+                    name: row for name, row in picture["prefixes"].items() if name not in body["ids"]
+                }
             case "totals":
-                totals = event["totals"]
+                picture[kind] = event["totals"]
             case "scale":
-                scale = {key: value for key, value in event.items() if key != "type"}
-    return {"replicas": replicas, "prefixes": nodes, "totals": totals, "scale": scale}
+                picture[kind] = {**body, "at_s": event["at_s"]}
+    return picture
 
 
 @given(st.lists(facts(), min_size=2, max_size=5), st.sampled_from([None, "a"]))
@@ -123,7 +127,9 @@ def test_a_tenant_sees_what_it_would_see_alone(before: Facts, after: Facts) -> N
 @given(st.sampled_from([*TENANTS, None]), st.sampled_from(["decision", "reset", "pulls", "evictions"]))
 def test_what_happens_reaches_its_tenant_and_operators(whose: str | None, kind: str) -> None:
     """A tenant's decision comes without what tells of others' work; what is nobody's comes to operators alone."""
-    told = Told(kind, 1.0, whose, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9})
+    told = Occurrence(
+        kind, 1.0, whose, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9}
+    )
     assert visible(told, None) == {"type": kind, "at_s": 1.0, **told.body}
     for tenant in TENANTS:
         expected = {"type": kind, "at_s": 1.0, "ttft_s": 1.0} if tenant == whose else None
@@ -134,10 +140,10 @@ def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
     """The rate is each watcher's own, over what it may see."""
     view, watcher = View("b", Facts()), Watcher(lambda: 0.0)
     view.watchers.add(watcher)
-    view.tell([Told("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
-    view.tell([Told("decision", 1.0, "b", {"request": "mine"})])
+    view.tell([Occurrence("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
+    view.tell([Occurrence("decision", 1.0, "b", {"request": "mine"})])
     assert [msgspec.json.decode(event.payload)["request"] for event in watcher._queue] == ["mine"]
-    view.tell([Told("decision", 1.0, "b", {"request": str(number)}) for number in range(100)])
+    view.tell([Occurrence("decision", 1.0, "b", {"request": str(number)}) for number in range(100)])
     assert len(watcher._queue) == 20
     view.update(Facts(), 2.0)
     assert msgspec.json.decode(watcher._queue[-1].payload) == {"type": "skipped", "at_s": 2.0, "decisions": 81}
