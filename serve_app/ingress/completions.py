@@ -29,11 +29,11 @@ from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.answers import Answer, events, warning_headers, whole
 from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.http import TimedStream, until_disconnect
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.observe.tracing import trace_of
 from serve_app.prompts.traffic import PromptTraffic, Use
 from serve_app.tenants.tenants import Tenant
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.request import RequestTrace
 from serve_app.usage.ledger import Ledger
@@ -55,7 +55,7 @@ class Completions:
         tokenizer: PromptTokenizer,
         tool_calls: ToolCalls,
         metrics: IngressMetrics,
-        traffic: UsageTable,
+        traffic: HitRates,
         front_door: FrontDoor,
         drain: Drain,
         *,

@@ -29,11 +29,11 @@ from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 
@@ -103,7 +103,7 @@ def scripted(
             tokenizer,
             tool_calls_of(tokenizer, "auto"),
             metrics,
-            UsageTable(),
+            HitRates(),
             front_door,
             drain,
             request_timeout_s=120,

@@ -27,9 +27,9 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.tenants.tenants import Tenant
-from serve_app.tenants.usage import UsageTable
 
 GENERATION = Generation(
     request_id="r",
@@ -70,7 +70,7 @@ class Bench:
             tokenizer,
             ToolCalls(None, reads_tools=False),
             IngressMetrics(),
-            UsageTable(),
+            HitRates(),
             self.door,
             Drain(),
             request_timeout_s=60,

@@ -7,7 +7,6 @@ import io
 import sqlite3
 import stat
 from collections import defaultdict
-from dataclasses import astuple
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from hypothesis import strategies as st
 from serve_app.config.usage import PricesConfig
 from serve_app.errors import InvalidRequest
 from serve_app.usage import ledger as ledgers
-from serve_app.usage.counts import Counts, UsageKey, costs
-from serve_app.usage.ledger import OTHERS, Ledger, LedgerError
-from serve_app.usage.report import Rows, days, merged, usage_csv, usage_document
+from serve_app.usage.ledger import OTHERS, Counts, Ledger, LedgerError, UsageKey
+from serve_app.usage.report import Rows, costs, days, merged, usage_csv, usage_document
 
 PRICES = PricesConfig(input_per_million=10, output_per_million=50)
 
@@ -79,7 +77,7 @@ def test_what_is_counted_is_conserved(asked: list[tuple[int, str, str, int, int,
     } == expected
     for _, counts in rows:
         assert counts.prompt_tokens == counts.cached_tokens + counts.written_tokens + counts.uncached_tokens
-        assert min(astuple(counts)) >= 0 <= counts.uncached_tokens
+        assert min(counts) >= 0 <= counts.uncached_tokens
     for tenant in ("acme", "zeta"):
         assert {key.tenant for key, _ in everything(both[0], tenant)} <= {tenant}
 
