@@ -18,7 +18,6 @@ from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import SegmentResult
 from serve_app.ingress.observe.families.catalog import FAMILIES, SECTIONS
 from serve_app.ingress.observe.metrics import IngressMetrics, render, without_tenants
-from serve_app.ingress.observe.queries import QUERIES
 from serve_app.ingress.observe.reference import LABELS, metrics_page
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull_metrics import PullMeters
@@ -28,8 +27,6 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "metrics.md"
 _NAME = re.compile(r"warmpath_[a-z0-9_]+")
-_WORDS = {"by", "on", "ignoring", "group_left", "sum", "rate", "histogram_quantile"}
-_ENDS = ("_bucket", "_sum", "_count")
 
 
 def test_the_page_of_metrics_is_current() -> None:
@@ -40,7 +37,7 @@ def test_the_page_of_metrics_is_current() -> None:
 def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_code() -> None:
     """A family that nobody described would not be shown; one that nobody counts would mislead."""
     catalog = ROOT / "serve_app" / "ingress" / "observe"
-    described = {catalog / "queries.py", catalog / "reference.py", *(catalog / "families").iterdir()}
+    described = {catalog / "reference.py", *(catalog / "families").iterdir()}
     counted = {
         node.value
         for room in ("router", "serve_app")
@@ -76,32 +73,6 @@ def test_one_family_of_each_time_that_clients_wait() -> None:
     """A dashboard has one to choose."""
     names = [name for name in FAMILIES if "first_token" in name or "inter_token" in name]
     assert names == ["warmpath_time_to_first_token_seconds", "warmpath_inter_token_latency_seconds"]
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.promql[:40])
-def test_a_recommended_query_finds_what_it_asks_for(query: object) -> None:
-    """Its families exist, are read as their kind wants, and have the labels that it names."""
-    promql = query.promql  # type: ignore[attr-defined]
-    assert promql.count("(") == promql.count(")")
-    labels: set[str] = {"le"}
-    for name, window in re.findall(r"(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[\w+\])?", promql):
-        end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
-        family = FAMILIES[name.removesuffix(end)]
-        assert family.histogram == bool(end)
-        assert bool(window) == (family.kind != "gauge"), "counters are read by their rate, gauges as they are"
-        labels |= set(family.labels)
-    assert "_bucket" not in promql or ("le" in promql and "histogram_quantile" in promql)
-    asked = {
-        label.strip() for found in re.findall(r"(?:by|on|ignoring) \(([^)]*)\)", promql) for label in found.split(",")
-    }
-    asked |= {label for found in re.findall(r"\{([^}]*)\}", promql) for label in re.findall(r"(\w+)=", found)}
-    assert asked <= labels
-    rest = re.sub(r'"[^"]*"|\[\w+\]|warmpath_\w+|\{[^}]*\}|[0-9.]+', " ", promql)
-    assert set(re.findall(r"[a-z_]+", rest)) <= _WORDS | asked
-
-
-def test_ten_queries() -> None:
-    assert len(QUERIES) == 10
 
 
 def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
