@@ -13,7 +13,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import Sampler
 
 from serve_app.tracing.tracer import Tracer
 
@@ -35,9 +34,9 @@ class Seen:
 class Recorded:
     """A tracer whose spans stay in this process."""
 
-    def __init__(self, sampler: Sampler | None = None) -> None:
+    def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer = Tracer(provider)
 
