@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
-from typing import TypeVar
 
-from serve_app.cache_diagnostics.explain import MIN_MISSED_TOKENS, REMEDIES, Decode, Miss, explain, is_miss
+from serve_app.cache_diagnostics.explain import REMEDIES, Decode, Miss, explain, is_miss
 from serve_app.cache_diagnostics.memory import PromptMemory, SeenPrompt
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
@@ -29,20 +26,12 @@ PATTERN_CHARS = 64
 """Differences of one class that lie so near each other are one pattern."""
 QUIET = ("never_seen", "not_compared", "evicted")
 """Reasons that are no fault of a prompt, and no line of the log."""
-MAX_BEGINNINGS = 4096
-"""Of new prompts, over all tenants, as digests."""
-
-_KEY = secrets.token_bytes(32)
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class MissDetector:
     """Explains the misses of one ingress. ``tenants``: how many there are.
 
-    ``count``: called with the tenant, reason and lost tokens of each miss. ``count_elsewhere``: called for a tenant's
-    new prompt that another tenant has under another salt; operators alone may know of it.
+    ``count``: called with the tenant, reason and lost tokens of each miss.
     """
 
     def __init__(
@@ -51,17 +40,14 @@ class MissDetector:
         workers: FairWorkers,
         tenants: Callable[[], int],
         count: Callable[[str, str, int], None],
-        count_elsewhere: Callable[[str], None] = lambda tenant: None,
     ) -> None:
         self._decode = decode
         self._workers = workers
         self._memory = PromptMemory(tenants)
         self._count = count
-        self._count_elsewhere = count_elsewhere
-        self._beginnings: OrderedDict[bytes, tuple[str, bytes]] = OrderedDict()
         self._under_way: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Miss]] = set()
-        self._logged: OrderedDict[tuple[str, str, str, int], bool] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, str, str, int], None] = OrderedDict()
 
     def observe(
         self, generation: Generation, cached_tokens: int, arrived_s: float, now_s: float
@@ -78,7 +64,7 @@ class MissDetector:
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
                 earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
-                task = asyncio.create_task(self._explain(generation, prompt, cached_tokens, earlier))
+                task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             else:
@@ -87,9 +73,8 @@ class MissDetector:
         return task
 
     async def _explain(
-        self, generation: Generation, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
+        self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
     ) -> Miss:
-        tenant = generation.tenant
         try:
             miss = await self._workers.run(
                 tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self._decode
@@ -101,38 +86,20 @@ class MissDetector:
             self._under_way[tenant] -= 1
         self._count(tenant, miss.reason, miss.lost_tokens)
         self._log(tenant, miss)
-        if miss.reason == "never_seen":
-            self._look_elsewhere(generation)
         return miss
-
-    def _look_elsewhere(self, generation: Generation) -> None:
-        """Count a prompt whose beginning came from another tenant, too: its tenant is told nothing of that."""
-        tenant, scope = generation.tenant, generation.scope
-        beginning = scope.lora.encode() + b"\0" + generation.token_ids[:MIN_MISSED_TOKENS].tobytes()
-        digest = blake2b(beginning, digest_size=16, key=_KEY).digest()
-        first = _remember(self._beginnings, digest, (tenant, scope.salt), MAX_BEGINNINGS)
-        if first is not None and first[0] != tenant and first[1] != scope.salt:
-            self._count_elsewhere(tenant)
 
     def _log(self, tenant: str, miss: Miss) -> None:
         """Write a line for a pattern that was not seen yet."""
         place, where = miss.first_difference, ""
         pattern = (tenant, miss.reason, place.part if place else "", place.char // PATTERN_CHARS if place else 0)
-        if miss.reason in QUIET or _remember(self._logged, pattern, True, MAX_PATTERNS):
+        if miss.reason in QUIET or pattern in self._logged:
             return
+        self._logged[pattern] = None
+        if len(self._logged) > MAX_PATTERNS:
+            self._logged.popitem(last=False)
         if place is not None:
             where = f" at character {place.char} (line {place.line}) of the {place.part} part"
         logger.warning(
             "prompts of tenant %s miss the cache: %s%s costs %d tokens. %s",
             tenant, miss.reason, where, miss.lost_tokens, REMEDIES[miss.reason],
         )  # fmt: skip
-
-
-def _remember(table: OrderedDict[K, V], key: K, value: V, most: int) -> V | None:
-    """Return what a bounded table has of a key, which is now the one used last; None, and the value from now on."""
-    known = table.get(key)
-    table.setdefault(key, value)
-    table.move_to_end(key)
-    if len(table) > most:
-        table.popitem(last=False)
-    return known

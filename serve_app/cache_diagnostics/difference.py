@@ -55,11 +55,12 @@ class Value(NamedTuple):
     text: str
 
 
-def values(text: str) -> Iterator[Value]:
-    """Yield the values of a text, for each pattern in the order of the text."""
+def _values_at(text: str, place: int) -> Iterator[Value]:
+    """Yield the values that hold the character at ``place``, or end there."""
+    begin = max(0, place - VALUE_CHARS)
     for kind, pattern in _PATTERNS:
-        for match in pattern.finditer(text):
-            if pattern is not _NUMBER or _is_counted(text, match):
+        for match in pattern.finditer(text, begin, place + VALUE_CHARS):
+            if match.start() <= place <= match.end() and (pattern is not _NUMBER or _is_counted(text, match)):
                 yield Value(kind, match.start(), match.group())
 
 
@@ -68,13 +69,6 @@ def _is_counted(text: str, number: re.Match[str]) -> bool:
     before = text[max(0, number.start() - NEAR_CHARS) : number.start()].rpartition("\n")[2]
     behind = text[number.end() : number.end() + NEAR_CHARS].partition("\n")[0]
     return bool(_COUNTED.search(before) or _COUNTED.search(behind))
-
-
-def _values_at(text: str, place: int) -> list[Value]:
-    """Return the values that hold the character at ``place``, or end there; places are from ``VALUE_CHARS`` before."""
-    start = max(0, place - VALUE_CHARS)
-    near = values(text[start : place + VALUE_CHARS])
-    return [value for value in near if value.start <= place - start <= value.start + len(value.text)]
 
 
 def classify(new: str, old: str, place: int) -> Difference:
@@ -90,9 +84,8 @@ def classify(new: str, old: str, place: int) -> Difference:
 
 def value_there(text: str, place: int) -> str:
     """Return the value that holds a place of a text, or the rest of the word there; at most 64 characters."""
-    values_there = _values_at(text, place)
-    if values_there:
-        return values_there[0].text[:64]
+    for value in _values_at(text, place):
+        return value.text[:64]
     word = _WORD_THERE.match(text, place)
     return word.group()[:64] if word else ""
 

@@ -118,9 +118,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
-    misses = MissDetector(
-        tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed, metrics.found_elsewhere
-    )
+    misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),

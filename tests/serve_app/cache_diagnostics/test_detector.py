@@ -49,12 +49,9 @@ class Bench:
 
     def __init__(self) -> None:
         self.counted: list[tuple[str, str, int]] = []
-        self.elsewhere: list[str] = []
         self.now_s = 0.0
         workers = FairWorkers(Shares({}), threads=2)
-        self.detector = MissDetector(
-            decode, workers, lambda: 3, lambda *miss: self.counted.append(miss), self.elsewhere.append
-        )
+        self.detector = MissDetector(decode, workers, lambda: 3, lambda *miss: self.counted.append(miss))
 
     async def ask(self, wanted: Generation, cached_tokens: int = 0) -> Miss | None:
         self.now_s += 1
@@ -154,15 +151,6 @@ def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list
         return mine, [count for count in bench.counted if count[0] == "a"]
 
     assert told("ab") == told("a")
-
-
-def test_operators_hear_that_two_tenants_have_one_prompt() -> None:
-    """Not the tenants: to each of them it is new. The same tenant again, or another prompt, is no such thing."""
-    bench = Bench()
-    other = generation("An entirely different prompt. " * 12, "b")
-    misses = bench.run((generation(REST, "a"), 0), (generation(REST, "b"), 0), (other, 0))
-    assert reasons(misses) == ["never_seen"] * 3
-    assert bench.elsewhere == ["b"]
 
 
 def prompt(tokens: int) -> SeenPrompt:

@@ -1,19 +1,14 @@
-"""The first difference, its class, and what is equal behind it; what a file's linter finds of the same."""
+"""The first difference, its class, and what is equal behind it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from serve_app.cache_diagnostics.difference import classify, value_there
 from serve_app.cache_diagnostics.explain import GRAM, equal_behind
-from serve_app.cache_diagnostics.lint import lint
-from serve_app.cli.main import app
 from serve_app.prompts.lock import first_difference
 
 
@@ -56,52 +51,3 @@ def test_what_stands_there_is_shown_as_a_whole() -> None:
     text = "Today is 2026-11-22."
     assert value_there(text, text.index("22")) == "2026-11-22"
     assert len(value_there("x" * 500, 3)) == 64 and value_there("", 0) == ""
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("Today is {{ current_date }}.", "time"),
-        ("Now: ${NOW}", "time"),
-        ("It is {datetime.now():%H:%M}.", "time"),
-        ("Today is 2026-11-22.", "time"),
-        ("timestamp: 1763800000", "time"),
-        ("id {request_id}", "id"),
-        ("<%= session_id %>", "id"),
-        ("Session 6f1c1d1e-0d5f-4c3e-9a53-0a5b8a2a9c11", "id"),
-        ("This is request #41", "id"),
-        ("A line. ", "whitespace"),
-        ("A\u00a0line.", "whitespace"),
-        ("The policy of 2024-01-05 holds.", ""),
-        ("Use {{ user_timezone }} and {name}.", ""),
-        ("Version 1.2.3, price $4.90, ratio 16:9, phone (415) 555-0100.", ""),
-        ("Step 3: answer in at most 200 words.", ""),
-        ('{"timeout": 30, "format": "{date_format}"}', ""),
-        ("sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08", ""),
-    ],
-)
-def test_a_linter_finds_what_changes_and_nothing_else(line: str, reason: str) -> None:
-    """With its line; dates of documents, versions, prices, limits and digests stay as they are."""
-    assert [(find.line, find.reason) for find in lint(f"First.\n{line}\nLast.\n")] == [(2, reason)] * bool(reason)
-
-
-def test_the_linters_command_says_where_and_how_much(tmp_path: Path, demo_model_path: Path) -> None:
-    """Status 1 with finds, 0 without, 2 for a file that cannot be read; tokens are the model's where it is named."""
-    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
-    good.write_text("You are the clerk.\n")
-    bad.write_text("You are the clerk.\nToday is {date}.\n" + "Be kind. " * 100 + "\n")
-
-    def run(*arguments: object) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["prompts", "lint", *map(str, arguments)])
-        return result.exit_code, result.output
-
-    assert run(good) == (0, "nothing that changes was found\n")
-    status, said = run(good, bad)
-    assert status == 1 and f"{bad}:2: placeholder of a time: {{date}}; about 228 tokens from here on" in said
-    assert "last user message" in said and "spaces at the end of the line" in said
-    status, exact = run(bad, "--model", demo_model_path)
-    assert status == 1 and "about" not in exact
-    status, said = run(bad, "--against", good)
-    assert status == 1 and f"{bad}:2: differs in text" in said
-    assert run(good, "--against", good)[0] == 0
-    assert run(tmp_path / "none")[0] == 2

@@ -33,9 +33,6 @@ warmpath_cache_misses_total: ingress tenant reason
     Prompts that were computed to a good part, by what differs from the tenant's own earlier prompts.
 warmpath_cache_missed_tokens_total: ingress tenant reason
     Of their tokens those that an earlier prompt of the tenant had in the same order: what a fix would save.
-warmpath_prompts_of_other_tenants_total: ingress tenant
-    Prompts new to their tenant whose first 64 tokens another tenant had sent under its own salt: make them
-    public, or put the tenants into one trust_group. Shown to operators alone.
 warmpath_prompt_version_tokens_total: ingress prompt
     Prompt tokens of requests with prompt_ref that got their first token, by the version that it meant. Only the
     1,024 latest versions.

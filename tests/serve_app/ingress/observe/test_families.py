@@ -17,7 +17,7 @@ from serve_app.engine.protocol import Save
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import SegmentResult
 from serve_app.ingress.observe.families.catalog import FAMILIES, SECTIONS
-from serve_app.ingress.observe.metrics import IngressMetrics, render, without_tenants
+from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reference import LABELS, metrics_page
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull_metrics import PullMeters
@@ -154,12 +154,3 @@ def _beside() -> list[Sample]:
 
 def _family(name: str) -> str:
     return name if name in FAMILIES else name.rsplit("_", 1)[0]
-
-
-def test_nobody_but_operators_hears_that_tenants_share_a_prompt() -> None:
-    """Not even as a sum over tenants: it would move when one of them guesses another's prompt."""
-    metrics = IngressMetrics()
-    metrics.found_elsewhere("acme")
-    name = "warmpath_prompts_of_other_tenants_total"
-    assert (name, (("tenant", "acme"),), 1.0) in metrics.samples()
-    assert not [sample for sample in without_tenants(metrics.samples()) if sample[0] == name]
