@@ -94,16 +94,14 @@ class Prompts:
         cutover = self.cutovers.names.get(name)
         if not separator and cutover is not None:
             version = cutover.promoted
-        visible = {
-            prompt.ref: prompt
-            for prompt in self._prompts.values()
-            if prompt.name == name and prompt.tenant in (None, tenant)
-        }
-        if f"{name}@{version}" not in visible:
+        prompt = self._prompts.get(f"{name}@{version}")
+        if prompt is None or prompt.tenant not in (None, tenant):
+            versions = [other for other in self._prompts.values() if other.name == name]
+            visible = [other.ref for other in versions if other.tenant in (None, tenant)]
             what = "known versions" if separator else "none of it is promoted; name a version"
-            hint = f"{what}: {', '.join(list(visible)[:8])}" if visible else "no version of it is registered"
+            hint = f"{what}: {', '.join(visible[:8])}" if visible else "no version of it is registered"
             raise PromptNotFound(f"There is no prompt {ref[:160]!r}; {hint}.", param="prompt_ref")
-        return visible[f"{name}@{version}"]
+        return prompt
 
     def is_public(self, system_text: str) -> bool:
         """Tell whether a formatted system prompt is a registered public one and nothing else."""

@@ -12,6 +12,14 @@ from serve_app.cache_diagnostics.explain import GRAM, equal_behind
 from serve_app.prompts.lock import first_difference
 
 
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_the_first_difference(one: bytes, other: bytes) -> None:
+    """All before it is equal, and there something differs or ends, unless both are the same."""
+    at = first_difference(one, other)
+    assert one[:at] == other[:at]
+    assert one == other if at == max(len(one), len(other)) else one[at : at + 1] != other[at : at + 1]
+
+
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40), st.integers(0, 5))
 def test_what_is_equal_behind_is_what_a_naive_search_finds(new: list[int], old: list[int], start: int) -> None:
     """Tokens of eight in a row that the other prompt has in a row too, at whatever place behind the difference."""

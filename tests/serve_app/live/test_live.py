@@ -165,23 +165,18 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
 
 
 async def test_a_tenant_sees_its_own_part() -> None:
-    """Its decisions without what tells of others, replicas by name alone, and nothing of anybody else."""
+    """Its own counts of a public prompt too, and replicas by name alone."""
     live = Ingresses().first
     watcher = await live.watch("b")
-    for number, tenant in enumerate("ab"):
-        send(live, tenant, public_blocks=1, system_blocks=2, ref="p@1", number=number)
-    told = await until(watcher, "decision")
-    assert told["tenant"] == "b"
-    assert not {"estimated_ttft_s", "cold_ttft_s", "queued_tokens"} & told.keys()
-    snapshot = await shown_requests(live, "b", 1)
+    for tenant in "ab":
+        send(live, tenant, public_blocks=1, system_blocks=2, ref="p@1")
+    assert (await until(watcher, "decision"))["tenant"] == "b"
+    snapshot, everything = await shown_requests(live, "b", 1), await live.snapshot(None)
     assert [row["tenant"] for row in snapshot["totals"]] == ["b"]
-    assert {row.tenant for row in snapshot["prefixes"]} == {None, "b"}
-    assert {row.requests for row in snapshot["prefixes"]} == {1}
-    assert [row.label for row in snapshot["prefixes"] if row.kind == "public"] == ["p@1"]
+    assert {(row.tenant, row.requests) for row in snapshot["prefixes"]} == {(None, 1), ("b", 1)}
+    assert [(row.label, row.requests) for row in everything["prefixes"] if row.kind == "public"] == [("p@1", 2)]
     assert all(row.keys() == {"replica", "state", "engine", "simulated"} for row in snapshot["replicas"])
     assert not {"moves", "scale"} & snapshot.keys()
-    everything = await live.snapshot(None)
-    assert {row.requests for row in everything["prefixes"] if row.kind == "public"} == {2}
 
 
 async def test_several_ingresses_are_seen_from_one() -> None:
