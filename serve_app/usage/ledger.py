@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 5.0
 """Between two writes: what a crash can lose."""
 KEPT_DAYS = 400
-MAX_ROWS_A_DAY = 10_000
-OTHERS = "(other)"
-"""The prompt of what is counted when a day has ``MAX_ROWS_A_DAY``."""
 
 
 class UsageKey(NamedTuple):
@@ -132,8 +129,7 @@ class Ledger:
                 with self._database:
                     self._database.execute("BEGIN IMMEDIATE")
                     self._database.execute("DELETE FROM usage WHERE day < ?", (self._day(-KEPT_DAYS),))
-                    for key, counts in new.items():
-                        self._database.execute(_ADD, (*self._bounded(key), *counts))
+                    self._database.executemany(_ADD, [(*key, *counts) for key, counts in new.items()])
             except sqlite3.Error:
                 logger.exception("usage was not written; it is tried again")
                 for key, counts in new.items():
@@ -160,12 +156,3 @@ class Ledger:
     def _add(self, key: UsageKey, counts: Counts) -> None:
         with self._counting:  # never held while the disk is waited for
             self._new[key] = self._new.get(key, Counts()).plus(counts)
-
-    def _bounded(self, key: UsageKey) -> UsageKey:
-        known = self._database.execute(
-            "SELECT 1 FROM usage WHERE day = ? AND tenant = ? AND model = ? AND prompt = ?", key
-        ).fetchone()
-        if known is not None:
-            return key
-        (rows,) = self._database.execute("SELECT COUNT(*) FROM usage WHERE day = ?", (key.day,)).fetchone()
-        return key if rows < MAX_ROWS_A_DAY else key._replace(model=OTHERS, prompt=OTHERS)

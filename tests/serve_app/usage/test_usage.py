@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from serve_app.config.usage import PricesConfig
 from serve_app.errors import InvalidRequest
-from serve_app.usage import ledger as ledgers
-from serve_app.usage.ledger import OTHERS, Counts, Ledger, LedgerError, UsageKey
+from serve_app.usage.ledger import Counts, Ledger, LedgerError, UsageKey
 from serve_app.usage.report import Rows, costs, days, merged, usage_csv, usage_document
 
 PRICES = PricesConfig(input_per_million=10, output_per_million=50)
@@ -109,16 +108,11 @@ def test_what_cannot_be_written_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
         ledger_of(Path("/nowhere/usage.sqlite"))
 
 
-def test_rows_are_bounded_by_day_and_days_by_age(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is beyond the bound is still counted; what is too old goes."""
-    monkeypatch.setattr(ledgers, "MAX_ROWS_A_DAY", 3)
+def test_days_that_are_too_old_go() -> None:
     now = [DAY]
     ledger = ledger_of(None, lambda: now[0])
-    for number in range(9):
-        ledger.answer("acme", "m", f"p@{number}", 1)
-    rows = everything(ledger)
-    assert sum(counts.requests for _, counts in rows) == 9
-    assert [counts.requests for key, counts in rows if key.prompt == OTHERS] == [6]
+    ledger.answer("acme", "m", "p@1", 1)
+    assert [key.day for key, _ in everything(ledger)] == ["2027-01-31"]
     now[0] = datetime(2028, 12, 31, tzinfo=UTC)
     ledger.answer("acme", "m", "", 1)
     assert [key.day for key, _ in everything(ledger)] == ["2028-12-31"]
