@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_app.live import prefix_table
 from serve_app.live.nodes import LEAST_NODES, SHOWN_NODES, node_rows
 from serve_app.live.prefix_table import PrefixTable
-from tests.serve_app.live.traffic import BLOCK, chain_of
-
-Use = tuple[str, list[int], int, int, int]
-"""Tenant, blocks, public blocks, system blocks, cached tokens."""
-
-USES = st.lists(
-    st.tuples(
-        st.sampled_from(["a", "b"]),
-        st.lists(st.integers(0, 2), max_size=9),
-        st.integers(0, 3),
-        st.integers(0, 5),
-        st.integers(0, 40),
-    ),
-    max_size=40,
-)
-
-
-def filled(uses: Sequence[Use]) -> PrefixTable:
-    table = PrefixTable(BLOCK, lambda: 2)
-    for at_s, (tenant, blocks, public_blocks, system_blocks, cached) in enumerate(uses):
-        public_blocks = min(public_blocks, len(blocks))
-        table.add(
-            tenant,
-            chain_of(tenant, blocks, public_blocks),
-            len(blocks) * BLOCK + 1,
-            cached,
-            float(at_s),
-            public_blocks=public_blocks,
-            system_tokens=min(system_blocks, len(blocks)) * BLOCK,
-        )
-    return table
+from tests.serve_app.live.traffic import BLOCK, USES, Uses, chain_of, filled
 
 
 @pytest.fixture
@@ -81,21 +48,18 @@ def test_a_prompt_is_three_nodes() -> None:
 
 @pytest.mark.usefixtures("small")
 @given(USES)
-def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: list[Use]) -> None:
+def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> None:
     """However many come: bytes are counted right, and who shows a node can show what it hangs under.
 
     A room is what it would be if nobody else had sent anything.
     """
-    rooms, alone = filled(uses).rooms, filled([use for use in uses if use[0] == "a"]).rooms
+    rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
     for room in rooms.values():
         assert len(room.nodes) <= 6
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes
             assert node.hits <= node.requests
-    for room in (*rooms.values(), *alone.values()):
-        for node in room.nodes.values():
-            node.last_used_at_s = 0.0
     assert rooms.keys() - {"b"} == alone.keys()
     assert "a" not in rooms or list(rooms["a"].nodes.items()) == list(alone["a"].nodes.items())
 

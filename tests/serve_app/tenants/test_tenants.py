@@ -124,7 +124,6 @@ DIGEST, OTHER = KEYS["acme"][1], KEYS["zeta"][1]
 @pytest.mark.parametrize(
     ("tenants", "operators", "said"),
     [
-        ([{"name": "a", "key_sha256": [DIGEST]}, {"name": "a", "key_sha256": [OTHER]}], [], "same name"),
         ([{"name": "a", "key_sha256": [DIGEST]}, {"name": "b", "key_sha256": [DIGEST]}], [], "given twice"),
         ([{"name": "a", "key_sha256": [DIGEST, {"sha256": DIGEST}]}], [], "given twice"),
         ([{"name": "a", "key_sha256": [DIGEST]}], [DIGEST], "given twice"),
@@ -132,7 +131,6 @@ DIGEST, OTHER = KEYS["acme"][1], KEYS["zeta"][1]
         ([{"name": "a b", "key_sha256": [DIGEST]}], [], "name"),
         ([{"name": "a", "key_sha256": []}], [], "key_sha256"),
         ([{"name": "a", "key_sha256": [KEYS["acme"][0]]}], [], "64 hex digits"),
-        ([{"name": "a", "key_sha256": [DIGEST], "keys": []}], [], "keys"),
         ([{"name": "a", "key_sha256": [{"sha256": DIGEST, "expires": "2027-01-31T00:00:00"}]}], [], "time zone"),
         ([{"name": "a", "key_sha256": [{"sha256": DIGEST, "expires": "soon"}]}], [], "such as 2027-01-31T00:00:00Z"),
         *(([], [key], "64 hex digits") for key in ("abcd", KEYS["operator"][0], "g" * 64, "")),
