@@ -84,3 +84,14 @@ def test_a_tenant_has_as_many_rows_whether_others_ask_or_not(tenants: int, most:
 
     assert [ask("a", number) for number in range(SHOWN_NODES)][-1] == most
     assert {ask(f"other{number}", number) for number in range(tenants - 1)} <= {most}
+
+
+def test_tenants_that_share_kv_share_no_name_but_that_of_a_public_prompt() -> None:
+    """In a trust group prompts have the same hashes; what one of its tenants is shown does not name another's."""
+    table = PrefixTable(BLOCK, lambda: 2)
+    for tenant in "ab":
+        table.add(tenant, chain_of("group", [1, 2], 1), 2 * BLOCK + 1, 0, 0.0, public_blocks=1)
+    rows = node_rows(table, lambda _: {})
+    ids = {tenant: {name for whose, name in rows if whose == tenant} for tenant in "ab"}
+    assert [row.kind for (_, name), row in rows.items() if name in ids["a"] & ids["b"]] == ["public", "public"]
+    assert len(ids["a"]) == len(ids["b"]) == 2
