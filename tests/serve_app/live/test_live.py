@@ -150,6 +150,8 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
     ingresses = Ingresses()
     ingresses.core.apply("r1", "e", [stats(5.0, 1.0)])
     operator, tenant = await ingresses.first.watch(None), await ingresses.first.watch("a")
+    ingresses.core.apply("r2", "e", [LoadReport(0, 0, 0, 8, 8, 1000.0, 0.01), stats(50.0, 5.0)])
+    assert (await until(operator, "replica"))["replica"] == "r2", "nothing of what it did before it was there"
     ingresses.core.apply("r1", "e", [stats(12.0, 1.0)])
     evictions = await until(operator, "evictions")
     assert (evictions["replica"], evictions["blocks"]) == ("r1", 7)
@@ -161,7 +163,7 @@ async def test_replicas_work_is_summed_and_notices_are_told_to_operators_alone()
     assert moved == {"type": "move", "kind": "prewarm", "replica": "r3", "state": "done", "blocks": 4, "at_s": 3.0}
     ingresses.notices["autoscaling"] = [{"from": 1, "target": 2, "reason": "ttft", "at_s": 4.0}]
     assert (await until(operator, "scale"))["target"] == 2
-    assert {event["type"] for event in decoded(await tenant.take(1.0))} == {"snapshot"}
+    assert {event["type"] for event in decoded(await tenant.take(1.0))} == {"snapshot", "replica"}
 
 
 async def test_a_tenant_sees_its_own_part() -> None:
