@@ -13,9 +13,9 @@ from serve_app.fairness.rate_limits import Allowance
 from serve_app.generation.answer import Piece
 from serve_app.generation.generation import Generation
 from serve_app.generation.request_usage import RequestUsage
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic, Use
-from serve_app.tenants.usage import UsageTable
 from serve_app.tracing.request import RequestTrace
 from serve_app.usage.ledger import Ledger
 
@@ -25,7 +25,7 @@ class Counters:
     """Who hears of answers: this ingress' metrics, its hit rates, the ledger, registered prompts, cache misses."""
 
     metrics: IngressMetrics
-    traffic: UsageTable
+    traffic: HitRates
     front_door: FrontDoor
     ledger: Ledger
     prompts: PromptTraffic

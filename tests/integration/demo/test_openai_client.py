@@ -65,9 +65,9 @@ def test_a_miss_is_explained(client: OpenAI, url: str) -> None:
     ask(client, "When is it due?", "Today is 2026-11-21. " + SYSTEM)
     second = ask(client, "When is it due?", "Today is 2026-11-22. " + SYSTEM, extra_body=asks)
     miss = second.model_dump()["usage"]["prompt_tokens_details"]["cache_miss"]
-    assert (miss["reason"], miss["first_difference"]["part"]) == ("date", "system")
+    assert (miss["reason"], miss["first_difference"]["part"]) == ("time", "system")
     assert miss["lost_tokens"] > second.usage.prompt_tokens / 2  # type: ignore[union-attr]
-    eventually(lambda: 'reason="date",tenant="default"} 1.0' in httpx.get(f"{url}/metrics").text)
+    eventually(lambda: 'reason="time",tenant="default"} 1.0' in httpx.get(f"{url}/metrics").text)
     wait_until_cached(url, asked("When is it due?", "Today is 2026-11-22. " + SYSTEM), miss["lost_tokens"])
     again = ask(client, "When is it due?", "Today is 2026-11-22. " + SYSTEM, extra_body=asks)
     assert "cache_miss" not in again.model_dump()["usage"]["prompt_tokens_details"]

@@ -30,12 +30,12 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 from serve_app.usage.ledger import Ledger
@@ -107,7 +107,7 @@ def scripted(
             tool_calls_of(tokenizer, "auto"),
             Counters(
                 metrics,
-                UsageTable(),
+                HitRates(),
                 front_door,
                 Ledger(None, 0),
                 PromptTraffic(),

@@ -23,9 +23,9 @@ from serve_app.ingress.answers import Answer, Deadline, EventStream, streamed
 from serve_app.ingress.client_headers import ClientHeaders
 from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic
-from serve_app.tenants.usage import UsageTable
 from serve_app.usage.ledger import Ledger
 from tests.serve_app.ingress.test_completions import GENERATION
 from tests.serve_app.ingress.test_http import PATIENCE_S, server
@@ -56,7 +56,7 @@ def answer(pieces: Pieces, timeout_s: float = 60, drain: Drain | None = None) ->
     """An answer that begins now."""
     metrics = IngressMetrics()
     door = FrontDoor(Shares({}), places=lambda: 1, max_waiting=1, max_bytes=1)
-    counters = Counters(metrics, UsageTable(), door, Ledger(None, 0), PromptTraffic())
+    counters = Counters(metrics, HitRates(), door, Ledger(None, 0), PromptTraffic())
     meter = AnswerMeter(counters, WANTED, [GENERATION], 0.0, 1, TenantLimits().begin("acme"), None)
     deadline = Deadline(drain or Drain(), time.perf_counter() + timeout_s, timeout_s)
     return Answer(CompletionFormat(), AnswerHead("a", 0, "m"), pieces.come(), 1, meter, deadline, False), metrics

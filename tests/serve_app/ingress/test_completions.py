@@ -28,10 +28,10 @@ from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenant
-from serve_app.tenants.usage import UsageTable
 from serve_app.usage.ledger import Ledger
 
 GENERATION = Generation(
@@ -72,7 +72,7 @@ class Bench:
             self.source,
             tokenizer,
             ToolCalls(None, reads_tools=False),
-            Counters(IngressMetrics(), UsageTable(), self.door, Ledger(None, 0), PromptTraffic()),
+            Counters(IngressMetrics(), HitRates(), self.door, Ledger(None, 0), PromptTraffic()),
             Drain(),
             request_timeout_s=60,
         )

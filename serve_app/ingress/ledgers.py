@@ -10,17 +10,17 @@ from serve_app.usage.ledger import FLUSH_S, Ledger
 from serve_app.usage.report import Rows, merged
 
 
-class UsageBook:
+class Ledgers:
     """``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other."""
 
     def __init__(self, ledger: Ledger, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
-        self.ledger = ledger
+        self._ledger = ledger
         self._ingresses = ingresses
         self._writing = asyncio.create_task(self._write())
 
     async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """Return what this ingress' file has from one day to another, of a tenant or (None) of all, with its id."""
-        return self.ledger.file_id, await asyncio.to_thread(self.ledger.read, first_day, last_day, tenant)
+        return self._ledger.file_id, await asyncio.to_thread(self._ledger.read, first_day, last_day, tenant)
 
     async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> Rows:
         """Return what all ingresses have."""
@@ -29,7 +29,7 @@ class UsageBook:
 
     async def flush(self) -> None:
         """Write what was counted."""
-        await asyncio.to_thread(self.ledger.flush)
+        await asyncio.to_thread(self._ledger.flush)
 
     async def _write(self) -> None:
         while True:
