@@ -14,7 +14,19 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 class StartFailed(Exception):
-    """The instance cannot start; the message says why."""
+    """The instance cannot start; ``sentences`` say why. ``status``: what its process leaves with."""
+
+    status = 1
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(*sentences)
+        self.sentences = sentences
+
+
+class Refused(StartFailed):
+    """Its settings cannot be used, and nothing was started."""
+
+    status = 2
 
 
 def innermost(message: str) -> str:

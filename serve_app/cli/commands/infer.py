@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from serve_app.cli.console import console, fail
 from serve_app.config.files import load_settings
@@ -79,8 +79,7 @@ def _run(settings: AppConfig, batch: BatchFile) -> BatchResult:
         raise ValueError(f"batch_size {batch.batch_size} is over max_num_seqs={settings.max_num_seqs}; set that higher")
     settings = with_local_model(settings, console.print)
     info = load_served_model(settings)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"loading {settings.model_name}", total=None)
 
         def begin() -> None:

@@ -61,68 +61,61 @@ def _by_prefixes(
         sizes = {"memory_bytes": memory, "prefixes": prefixes, "prefix_tokens": prefix_tokens}
         return plan_kv(fields, dtype, **sizes, replicas=replicas)
 
-    found = planned(memory_bytes)
+    wanted = planned(memory_bytes)
     rows = [
-        {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
+        {"memory_bytes": size, "prefixes": held.prefixes_per_replica * replicas, "hit_rate": held.hit_rate}
         for size in _sizes(memory_bytes)
-        for plan in [planned(size)]
+        for held in [planned(size)]
     ]
     lines = [
-        f"KV of a token: {found.bytes_per_token:,} bytes; of a prefix: {found.prefix_bytes:,} bytes "
-        f"({found.prefix_bytes / 2**30:.2f} GiB).",
-        _room_sentence(found.weights_bytes, found.kv_bytes, found.tokens_per_replica),
-        "",
-        f"{'memory a replica':>17} {'prefixes held':>14} {'hit rate':>9}",
-        *(f"{_gb(row['memory_bytes']):>17} {row['prefixes']:>14,} {row['hit_rate']:>9.1%}" for row in rows),
-        "",
+        f"KV of a token: {wanted.bytes_per_token:,} bytes; of a prefix: {wanted.prefix_bytes:,} bytes "
+        f"({wanted.prefix_bytes / 2**30:.2f} GiB).",
+        _room_sentence(wanted.weights_bytes, wanted.kv_bytes, wanted.tokens_per_replica),
+        *_table(rows, prefixes="prefixes held", hit_rate="hit rate"),
     ]
-    if not found.replicas_needed:
+    if not wanted.replicas_needed:
         lines.append("Not one prefix fits: take more memory, or a smaller model or dtype.")
     else:
         lines.append(
-            f"Expected hit rate, all prefixes being equally popular: {found.hit_rate:.0%}; "
-            f"{1000 * (1 - found.hit_rate):.0f} of 1,000 requests evict a prefix."
+            f"Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; "
+            f"{1000 * (1 - wanted.hit_rate):.0f} of 1,000 requests evict a prefix."
         )
-        short = found.replicas_needed > replicas
         lines.append(
-            f"{prefixes:,} prefixes need {found.replicas_needed} replicas, or host_cache_bytes."
-            if short
+            f"{prefixes:,} prefixes need {wanted.replicas_needed} replicas, or host_cache_bytes."
+            if wanted.replicas_needed > replicas
             else "The working set fits; what is left is for running requests."
         )
-    return {**asdict(found), "by_memory": rows}, lines
+    return {**asdict(wanted), "by_memory": rows}, lines
 
 
 def _by_trace(
     fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, curve: ReuseCurve
 ) -> tuple[dict[str, Any], list[str]]:
     room = kv_room(fields, dtype, memory_bytes)
-
-    def row(memory: int) -> dict[str, Any]:
-        blocks = kv_room(fields, dtype, memory).tokens * replicas // TRACE_BLOCK_TOKENS
-        evicted = curve.evictions(blocks) * TRACE_BLOCK_TOKENS
-        return {
-            "memory_bytes": memory,
-            "kv_tokens": blocks * TRACE_BLOCK_TOKENS,
-            "hit_rate": curve.hit_rate(blocks),
-            "evicted_tokens_per_request": evicted / curve.requests,
+    blocks = {
+        size: kv_room(fields, dtype, size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)
+    }
+    rows = [
+        {
+            "memory_bytes": size,
+            "kv_tokens": held * TRACE_BLOCK_TOKENS,
+            "hit_rate": curve.hit_rate(held),
+            "evicted_tokens_per_request": curve.evictions(held) * TRACE_BLOCK_TOKENS / curve.requests,
         }
-
-    rows = [row(size) for size in _sizes(memory_bytes)]
+        for size, held in blocks.items()
+    ]
     highest = curve.hit_rate()
-    good_tokens = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS
-    good_bytes = good_tokens * room.bytes_per_token
+    good_bytes = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS * room.bytes_per_token
     lines = [
         f"{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there "
         "before: no cache hits more.",
         _room_sentence(room.weights_bytes, room.kv_bytes, room.tokens),
-        "",
-        f"{'memory a replica':>17} {'KV tokens in all':>17} {'hit rate':>9} {'tokens evicted a request':>25}",
-        *(
-            f"{_gb(one['memory_bytes']):>17} {one['kv_tokens']:>17,} {one['hit_rate']:>9.1%} "
-            f"{one['evicted_tokens_per_request']:>25,.0f}"
-            for one in rows
+        *_table(
+            rows,
+            kv_tokens="KV tokens in all",
+            hit_rate="hit rate",
+            evicted_tokens_per_request="tokens evicted a request",
         ),
-        "",
         _advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest),
     ]
     figures = {
@@ -135,6 +128,18 @@ def _by_trace(
         "by_memory": rows,
     }
     return figures, lines
+
+
+def _table(rows: list[dict[str, Any]], **columns: str) -> list[str]:
+    """Return a line for each row, by memory, below the headings of ``columns``, and empty lines around them."""
+    lines = [f"{'memory a replica':>17}" + "".join(f"{heading:>{len(heading) + 3}}" for heading in columns.values())]
+    for row in rows:
+        cells = (
+            f"{row[name]:>{len(heading) + 3}{'.1%' if name == 'hit_rate' else ',.0f'}}"
+            for name, heading in columns.items()
+        )
+        lines.append(f"{_gb(row['memory_bytes']):>17}" + "".join(cells))
+    return ["", *lines, ""]
 
 
 def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> str:

@@ -54,27 +54,26 @@ def status(
 def _ask(url: str, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     key = os.environ.get(KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
+    address = f"{url.rstrip('/')}/v1/prompts{path}"
     try:
-        answer = httpx.request(
-            method, f"{url.rstrip('/')}/v1/prompts{path}", json=body, headers=headers, timeout=TIMEOUT_S
-        )
-        found: dict[str, Any] = answer.json()
-        refused = found["error"]["message"] if answer.is_error else ""
+        answer = httpx.request(method, address, json=body, headers=headers, timeout=TIMEOUT_S)
+        document: dict[str, Any] = answer.json()
+        refusal = document["error"]["message"] if answer.is_error else ""
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         fail(f"{url} does not answer as warmpath does: {error}")
-    if refused:
-        fail(refused)
-    return found
+    if refusal:
+        fail(refusal)
+    return document
 
 
-def _show(found: dict[str, Any]) -> None:
-    before = f", before it {found['previous']}" if found["previous"] else ""
-    owner = f" (private to {found['tenant']})" if found["tenant"] else ""
-    print(f"{found['name']}{owner}: {found['promoted'] or 'no version'} is promoted{before}")
-    for version in found["versions"]:
+def _show(prompt: dict[str, Any]) -> None:
+    before = f", before it {prompt['previous']}" if prompt["previous"] else ""
+    owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
+    print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
+    for version in prompt["versions"]:
         hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
         times = f", warm TTFT {ttft_s:.3f} s, p99 {version['warm_ttft_p99_s']:.3f} s" if ttft_s is not None else ""
         print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}{times}")
-    for held in found.get("warm", ()):
+    for held in prompt.get("warm", ()):
         print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

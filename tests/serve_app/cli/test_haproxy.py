@@ -123,7 +123,6 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
         process = subprocess.Popen([wrapper, "-db", "-f", api.config_file_path], stderr=subprocess.DEVNULL)
         ending.callback(process.wait)
         ending.callback(process.kill)
-        ending.callback(lambda: (run_dir / "haproxy.pids").unlink())
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             try:

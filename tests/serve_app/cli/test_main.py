@@ -18,6 +18,15 @@ from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What `warmpath serve` would start; its port is not looked at."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(main, "problems", lambda *_: [])
+    monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
+    return launches
+
+
 def test_settings_survive_json() -> None:
     """What travels to a replica is what was configured."""
     settings = AppConfig(model="demo", replicas=7, policy="lmetric")
@@ -57,12 +66,9 @@ def test_the_version_and_the_settings_are_told() -> None:
     ids=["alone", "network", "configured", "tenants"],
 )
 def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], allowed: list[str] | None
+    launched: list[Launch], arguments: list[str], allowed: list[str] | None
 ) -> None:
     """On loopback without tenants no name leads here but by DNS rebinding, unless it is configured."""
-    launched: list[Launch] = []
-    monkeypatch.setattr(main, "check_address", lambda *_: None)
-    monkeypatch.setattr(Supervisor, "run", lambda _, launch: launched.append(launch) or 0)
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert launched[0].settings.get("allowed_hosts") == allowed
@@ -85,18 +91,7 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
     assert words in " ".join(answered.output.replace("\u2502", " ").split())
 
 
-def test_a_model_may_be_named_without_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Launch] = []
-
-    class Started:
-        def __init__(self, *_: object) -> None: ...
-
-        def run(self, launch: Launch) -> int:
-            launched.append(launch)
-            return 0
-
-    monkeypatch.setattr(main, "Supervisor", Started)
-    monkeypatch.setattr(main, "check_address", lambda host, port: None)
+def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
     assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
     assert launched[0].settings["model"] == "demo"
 

@@ -10,7 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+
+from serve_app.cli.processes import runs
 
 _SUPERVISOR = """
 import sys
@@ -22,15 +25,19 @@ sys.exit(Supervisor(Console(stderr=True, highlight=False), float(sys.argv[2]), f
 """
 
 _INSTANCE = """
-import json, os, signal, subprocess, sys, time
-launch = json.loads(sys.stdin.readline())
+import io, json, os, signal, subprocess, sys, time
+channel = io.FileIO(0, "r+", closefd=False)
+launch = json.loads(channel.readline())
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 log = os.open(launch["log"], os.O_WRONLY)
-users = os.dup(2)
+terminal = os.fdopen(os.dup(2), "w")
 os.dup2(log, 2)
 print("noise of a library", file=sys.stderr)
-def say(kind, text):
-    print(json.dumps([kind, text]), flush=True)
+def say(text):
+    print(text, file=terminal, flush=True)
+def serve():
+    channel.write(b"serving\\n")
+    say("hello")
 def detached():
     subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
 open(launch["run_dir"] + "/file", "w").close()
@@ -77,7 +84,7 @@ def started(tmp_path: Path) -> Callable[..., Started]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: signal.Signals) -> None:
     """Also by an instance that heeds nothing, with all that it started."""
-    made = started('os.dup2(users, 2); detached(); say("done", "[1/4] model"); time.sleep(600)')
+    made = started('os.dup2(terminal.fileno(), 2); detached(); say("[1/4] model"); time.sleep(600)')
     made.wait_for("[1/4]")
     made.process.send_signal(number)
     output = made.rest()
@@ -90,12 +97,12 @@ def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: si
 
 def test_an_instance_that_serves_is_told_to_stop(started: Callable[..., Started]) -> None:
     """And has its time; its own noise is not shown."""
-    made = started('say("serving", "hello"); print(sys.stdin.readline(), file=sys.stderr); say("done", "drained")')
+    made = started('serve(); say(channel.readline() == b"stop\\n"); say("drained")')
     made.wait_for("hello")
     made.process.send_signal(signal.SIGINT)
     output = made.rest()
     assert "answers under way have 600 s" in output
-    assert output.endswith("drained\nstopped\n")
+    assert output.endswith("True\ndrained\nstopped\n")
     assert "noise" not in output
     assert made.process.returncode == 0
     assert made.left_over == []
@@ -108,10 +115,10 @@ line = "setsid sleep 0 </dev/null >/dev/null 2>&1 & echo $!"
 pid = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.strip()
 while os.path.exists("/proc/" + pid):
     time.sleep(0.01)
-say("serving", "it is gone")
-sys.stdin.readline()
+serve()
+channel.readline()
 """)
-    made.wait_for("it is gone")
+    made.wait_for("hello")
     made.process.send_signal(signal.SIGTERM)
     assert made.rest().endswith("stopped\n")
     assert made.process.returncode == 0
@@ -119,7 +126,7 @@ sys.stdin.readline()
 
 def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
     """Whatever the instance still does. (docs/starting.md)"""
-    made = started('say("serving", "hello"); sys.stdin.readline(); say("done", "told"); time.sleep(600)')
+    made = started('serve(); channel.readline(); say("told"); time.sleep(600)')
     made.wait_for("hello")
     made.process.send_signal(signal.SIGTERM)
     made.wait_for("told")
@@ -131,14 +138,10 @@ def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None
 @pytest.mark.parametrize(
     ("instance", "status", "sentence"),
     [
-        (
-            'say("refused", "no [such] thing"); say("refused", "and more")',
-            2,
-            "error: no [such] thing\nerror: and more\n",
-        ),
-        ('say("failed", "it broke")', 1, "error: it broke\n"),
+        ('say("error: no such thing"); sys.exit(2)', 2, "error: no such thing\n"),
+        ('say("error: it broke"); sys.exit(1)', 1, "error: it broke\n"),
         ("sys.exit(3)", 1, "error: the instance ended without a word\n"),
-        ('say("serving", "hello"); os.kill(os.getpid(), 9)', 1, "error: the instance ended without a word\n"),
+        ("serve(); os.kill(os.getpid(), 9)", 1, "error: the instance ended without a word\n"),
     ],
     ids=["refused", "failed", "silent", "killed"],
 )
@@ -161,7 +164,7 @@ def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str,
 
 def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> None:
     """After the answers' time and a margin."""
-    made = started('say("serving", "hello"); sys.stdin.readline(); time.sleep(600)', 0, 0.5)
+    made = started("serve(); channel.readline(); time.sleep(600)", 0, 0.5)
     made.wait_for("hello")
     made.process.send_signal(signal.SIGINT)
     assert "it does not stop in time" in made.rest()
@@ -169,12 +172,11 @@ def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> Non
 
 
 _LOYAL = """
-import io, threading
+import threading
 from serve_app.cli.instance import _take_orders
 child = subprocess.Popen(["sleep", "600"])
-orders = io.FileIO(0, closefd=False), launch["run_dir"], threading.Event()
-threading.Thread(target=_take_orders, args=orders, daemon=True).start()
-say("serving", f"{os.getpid()} {child.pid}")
+threading.Thread(target=_take_orders, args=(channel, launch["run_dir"], threading.Event()), daemon=True).start()
+say(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
 
@@ -190,14 +192,7 @@ def test_an_instance_ends_with_its_supervisor(started: Callable[..., Started]) -
     made.process.kill()
     made.process.wait()
     deadline_s = time.monotonic() + 60
-    while any(_runs(pid) for pid in pids):
+    while any(psutil.pid_exists(pid) and runs(psutil.Process(pid)) for pid in pids):
         assert time.monotonic() < deadline_s, "it did not end"
         time.sleep(0.05)
     assert not [name for name in made.left_over if not name.endswith(".log")]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
