@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from benchmarks.common.client import stream_events
-from serve_app.cli.local_ray import held_port
 from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.finding import Case
+from serve_app.cli.local_ray import held_port
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key

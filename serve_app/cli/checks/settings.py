@@ -64,19 +64,20 @@ def prompts(case: Case) -> Iterator[Finding]:
         yield from _refusal("prompts_dir", lambda: Prompts.of(case.settings.public_prompts, directory))
 
 
-def scaling(case: Case) -> Iterator[Finding]:
-    """Whether one number of replicas is given."""
-    if case.settings.autoscaling is not None and "replicas" in case.settings.model_fields_set:
-        yield problem(
-            "replicas", "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
-        )
-
-
-def refused_by_engine(case: Case) -> Iterator[Finding]:
-    """Whether the engine can follow the settings."""
-    maker = MAKERS[case.settings.engine]
-    for sentence in maker.refused_settings(case.settings, on_cpu=not case.settings.replica_num_gpus):
+def fit(case: Case) -> Iterator[Finding]:
+    """Whether settings fit each other and the engine, and adapters and the secret can be used."""
+    settings = case.settings
+    if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
+        sentence = "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
+        yield problem("replicas", sentence)
+    for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
         yield problem("engine", sentence)
+    yield from _refusal("tool_parser", lambda: check_format(settings.tool_parser))
+    adapters = {name: path for name, path in settings.lora_adapters.items() if case.looks_into(path)}
+    yield from _refusal("lora_adapters", lambda: configured_adapters(adapters, settings.max_lora_rank))
+    secret = settings.secret_file
+    if case.place == "start" or (secret is not None and case.looks_into(secret)):
+        yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
 
 
 def model(case: Case) -> Iterator[Finding]:
@@ -137,24 +138,6 @@ def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
             f"({weights_bytes / GIB:.1f} each), kv_cache_bytes ({pool_bytes / GIB:.1f}) and host_cache_bytes "
             f"({settings.host_cache_bytes / GIB:.1f}), and this machine has {memory_bytes() / GIB:.1f} GiB",
         )
-
-
-def tool_parser(case: Case) -> Iterator[Finding]:
-    """Whether there is such a format of tool calls."""
-    yield from _refusal("tool_parser", lambda: check_format(case.settings.tool_parser))
-
-
-def adapters(case: Case) -> Iterator[Finding]:
-    """Whether adapters are whole, and of a rank that fits."""
-    chosen = {name: path for name, path in case.settings.lora_adapters.items() if case.looks_into(path)}
-    yield from _refusal("lora_adapters", lambda: configured_adapters(chosen, case.settings.max_lora_rank))
-
-
-def secret(case: Case) -> Iterator[Finding]:
-    """Whether the secret can be read, and made where no file of it is named."""
-    file = case.settings.secret_file
-    if case.place == "start" or (file is not None and case.looks_into(file)):
-        yield from _refusal("secret_file", lambda: load_secret(secret_file=file))
 
 
 def usage_file(case: Case) -> Iterator[Finding]:

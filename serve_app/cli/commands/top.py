@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +27,7 @@ SHOWN_DECISIONS = 10
 BAR_CELLS = 20
 
 Row = dict[str, Any]
+Column = Callable[[Row], Any]
 
 
 def top(
@@ -63,8 +66,7 @@ def _frame(url: str) -> RenderableType:
     try:
         document = harmless(answer.json())
         refusal = document["error"]["message"] if answer.is_error else ""
-        parts = [] if refusal else [_head(document), _replicas(document), _prefixes(document), _decisions(document)]
-        parts += [] if refusal else _changes(document)
+        parts = [] if refusal else [part(document) for part in (_head, _replicas, _prefixes, _decisions, _changes)]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         fail(f"{url} does not answer as warmpath does: {error!r}")
     if refusal:
@@ -85,69 +87,65 @@ def _head(snapshot: Row) -> RenderableType:
 
 def _replicas(snapshot: Row) -> RenderableType:
     """Return the table of replicas; only operators are sent their figures."""
-    rows = snapshot["replicas"]
-    figures = ("blocks_total", "running", "waiting", "queued_tokens", "prefill_tokens_per_s")
-    full = snapshot["viewer"] == "operator"
-    table = _table(f"{len(rows)} replica{'' if len(rows) == 1 else 's'}", "replica", "state")
-    if full:
-        table.add_column("pool: used, reusable, free")
-        _add_numbers(table, *figures)
-    for row in sorted(rows, key=lambda row: str(row["replica"])):
-        cells = [escape(row["replica"]), escape(row["state"])]
-        table.add_row(*cells, *([_bar(row), *(f"{row.get(name) or 0:.0f}" for name in figures)] if full else ()))
-    return table
+    rows = sorted(snapshot["replicas"], key=lambda row: str(row["replica"]))
+    columns: dict[str, Column] = {"replica": itemgetter("replica"), "state": itemgetter("state")}
+    if snapshot["viewer"] == "operator":
+        columns["pool: used, reusable, free"] = _bar
+        figures = ("blocks_total", "running", "waiting", "queued_tokens", "prefill_tokens_per_s")
+        columns |= {name: partial(_number, name, ".0f") for name in figures}
+    return _table(f"{len(rows)} replica{'' if len(rows) == 1 else 's'}", rows, columns)
 
 
-def _bar(row: Row) -> str:
-    if not row.get("blocks_total"):
-        return ""
-    used, cached = (round(BAR_CELLS * row[name] / row["blocks_total"]) for name in ("blocks_used", "blocks_reusable"))
+def _bar(row: Row) -> Text:
+    total = row.get("blocks_total") or 1
+    used, cached = (round(BAR_CELLS * (row.get(name) or 0) / total) for name in ("blocks_used", "blocks_reusable"))
     cached = min(BAR_CELLS - used, cached)
-    return f"[red]{'█' * used}[/][green]{'▒' * cached}[/]{'·' * (BAR_CELLS - used - cached)}"
+    return Text.assemble(("█" * used, "red"), ("▒" * cached, "green"), "·" * (BAR_CELLS - used - cached))
 
 
 def _prefixes(snapshot: Row) -> RenderableType:
-    table = _table("prefixes asked for most", "prefix", "tenant", "name", "held by (tokens)")
-    _add_numbers(table, "tokens", "requests", "hits")
-    hottest = sorted(snapshot["prefixes"], key=lambda row: (-row["requests"], row["prefix_tokens"]))
-    for row in hottest[:SHOWN_PREFIXES]:
-        holders = "  ".join(f"{name} {tokens}" for name, tokens in sorted(row["holders"].items()))
-        kind = row["kind"] + (" (pinned)" if row["pinned"] else "")
-        cells = [kind, row["tenant"] or "everybody", row["label"] or row["id"][:8], holders or "nobody"]
-        hits = f"{row['hits'] / max(1, row['requests']):.0%}"
-        table.add_row(*map(escape, cells), str(row["prefix_tokens"]), str(row["requests"]), hits)
-    return table
+    rows = sorted(snapshot["prefixes"], key=lambda row: (-row["requests"], row["prefix_tokens"]))
+    columns: dict[str, Column] = {
+        "prefix": lambda row: row["kind"] + (" (pinned)" if row["pinned"] else ""),
+        "tenant": lambda row: row["tenant"] or "everybody",
+        "name": lambda row: row["label"] or row["id"][:8],
+        "tokens": itemgetter("prefix_tokens"),
+        "requests": itemgetter("requests"),
+        "hits": lambda row: f"{row['hits'] / max(1, row['requests']):.0%}",
+        "held by (tokens)": lambda row: "  ".join(f"{name} {tokens}" for name, tokens in row["holders"].items()),
+    }
+    return _table("prefixes asked for most", rows[:SHOWN_PREFIXES], columns)
 
 
 def _decisions(snapshot: Row) -> RenderableType:
-    table = _table("last decisions", "at", "tenant", "replica", "because")
-    times = ("ttft_s", "estimated_ttft_s", "cold_ttft_s")
-    _add_numbers(table, "prompt_tokens", "cached_tokens", *times)
-    for row in snapshot["decisions"][: -SHOWN_DECISIONS - 1 : -1]:
-        at = time.strftime("%H:%M:%S", time.localtime(row["at_s"]))
-        cells = [at, *(escape(row[name]) for name in ("tenant", "replica", "reason"))]
-        seconds = ("" if row.get(name) is None else f"{row[name]:.3f}" for name in times)
-        table.add_row(*cells, str(row["prompt_tokens"]), str(row["cached_tokens"]), *seconds)
-    return table
+    names = ("tenant", "replica", "reason", "prompt_tokens", "cached_tokens")
+    columns: dict[str, Column] = {"at": lambda row: time.strftime("%H:%M:%S", time.localtime(row["at_s"]))}
+    columns |= {name: itemgetter(name) for name in names}
+    columns |= {name: partial(_number, name, ".3f") for name in ("ttft_s", "estimated_ttft_s", "cold_ttft_s")}
+    return _table("last decisions", snapshot["decisions"][: -SHOWN_DECISIONS - 1 : -1], columns)
 
 
-def _changes(snapshot: Row) -> list[RenderableType]:
+def _number(name: str, form: str, row: Row) -> str:
+    return "" if row.get(name) is None else f"{row[name]:{form}}"
+
+
+def _changes(snapshot: Row) -> RenderableType:
     """Return a line for each of the last moves of caches, and for what the autoscaler decided last."""
-    changes: list[RenderableType] = []
+    lines = []
     for row in snapshot.get("moves", ())[-2:]:
         what = "joined warm, copied" if row["kind"] == "prewarm" else "leaves, handed over"
-        line = f"{row['replica']} {what} {row['blocks']} blocks in {row['seconds']} s ({row['state']})"
-        changes.append(Text(line))
+        lines.append(f"{row['replica']} {what} {row['blocks']} blocks in {row['seconds']} s ({row['state']})")
     if scale := snapshot.get("scale"):
-        line = f"{scale['from']} -> {scale['target']} replicas ({scale['reason']}): {scale.get('why', '')}"
-        changes.append(Text(f"autoscaling: {line}"))
-    return changes
+        why = f"({scale['reason']}): {scale.get('why', '')}"
+        lines.append(f"autoscaling: {scale['from']} -> {scale['target']} replicas {why}")
+    return Text("\n".join(lines))
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-
-
-def _add_numbers(table: Table, *names: str) -> None:
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
+def _table(title: str, rows: Iterable[Row], columns: Mapping[str, Column]) -> Table:
+    """Return a table; what a cell holds is never markup."""
+    headings = (name.replace("_", " ") for name in columns)
+    table = Table(*headings, title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for row in rows:
+        cells = (cell(row) for cell in columns.values())
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
+    return table
