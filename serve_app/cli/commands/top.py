@@ -25,6 +25,7 @@ EVERY_S = 1.0
 SHOWN_PREFIXES = 8
 SHOWN_DECISIONS = 10
 BAR_CELLS = 20
+POOL = "used, reusable, free"
 
 Row = dict[str, Any]
 Column = Callable[[Row], Any]
@@ -90,7 +91,7 @@ def _replicas(snapshot: Row) -> RenderableType:
     rows = sorted(snapshot["replicas"], key=lambda row: str(row["replica"]))
     columns: dict[str, Column] = {"replica": itemgetter("replica"), "state": itemgetter("state")}
     if snapshot["viewer"] == "operator":
-        columns["pool: used, reusable, free"] = _bar
+        columns[POOL] = _bar
         figures = ("blocks_total", "running", "waiting", "queued_tokens", "prefill_tokens_per_s")
         columns |= {name: partial(_number, name, ".0f") for name in figures}
     return _table(f"{len(rows)} replica{'' if len(rows) == 1 else 's'}", rows, columns)
@@ -143,8 +144,9 @@ def _changes(snapshot: Row) -> RenderableType:
 
 def _table(title: str, rows: Iterable[Row], columns: Mapping[str, Column]) -> Table:
     """Return a table; what a cell holds is never markup."""
-    headings = (name.replace("_", " ") for name in columns)
-    table = Table(*headings, title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name.replace("_", " "), min_width=BAR_CELLS if name == POOL else None)
     for row in rows:
         cells = (cell(row) for cell in columns.values())
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))

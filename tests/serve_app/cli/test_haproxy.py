@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
+import socketserver
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -31,52 +30,33 @@ broken_off = threading.Event()
 """Set once the server behind HAProxy could not write its long answer to the end."""
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """An HTTP server that answers with the number of bytes it was sent; some paths do something else."""
-    path = b""
-    try:
-        while head := await reader.readuntil(b"\r\n\r\n"):
-            path = head.split()[1]
+class Handler(socketserver.StreamRequestHandler):
+    """Answers with the number of bytes of a body; some paths do something else."""
+
+    def handle(self) -> None:
+        while head := self.rfile.readline():
+            path, size = head.split()[1], 0
+            while header := self.rfile.readline().strip().lower():
+                size = int(header.split(b":")[1]) if header.startswith(b"content-length:") else size
             if path == b"/cut":
-                writer.write(b"HTTP/1.1 2")
+                self.wfile.write(b"HTTP/1.1 2")
                 return
             if path == b"/late":
-                await asyncio.sleep(BRIEF.stall_timeout_s + 1)
-            announced = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-            size = int(announced[0].split(b":")[1]) if announced else 0
-            read = len(await reader.readexactly(size))
+                time.sleep(BRIEF.stall_timeout_s + 1)
+            read = len(self.rfile.read(size))
             body = b"x" * 200_000_000 if path == b"/long" else str(read).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body))
-            for start in range(0, len(body), 1 << 20):
-                writer.write(body[start : start + (1 << 20)])
-                await writer.drain()
-    except asyncio.IncompleteReadError:
-        pass
-    except ConnectionError:
-        if path == b"/long":
-            broken_off.set()
-    finally:
-        writer.close()
+            try:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            except ConnectionError:
+                broken_off.set()
+                return
 
 
-@contextmanager
-def _server(port: int) -> Iterator[None]:
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+class Server(socketserver.ThreadingTCPServer):
+    """HTTP on loopback, a thread a connection."""
 
-    async def run() -> None:
-        stopping = asyncio.Event()
-        async with await asyncio.start_server(_serve, "127.0.0.1", port):
-            started.set_result((asyncio.get_running_loop(), stopping))
-            await stopping.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    loop, stopping = started.result(PATIENCE_S)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stopping.set)
-        thread.join()
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +83,9 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
     """Run HAProxy as Ray does, on the port this yields; behind it /, and /gone, whose server is not there."""
     with ExitStack() as ending:
         port, behind, nobody, stats, metrics = (ending.enter_context(held_port()) for _ in range(5))
-        ending.enter_context(_server(behind))
+        server = ending.enter_context(Server(("127.0.0.1", behind), Handler))
+        threading.Thread(target=server.serve_forever).start()
+        ending.callback(server.shutdown)
         config = HAProxyConfig(
             socket_path=str(run_dir / "admin.sock"),
             server_state_base=str(run_dir),
@@ -114,8 +96,8 @@ def _haproxy(run_dir: Path, bounds: PortBounds) -> Iterator[int]:
             metrics_port=metrics,
         )
         backends = {
-            name: BackendConfig(name, path, servers=[ServerConfig(name, "127.0.0.1", server)])
-            for name, path, server in (("app", "/", behind), ("gone", "/gone", nobody))
+            name: BackendConfig(name, path, servers=[ServerConfig(name, "127.0.0.1", its_port)])
+            for name, path, its_port in (("app", "/", behind), ("gone", "/gone", nobody))
         }
         api = HAProxyApi(config, backends, str(run_dir / "haproxy.cfg"))
         api._generate_config_file_internal()

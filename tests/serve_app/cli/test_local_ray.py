@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -100,27 +99,6 @@ def test_a_held_port_is_kept_for_one_listener() -> None:
             server.accept()[0].close()
     with socket.create_server(("127.0.0.1", port)):
         pass  # and it is free again
-
-
-def test_a_held_port_is_given_to_no_connection() -> None:
-    """The kernel does not choose it for an outgoing connection or a bind, even where it is the only one left."""
-    with held_port() as port, socket.create_server(("127.0.0.1", 0)) as server:
-        for reuse in (0, 1):
-            with socket.socket() as binding, pytest.raises(OSError, match="in use"):
-                _only_port(binding, port)
-                binding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-                binding.bind(("127.0.0.1", 0))
-        with socket.socket() as connecting, pytest.raises(OSError, match="annot assign"):
-            _only_port(connecting, port)
-            connecting.connect(server.getsockname())
-
-
-def _only_port(sock: socket.socket, port: int) -> None:
-    """Leave the kernel one port to choose from (IP_LOCAL_PORT_RANGE, Linux 6.3)."""
-    try:
-        sock.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
-    except OSError:
-        pytest.skip("this kernel has no IP_LOCAL_PORT_RANGE (Linux 6.3)")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli import foreign_flags, main
 from serve_app.cli.foreign_flags import instead_of
+from serve_app.cli.greeting import greeting
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
@@ -33,18 +34,12 @@ def test_settings_survive_json() -> None:
     assert AppConfig.model_validate(json.loads(json.dumps(settings.to_json()))) == settings
 
 
-def test_serve_refuses_what_it_cannot_start() -> None:
+@pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
+def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
-    runner = CliRunner()
-    for arguments in (
-        ["--port", "99999"],
-        ["--set", "nonsense"],
-        ["--config", "no-such-file.yaml"],
-        ["--set", "prompts_dir=/nowhere/at/all"],
-    ):
-        result = runner.invoke(app, ["serve", *arguments])
-        assert result.exit_code == 2, result.output
-        assert result.output.startswith("error: "), result.output
+    result = CliRunner().invoke(app, ["serve", flag])
+    assert result.exit_code == 2, result.output
+    assert result.output.startswith("error: "), result.output
 
 
 def test_the_version_and_the_settings_are_told() -> None:
@@ -53,6 +48,8 @@ def test_the_version_and_the_settings_are_told() -> None:
     assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
     assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
+    listed = runner.invoke(app, ["settings", "autoscaling"]).output
+    assert "min_replicas: integer" in listed and "max_replicas: integer" in listed
 
 
 @pytest.mark.parametrize(
@@ -96,10 +93,12 @@ def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
     assert launched[0].settings["model"] == "demo"
 
 
-def test_settings_of_a_name_are_listed_with_all_their_fields() -> None:
-    listed = CliRunner().invoke(app, ["settings", "autoscaling"]).output
-    assert "min_replicas: integer" in listed
-    assert "max_replicas: integer" in listed
+def test_printed_requests_do_not_sample() -> None:
+    """What a start prints to be pasted shows the model at its best."""
+    text = greeting(AppConfig(model="demo", engine="simulated"), "127.0.0.1", 8000)
+    [body] = re.findall(r"-d '(.*)'", text)
+    assert json.loads(body)["temperature"] == 0
+    assert re.search(r"completions\.create\([^)]*temperature=0\b", text)
 
 
 def test_what_answers_recommend_can_be_set() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from serve_app.cli import console as cli_console
+from serve_app.cli.commands.top import POOL
 from serve_app.cli.main import app
 from tests.serve_app.ingress.routes.test_events import KEYS, Stage
 from tests.serve_app.live.traffic import decision, generation
@@ -89,7 +90,7 @@ def test_one_frame(
     shown = run(monkeypatch, stage.url, **{variable: KEYS[key][0]})
     assert shown.exit_code == 0, shown.output
     assert [text for text in words if text not in shown.output] == []
-    assert ("pool:" in shown.output) == ("rules@2" in shown.output) == (key == "operator")
+    assert (POOL in shown.output) == ("rules@2" in shown.output) == (key == "operator")
 
 
 def test_what_is_wrong_is_one_sentence(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
