@@ -2,68 +2,53 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
-import httpx
 import typer
 
+from serve_app.cli.client import LOCAL, NotAnswered, Url, ask
 from serve_app.cli.console import fail
-
-KEY = "WARMPATH_OPERATOR_KEY"
-"""The environment variable that holds an operator's key: on a command line others would see it."""
 
 TIMEOUT_S = 1800.0
 """A long prompt takes its time, on one replica after another."""
 
-Url = Annotated[str, typer.Option(help=f"of the instance; an operator's key is taken from ${KEY}")]
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 Cold = Annotated[bool, typer.Option(help="switch at once: the version is not computed first")]
 
-_LOCAL = "http://127.0.0.1:8000"
 
-
-def warm(ref: Ref, url: Url = _LOCAL) -> None:
+def warm(ref: Ref, url: Url = LOCAL) -> None:
     """Compute a version's KV on the replicas that will serve it."""
-    _show(_ask(url, "POST", "/warm", {"prompt_ref": ref}))
+    _show(_asked(url, "POST", "/warm", {"prompt_ref": ref}))
 
 
-def promote(ref: Ref, url: Url = _LOCAL, cold: Cold = False) -> None:
+def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False) -> None:
     """Warm a version, then let the name mean it."""
-    _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
+    _show(_asked(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
 
 
 def rollback(
     name: Annotated[str, typer.Argument(help="NAME")],
-    url: Url = _LOCAL,
+    url: Url = LOCAL,
     cold: Cold = False,
 ) -> None:
     """Go back to the version before."""
-    _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
+    _show(_asked(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
 
 
 def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
-    url: Url = _LOCAL,
+    url: Url = LOCAL,
 ) -> None:
     """Show what each name means, and hit rate and warm time to first token of each version."""
-    for shown in _ask(url, "GET", f"?name={name}" if name else "", None)["data"]:
+    for shown in _asked(url, "GET", f"?name={name}" if name else "")["data"]:
         _show(shown)
 
 
-def _ask(url: str, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    key = os.environ.get(KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/v1/prompts{path}"
+def _asked(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
-        answer = httpx.request(method, address, json=body, headers=headers, timeout=TIMEOUT_S)
-        document: dict[str, Any] = answer.json()
-        refusal = document["error"]["message"] if answer.is_error else ""
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        fail(f"{url} does not answer as warmpath does: {error}")
-    if refusal:
-        fail(refusal)
-    return document
+        return ask(url, method, f"/v1/prompts{path}", body=body, timeout_s=TIMEOUT_S)
+    except NotAnswered as error:
+        fail(str(error))
 
 
 def _show(prompt: dict[str, Any]) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from serve_app.cli.commands.prompt_cutover import KEY as OPERATOR_KEY
-from serve_app.cli.console import fail, harmless
+from serve_app.cli.client import LOCAL, NotAnswered, Url, ask, not_ours
+from serve_app.cli.console import fail
 
-TENANT_KEY = "WARMPATH_API_KEY"
 TIMEOUT_S = 15.0
 EVERY_S = 1.0
 SHOWN_PREFIXES = 8
@@ -32,47 +29,33 @@ Column = Callable[[Row], Any]
 
 
 def top(
-    url: Annotated[
-        str, typer.Option(help=f"of the instance; an operator's key is taken from ${OPERATOR_KEY}, else ${TENANT_KEY}")
-    ] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="print one frame and leave")] = False,
+    url: Url = LOCAL, once: Annotated[bool, typer.Option("--once", help="print one frame and leave")] = False
 ) -> None:
     """Show replicas, prefixes and decisions as they are; a tenant's key shows its own part. Ctrl-C ends it."""
     console = Console(highlight=False)
-    first = _frame(url)
-    if isinstance(first, str):
-        fail(f"{first}; start an instance with warmpath serve, or name another with --url")
+    try:
+        frame = _frame(url)
+    except NotAnswered as error:
+        fail(f"{error}; start an instance with warmpath serve, or name another with --url")
     if once or not console.is_terminal:
-        console.print(first)
+        console.print(frame)
         return
-    with Live(first, console=console, screen=True, auto_refresh=False) as live:
+    with Live(frame, console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_S)
-            frame = _frame(url)
-            frame = Text(f"{frame}; trying again", style="yellow") if isinstance(frame, str) else frame
-            live.update(frame, refresh=True)
+            try:
+                live.update(_frame(url), refresh=True)
+            except NotAnswered as error:
+                live.update(Text(f"{error}; trying again", style="yellow"), refresh=True)
 
 
 def _frame(url: str) -> RenderableType:
-    """Return what an instance shows now; a sentence where nobody answers. Leaves with status 2 where it is refused."""
-    key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/v1/cache/events"
+    """Return what an instance shows now. Raises NotAnswered."""
+    snapshot = ask(url, "GET", "/v1/cache/events?once=true", timeout_s=TIMEOUT_S)
     try:
-        answer = httpx.get(address, params={"once": "true"}, headers=headers, timeout=TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"nobody answers at {url}: {error}"
-    if answer.status_code >= 500:
-        return f"{url} answers with status {answer.status_code}"
-    try:
-        document = harmless(answer.json())
-        refusal = document["error"]["message"] if answer.is_error else ""
-        parts = [] if refusal else [part(document) for part in (_head, _replicas, _prefixes, _decisions, _changes)]
+        return Group(*(part(snapshot) for part in (_head, _replicas, _prefixes, _decisions, _changes)))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        fail(f"{url} does not answer as warmpath does: {error!r}")
-    if refusal:
-        fail(f"{refusal} (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})")
-    return Group(*parts)
+        not_ours(url, error)
 
 
 def _head(snapshot: Row) -> RenderableType:

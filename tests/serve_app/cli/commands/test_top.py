@@ -103,6 +103,8 @@ def test_what_is_wrong_is_one_sentence(stage: Stage, monkeypatch: pytest.MonkeyP
     assert "No tenant has this API key" in refused.stderr
     assert "WARMPATH_API_KEY" in refused.stderr
     assert "answers with status 503" in answered_with(monkeypatch, "down", 503).stderr
+    stopping = json.dumps({"error": {"message": "The server is stopping."}})
+    assert "The server is stopping.; start an instance" in answered_with(monkeypatch, stopping, 503).stderr
 
 
 @pytest.mark.parametrize("body", ["hello", "[]", "{}", '{"replicas": [3], "about": {}}', "null"])
