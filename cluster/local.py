@@ -149,12 +149,9 @@ def application(
 
     Ingresses are kept on the head: nodes of one machine share its ports, and HAProxy could not tell two of them apart.
     """
-    num_cpus = settings.get("replica_num_cpus", 0.1)
-    options: dict[str, dict[str, Any]] = {
-        "Ingress": {"ray_actor_options": {"num_cpus": num_cpus, "resources": {"node0": 1}}}
-    }
-    for name, more in (deployments or {}).items():
-        options[name] = {**options.get(name, {}), **more}
+    options = dict(deployments or {})
+    on_the_head = {"num_cpus": settings.get("replica_num_cpus", 0.1), "resources": {"node0": 1}}
+    options["Ingress"] = {"ray_actor_options": on_the_head, **options.get("Ingress", {})}
     return {"args": dict(settings), "deployments": [{"name": name, **more} for name, more in options.items()]}
 
 

@@ -41,9 +41,7 @@ class Raylets:
         self._run_dir = run_dir
         self._port = port
         self._cluster = Cluster()
-        self._nodes: list[Any] = []
-        for _ in range(nodes):
-            self._add_node()
+        self._nodes = {number: self._add_node(number) for number in range(nodes)}
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
         keep_token_private()
         serve.start(http_options={"host": HOST, "port": port}, proxy_location="HeadOnly")
@@ -53,28 +51,25 @@ class Raylets:
         """Where Ray's head listens; for ``ray.init(address=...)``."""
         return str(self._cluster.address)
 
-    def _add_node(self) -> None:
+    def _add_node(self, number: int) -> Any:
         """Start one more node; the first is the head.
 
         Node N has 1,000 of the resource "nodeN", by which a deployment is kept on it, or off others.
         """
-        number = len(self._nodes)
-        head: dict[str, Any] = {"include_dashboard": False} if not self._nodes else {}
-        node = self._cluster.add_node(
+        head: dict[str, Any] = {} if number else {"include_dashboard": False}
+        return self._cluster.add_node(
             num_cpus=NODE_CPUS,
             object_store_memory=OBJECT_STORE_BYTES,
             resources={f"node{number}": 1000},
             dashboard_agent_listen_port=None,
             **head,
         )
-        self._nodes.append(node)
 
     def kill_node(self, number: int) -> None:
         """Kill a node's processes with SIGKILL, all at once, as when its machine fails. The head cannot be killed."""
-        if not 0 < number < len(self._nodes) or self._nodes[number] is None:
-            raise ValueError(f"there is no node {number} to kill; there are {sorted(self._alive())}, and 0 is the head")
-        self._cluster.remove_node(self._nodes[number], allow_graceful=False)
-        self._nodes[number] = None
+        if number == 0 or number not in self._nodes:
+            raise ValueError(f"there is no node {number} to kill; there are {sorted(self._nodes)}, and 0 is the head")
+        self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
     def deploy(self, application: dict[str, Any]) -> None:
         """Do what ``serve deploy`` does with a config file of this one application; returns before it has started.
@@ -110,18 +105,18 @@ class Raylets:
     def processes(self) -> list[dict[str, Any]]:
         """Return what runs now, as ``LocalCluster.processes`` does."""
         running: list[dict[str, Any]] = []
-        numbers = {self._nodes[number].node_id: number for number in self._alive()}
-        for number in numbers.values():
-            raylet = self._nodes[number].all_processes["raylet"][0].process
+        numbers = {node.node_id: number for number, node in self._nodes.items()}
+        for number, node in self._nodes.items():
+            raylet = node.all_processes["raylet"][0].process
             running.append({"kind": "raylet", "name": f"node{number}", "pid": raylet.pid, "node": number})
         for actor in live_actors():
             kind = _SERVE_ACTORS.get(actor["ActorClassName"])
             name = actor["Name"]
             if name.startswith("SERVE_REPLICA::"):
                 _, kind, name = name.removeprefix("SERVE_REPLICA::").split("#")
-            node = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, and Ray has yet to notice
-            if kind is not None and node is not None:
-                running.append({"kind": kind, "name": name, "pid": actor["Pid"], "node": node})
+            place = numbers.get(actor["Address"]["NodeID"])  # None: it died with its node, and Ray has yet to notice
+            if kind is not None and place is not None:
+                running.append({"kind": kind, "name": name, "pid": actor["Pid"], "node": place})
         haproxies = running_haproxies(self._run_dir)
         running += [{"kind": "haproxy", "name": "haproxy", "pid": haproxy.pid, "node": 0} for haproxy in haproxies]
         return running
@@ -134,9 +129,6 @@ class Raylets:
         serve.shutdown()
         ray.shutdown()
         self._cluster.shutdown()
-
-    def _alive(self) -> list[int]:
-        return [number for number, node in enumerate(self._nodes) if node is not None]
 
 
 def run(pipe: Connection, log: str, env: dict[str, str], nodes: int, port: int) -> None:
