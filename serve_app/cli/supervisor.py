@@ -70,7 +70,8 @@ class Supervisor:
         """
         adopt_orphans()
         channel, theirs = socket.socketpair()
-        log = Path(tempfile.mkstemp(prefix="warmpath-serve-", suffix=".log")[1])
+        with tempfile.NamedTemporaryFile(prefix="warmpath-serve-", suffix=".log", delete=False) as file:
+            log = Path(file.name)
         with _noted_signals() as signals, channel, tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir:
             process = subprocess.Popen(  # noqa: S603  # our own program
                 command or [sys.executable, *path_flags(), "-c", _ENTRY],

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 
@@ -80,7 +81,9 @@ def ray(case: Case) -> Iterator[Finding]:
             yield warning("ray", f"{name}={os.environ[name]} is set", f"unset {name}, unless it is meant")
     nodes = [process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"]
     for node in nodes:
-        supervisor = holder_of(node).supervisor
+        supervisor = None
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            supervisor = holder_of(node).supervisor
         whose = f"that of warmpath (pid {supervisor})" if supervisor else "a cluster's; `warmpath serve` starts its own"
         yield Finding("ray", "ok", f"a node runs (pid {node.pid}), {whose}")
     if not nodes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGINT, SIGTERM, Signals
 
 import psutil
 import pytest
@@ -81,58 +81,45 @@ def started(tmp_path: Path) -> Callable[..., Started]:
     return lambda instance, *args: Started(instance, tmp_path, *args)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: signal.Signals) -> None:
-    """Also by an instance that heeds nothing, with all that it started."""
-    made = started('os.dup2(terminal.fileno(), 2); detached(); say("[1/4] model"); time.sleep(600)')
-    made.wait_for("[1/4]")
-    made.process.send_signal(number)
-    output = made.rest()
-    assert "stopping: the start is given up" in output
-    assert output.endswith("stopped\n")
-    assert "Traceback" not in output, "it was interrupted before it was ready for that"
-    assert made.process.returncode == 128 + number
-    assert made.left_over == []
-
-
-def test_an_instance_that_serves_is_told_to_stop(started: Callable[..., Started]) -> None:
-    """And has its time; its own noise is not shown."""
-    made = started('serve(); say(channel.readline() == b"stop\\n"); say("drained")')
-    made.wait_for("hello")
-    made.process.send_signal(signal.SIGINT)
-    output = made.rest()
-    assert "answers under way have 600 s" in output
-    assert output.endswith("True\ndrained\nstopped\n")
-    assert "noise" not in output
-    assert made.process.returncode == 0
-    assert made.left_over == []
-
-
-def test_what_its_parents_left_behind_leaves_no_id_when_it_ends(started: Callable[..., Started]) -> None:
-    """A killed replica leaves its own processes; each would keep its id until the instance ends."""
-    made = started("""
+_GIVEN_UP = 'os.dup2(terminal.fileno(), 2); detached(); say("[1/4]"); time.sleep(600)'
+_ORPHANS = """
 line = "setsid sleep 0 </dev/null >/dev/null 2>&1 & echo $!"
 pid = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.strip()
 while os.path.exists("/proc/" + pid):
     time.sleep(0.01)
-serve()
-channel.readline()
-""")
-    made.wait_for("hello")
-    made.process.send_signal(signal.SIGTERM)
-    assert made.rest().endswith("stopped\n")
-    assert made.process.returncode == 0
+serve(); channel.readline()
+"""
+_BUSY = 'serve(); channel.readline(); say("asked"); time.sleep(600)'
 
 
-def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
-    """Whatever the instance still does. (docs/starting.md)"""
-    made = started('serve(); channel.readline(); say("told"); time.sleep(600)')
-    made.wait_for("hello")
-    made.process.send_signal(signal.SIGTERM)
-    made.wait_for("told")
-    made.process.send_signal(signal.SIGINT)
-    assert made.rest().endswith("stopping at once\nstopped\n")
-    assert made.process.returncode == 128 + signal.SIGINT
+@pytest.mark.parametrize(
+    ("instance", "signals", "end", "status"),
+    [
+        (_GIVEN_UP, {"[1/4]": SIGINT}, "stopping: the start is given up\nstopped\n", 128 + SIGINT),
+        (_GIVEN_UP, {"[1/4]": SIGTERM}, "stopping: the start is given up\nstopped\n", 128 + SIGTERM),
+        ('serve(); say(channel.readline() == b"stop\\n")', {"hello": SIGINT}, "ends them now\nTrue\nstopped\n", 0),
+        (_ORPHANS, {"hello": SIGTERM}, "answers under way have 600 s; Ctrl-C again ends them now\nstopped\n", 0),
+        (_BUSY, {"hello": SIGTERM, "asked": SIGINT}, "stopping at once\nstopped\n", 128 + SIGINT),
+    ],
+    ids=["start", "start, SIGTERM", "serving", "orphans", "stopping"],
+)
+def test_a_signal_ends_it_at_any_moment(
+    started: Callable[..., Started], instance: str, signals: dict[str, Signals], end: str, status: int
+) -> None:
+    """A start at once, also one that heeds nothing, with all that it started; a service in order, until the second one.
+
+    What a killed replica's processes leave keeps no id until the instance ends. docs/starting.md
+    """
+    made = started(instance)
+    for word, number in signals.items():
+        made.wait_for(word)
+        made.process.send_signal(number)
+    output = made.rest()
+    assert output.endswith(end)
+    assert "Traceback" not in output, "it was interrupted before it was ready for that"
+    assert "noise" not in output
+    assert made.process.returncode == status
+    assert made.left_over == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +153,7 @@ def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> Non
     """After the answers' time and a margin."""
     made = started("serve(); channel.readline(); time.sleep(600)", 0, 0.5)
     made.wait_for("hello")
-    made.process.send_signal(signal.SIGINT)
+    made.process.send_signal(SIGINT)
     assert "it does not stop in time" in made.rest()
     assert made.process.returncode == 1
 
