@@ -11,7 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.kv_planner import KvPlan, kv_room, plan_kv
+from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
@@ -40,9 +40,9 @@ def plan(
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
         fields = model_config(model)
         if trace is not None:
-            figures, lines = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
+            figures, text = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
         else:
-            figures, lines = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
+            figures, text = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
@@ -51,46 +51,45 @@ def plan(
         fail(str(error))
     except (OSError, ValueError, TypeError) as error:
         fail(f"it cannot be read or planned: {error}")
-    print(json.dumps(figures, indent=2) if as_json else "\n".join(lines))
+    print(json.dumps(figures, indent=2) if as_json else text)
 
 
 def _by_prefixes(
     fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, prefixes: int, prefix_tokens: int
-) -> tuple[dict[str, Any], list[str]]:
-    def planned(memory: int) -> KvPlan:
-        sizes = {"memory_bytes": memory, "prefixes": prefixes, "prefix_tokens": prefix_tokens}
-        return plan_kv(fields, dtype, **sizes, replicas=replicas)
-
-    wanted = planned(memory_bytes)
-    rows = [
-        {"memory_bytes": size, "prefixes": held.prefixes_per_replica * replicas, "hit_rate": held.hit_rate}
+) -> tuple[dict[str, Any], str]:
+    plans = {
+        size: plan_kv(
+            fields, dtype, memory_bytes=size, prefixes=prefixes, prefix_tokens=prefix_tokens, replicas=replicas
+        )
         for size in _sizes(memory_bytes)
-        for held in [planned(size)]
+    }
+    rows = [
+        {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
+        for size, plan in plans.items()
     ]
-    lines = [
-        f"KV of a token: {wanted.bytes_per_token:,} bytes; of a prefix: {wanted.prefix_bytes:,} bytes "
-        f"({wanted.prefix_bytes / 2**30:.2f} GiB).",
-        _room_sentence(wanted.weights_bytes, wanted.kv_bytes, wanted.tokens_per_replica),
-        *_table(rows, prefixes="prefixes held", hit_rate="hit rate"),
-    ]
+    wanted = plans[memory_bytes]
     if not wanted.replicas_needed:
-        lines.append("Not one prefix fits: take more memory, or a smaller model or dtype.")
+        advice = "Not one prefix fits: take more memory, or a smaller model or dtype."
+    elif wanted.replicas_needed > replicas:
+        advice = f"{prefixes:,} prefixes need {wanted.replicas_needed} replicas, or host_cache_bytes."
     else:
-        lines.append(
-            f"Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; "
-            f"{1000 * (1 - wanted.hit_rate):.0f} of 1,000 requests evict a prefix."
-        )
-        lines.append(
-            f"{prefixes:,} prefixes need {wanted.replicas_needed} replicas, or host_cache_bytes."
-            if wanted.replicas_needed > replicas
-            else "The working set fits; what is left is for running requests."
-        )
-    return {**asdict(wanted), "by_memory": rows}, lines
+        advice = "The working set fits; what is left is for running requests."
+    text = f"""\
+KV of a token: {wanted.bytes_per_token:,} bytes; of a prefix: {wanted.prefix_bytes:,} bytes \
+({wanted.prefix_bytes / 2**30:.2f} GiB).
+{_room_sentence(wanted.weights_bytes, wanted.kv_bytes, wanted.tokens_per_replica)}
+
+{_table(rows, prefixes="prefixes held", hit_rate="hit rate")}
+
+Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; \
+{1000 * (1 - wanted.hit_rate):.0f} of 1,000 requests evict a prefix.
+{advice}"""
+    return {**asdict(wanted), "by_memory": rows}, text
 
 
 def _by_trace(
     fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, curve: ReuseCurve
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], str]:
     room = kv_room(fields, dtype, memory_bytes)
     blocks = {
         size: kv_room(fields, dtype, size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)
@@ -104,20 +103,18 @@ def _by_trace(
         }
         for size, held in blocks.items()
     ]
+    headings = {"kv_tokens": "KV tokens in all", "hit_rate": "hit rate"}
+    headings["evicted_tokens_per_request"] = "tokens evicted a request"
     highest = curve.hit_rate()
     good_bytes = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS * room.bytes_per_token
-    lines = [
-        f"{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there "
-        "before: no cache hits more.",
-        _room_sentence(room.weights_bytes, room.kv_bytes, room.tokens),
-        *_table(
-            rows,
-            kv_tokens="KV tokens in all",
-            hit_rate="hit rate",
-            evicted_tokens_per_request="tokens evicted a request",
-        ),
-        _advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest),
-    ]
+    text = f"""\
+{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there before: \
+no cache hits more.
+{_room_sentence(room.weights_bytes, room.kv_bytes, room.tokens)}
+
+{_table(rows, **headings)}
+
+{_advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest)}"""
     figures = {
         **asdict(room),
         "requests": curve.requests,
@@ -127,11 +124,11 @@ def _by_trace(
         "good_kv_bytes": good_bytes,
         "by_memory": rows,
     }
-    return figures, lines
+    return figures, text
 
 
-def _table(rows: list[dict[str, Any]], **columns: str) -> list[str]:
-    """Return a line for each row, by memory, below the headings of ``columns``, and empty lines around them."""
+def _table(rows: list[dict[str, Any]], **columns: str) -> str:
+    """Return a line for each row, by memory, below the headings of ``columns``."""
     lines = [f"{'memory a replica':>17}" + "".join(f"{heading:>{len(heading) + 3}}" for heading in columns.values())]
     for row in rows:
         cells = (
@@ -139,7 +136,7 @@ def _table(rows: list[dict[str, Any]], **columns: str) -> list[str]:
             for name, heading in columns.items()
         )
         lines.append(f"{_gb(row['memory_bytes']):>17}" + "".join(cells))
-    return ["", *lines, ""]
+    return "\n".join(lines)
 
 
 def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> str:
