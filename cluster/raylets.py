@@ -96,7 +96,7 @@ class Raylets:
             name: {
                 "status": deployment.status.value,
                 "message": deployment.message,
-                "replica_states": {state.value: count for state, count in deployment.replica_states.items()},
+                "replica_states": dict(deployment.replica_states),
             }
             for name, deployment in application.deployments.items()
         }

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from email.message import Message
 from http.client import HTTPResponse
 from pathlib import Path
@@ -160,12 +160,13 @@ def test_one_address_cannot_take_the_port(narrow_port: int) -> None:
         assert_apis_error(headers, body)
         assert b"--max-connections-per-address" in body
 
-        ended = select.poll()
+        ended, closed_at_once = select.poll(), False
         for _ in range(TOLD_CONNECTIONS * 2):
-            with suppress(ConnectionError):
-                half = ending.enter_context(connected(narrow_port, ATTACKER))
-                ended.register(half, select.POLLIN)
-        assert ended.poll(PATIENCE_S * 1000)  # the answer to half a request would be 60 s away
+            try:
+                ended.register(ending.enter_context(connected(narrow_port, ATTACKER)), select.POLLIN)
+            except ConnectionError:  # closed before this process could look, as a busy machine has it
+                closed_at_once = True
+        assert closed_at_once or ended.poll(PATIENCE_S * 1000)  # the answer to half a request would be 60 s away
         assert exchange(open_before, request("/", b"abcd"))[2] == b"4"
         assert asked(narrow_port, request("/"))[0] == 200
 
