@@ -40,7 +40,10 @@ def infer(
     # Seconds of imports, which `warmpath --help` need not wait for.
     from serve_app.batch.input_file import read_batch_file
 
-    _log(debug=debug)
+    logger = logging.getLogger("serve_app")
+    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
+    logger.propagate = False
+    logging.getLogger("serve_app.batch").setLevel(logging.DEBUG if debug else logging.WARNING)
     try:
         batch = read_batch_file(input_file)
     except (OSError, InvalidRequest) as error:
@@ -86,13 +89,6 @@ def _run(settings: AppConfig, batch: BatchFile) -> BatchResult:
             progress.update(bar, description="requests", total=len(batch.requests))
 
         return asyncio.run(run_batch(settings, info, batch, begin, lambda: progress.advance(bar)))
-
-
-def _log(*, debug: bool) -> None:
-    logger = logging.getLogger("serve_app")
-    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
-    logger.propagate = False
-    logging.getLogger("serve_app.batch").setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
 def _write(path: Path, value: Any) -> None:

@@ -28,12 +28,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return launches
 
 
-def test_settings_survive_json() -> None:
-    """What travels to a replica is what was configured."""
-    settings = AppConfig(model="demo", replicas=7, policy="lmetric")
-    assert AppConfig.model_validate(json.loads(json.dumps(settings.to_json()))) == settings
-
-
 @pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
 def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
