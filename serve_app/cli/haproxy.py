@@ -80,14 +80,18 @@ def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bound
 
 
 def running_haproxies(run_dir: Path) -> list[psutil.Process]:
-    """Return the HAProxy processes of an instance, the newest last; those that drain after a reload too."""
-    config = str(run_dir / "haproxy.cfg")
-    found = [
+    """Return the HAProxy processes of an instance, the newest last; those that drain after a reload too.
+
+    Their config file is anywhere below ``run_dir``.
+    """
+    processes = [
         process
         for process in psutil.process_iter(["name", "cmdline"])
-        if process.info["name"] == "haproxy" and config in (process.info["cmdline"] or ()) and runs(process)
+        if process.info["name"] == "haproxy"
+        and any(argument.startswith(f"{run_dir}/") for argument in process.info["cmdline"] or ())
+        and runs(process)
     ]
-    return sorted(found, key=lambda process: process.create_time())
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def _frontend_rules(bounds: PortBounds) -> str:

@@ -73,7 +73,7 @@ def test_a_haproxy_that_outlives_serve_is_ended(tmp_path: Path) -> None:
     shutil.copy(sys.executable, program)
     wait = ["-c", "import time; time.sleep(60)"]
     with local_environment() as run_dir:
-        config = run_dir / "haproxy.cfg"
+        config = run_dir / "a-proxy-of-rays" / "haproxy.cfg"
         ours = subprocess.Popen([program, *wait, config])
         others = [subprocess.Popen([program, *wait, tmp_path / "x"]), subprocess.Popen([sys.executable, *wait, config])]
         while [process.pid for process in running_haproxies(run_dir)] != [ours.pid]:
