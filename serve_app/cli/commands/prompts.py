@@ -93,16 +93,16 @@ def lint_files(
     against: Annotated[Path | None, typer.Option(help="an earlier version: only the first difference from it")] = None,
 ) -> None:
     """Find what keeps prompts out of the cache: dates, ids, counters, spaces; leaves with 1 where there is some."""
-    found = False
+    changes = False
     for file in files:
         text = _text_of(file)
         finds = lint(text) if against is None else filter(None, [compare(_text_of(against), text)])
         for find in finds:
-            found = True
+            changes = True
             tokens = -(-len(text[find.char :]) // CHARS_PER_TOKEN)
             lost = f"about {tokens} tokens from here on cannot be reused"
             print(f"{file}:{find.line}: {find.what}; {lost}. {REMEDIES[find.reason]}")
-    if found:
+    if changes:
         raise typer.Exit(1)
     print("nothing that changes was found" if against is None else f"no difference from {against}")
 
