@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import runpy
-import signal
 import sys
 from pathlib import Path
 
@@ -59,8 +58,6 @@ def main() -> None:
     sys.argv[:2] = [f"benchmarks {name}"]
     if not {"-h", "--help"} & set(sys.argv):
         print(f"{name}: with its defaults about {DURATIONS[name]} on two CPU cores", file=sys.stderr, flush=True)
-    # One that is told to end stops its instance first: by default it would die at once and leave it.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         runpy.run_module(f"benchmarks.{MODULES[name]}", run_name="__main__", alter_sys=False)
     except (BenchmarkError, CheckpointError) as error:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +36,30 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
             [*command, "serve", "--port", str(port), *arguments],
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})},
         )  # fmt: skip
-        print("starting warmpath serve", file=sys.stderr, flush=True)
-        try:
-            _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _stop(process)
+        with _leaving_on_sigterm():
+            print("starting warmpath serve", file=sys.stderr, flush=True)
+            try:
+                _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                _stop(process)
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """A benchmark that is told to end stops its instance first: by default it would die at once and leave it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
