@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from benchmarks.common.report import BenchmarkError
+from cluster.local import answers
 from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
@@ -61,14 +60,6 @@ def _leaving_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def answers(url: str) -> bool:
-    """Say whether somebody answers there with status 200."""
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

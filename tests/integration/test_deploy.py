@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from benchmarks.common.client import stream_events
+from serve_app.cli.checks.catalog import problems
+from serve_app.cli.checks.finding import Case
 from serve_app.cli.local_ray import held_port
-from serve_app.cli.preflight import problems
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
@@ -185,7 +186,7 @@ def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int
         app_config({"polcy": "sglang"})
     for args, sentence in (
         ({"polcy": "sglang"}, str(typo.value)),
-        (missing, problems(app_config(missing)).sentences[0]),
+        (missing, problems("start", Case(app_config(missing)))[0]),
     ):
         config = live_config(port, {})
         config["applications"][0]["args"] = args

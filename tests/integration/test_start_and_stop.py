@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.cli.address import check_address
+from serve_app.cli.checks.finding import Case
+from serve_app.cli.checks.network import address
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.processes import descendants
 from tests.integration.conftest import PATIENCE_S, START, eventually
@@ -72,7 +73,7 @@ class Serving:
         self.output += self.process.stdout.read()
         self.process.wait(PATIENCE_S)
         eventually(lambda: not family & descendants(1) and not any(map(_runs, family)))
-        check_address("127.0.0.1", self.port)
+        assert [finding.state for finding in address(Case(port=self.port))] == ["ok"]
         assert not [word for word in RAYS_WORDS if word in self.output], self.output
         return self.output
 

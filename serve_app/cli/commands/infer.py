@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from serve_app.cli.console import console, fail
 from serve_app.config.files import load_settings
@@ -40,7 +40,10 @@ def infer(
     # Seconds of imports, which `warmpath --help` need not wait for.
     from serve_app.batch.input_file import read_batch_file
 
-    _log(debug=debug)
+    logger = logging.getLogger("serve_app")
+    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
+    logger.propagate = False
+    logging.getLogger("serve_app.batch").setLevel(logging.DEBUG if debug else logging.WARNING)
     try:
         batch = read_batch_file(input_file)
     except (OSError, InvalidRequest) as error:
@@ -79,21 +82,13 @@ def _run(settings: AppConfig, batch: BatchFile) -> BatchResult:
         raise ValueError(f"batch_size {batch.batch_size} is over max_num_seqs={settings.max_num_seqs}; set that higher")
     settings = with_local_model(settings, console.print)
     info = load_served_model(settings)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(f"loading {settings.model_name}", total=None)
 
         def begin() -> None:
             progress.update(bar, description="requests", total=len(batch.requests))
 
         return asyncio.run(run_batch(settings, info, batch, begin, lambda: progress.advance(bar)))
-
-
-def _log(*, debug: bool) -> None:
-    logger = logging.getLogger("serve_app")
-    logger.handlers = [RichHandler(console=console, show_path=False, show_time=False)]
-    logger.propagate = False
-    logging.getLogger("serve_app.batch").setLevel(logging.DEBUG if debug else logging.WARNING)
 
 
 def _write(path: Path, value: Any) -> None:

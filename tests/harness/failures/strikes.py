@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.prompts import text_of
-from benchmarks.common.server import answers
-from cluster.local import LocalCluster, application
+from cluster.local import LocalCluster, answers, application
 from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.harness.failures.clients import Seen
 

@@ -14,12 +14,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serve_app.cli.preflight import absent, problems
-from serve_app.config.app import AppConfig
+from serve_app.cli.checks.catalog import findings
+from serve_app.cli.checks.finding import Case, Place
 from serve_app.config.files import rooted
 from serve_app.config.live import BadSettings, Location, app_config, overlaid
-from serve_app.prompts.lock import PromptError
-from serve_app.prompts.registry import Prompts
 
 IMPORT_PATH = "serve_app.app:build_app"
 DEPLOYMENTS = ("Ingress", "Replica")
@@ -34,11 +32,11 @@ class Mistake:
     what: str
 
 
-def mistakes_in(text: str, directory: Path | None = None, *, here: bool = False) -> list[Mistake]:
+def mistakes_in(text: str, directory: Path | None = None, *, place_of_run: Place = "elsewhere") -> list[Mistake]:
     """Return what is wrong with a file's text. Raises ValueError where it is not YAML at all.
 
-    ``directory``: where the file lies, and the relative paths of a settings file start. ``here``: whether what it names
-    is to be on this machine; pods have their own.
+    ``directory``: where the file lies, and the relative paths of a settings file start. ``place_of_run``: whether what
+    it names is to be on this machine; pods have their own.
     """
     document = _Document(text)
     values = document.values
@@ -47,8 +45,8 @@ def mistakes_in(text: str, directory: Path | None = None, *, here: bool = False)
     if values.get("kind") == "RayService":
         return list(_ray_service(document))
     if "applications" in values:
-        return list(_serve_config(document, here=here))
-    return list(_settings(document, (), directory, here=here))
+        return list(_serve_config(document, place_of_run))
+    return list(_settings(document, (), place_of_run, directory))
 
 
 class _Document:
@@ -68,13 +66,13 @@ class _Document:
 
     def at(self, place: Location) -> Any:
         """Return the value at a place, None where there is none."""
-        found = self.values
-        for step in place:
-            try:
-                found = found[step]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return found
+        value = self.values
+        try:
+            for step in place:
+                value = value[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+        return value
 
     def mistake(self, place: Location, what: str) -> Mistake:
         """Return a mistake at a place, with the line of the nearest thing that is there."""
@@ -89,10 +87,10 @@ class _Document:
     def _nearest(self, place: Location) -> tuple[int, Any]:
         node, line = self.root, self.root.start_mark.line
         for step in place:
-            found = _child(node, step)
-            if found is None:
+            child = _child(node, step)
+            if child is None:
                 break
-            line, node = found
+            line, node = child
         return line, node
 
 
@@ -112,33 +110,31 @@ def _ray_service(document: _Document) -> Iterator[Mistake]:
     if inner is None or not isinstance(inner.values, Mapping):
         yield document.mistake(place, "a RayService needs the Serve config here, as text after `|`")
         return
-    yield from _serve_config(inner)
+    yield from _serve_config(inner, "elsewhere")
 
 
-def _serve_config(document: _Document, *, here: bool = False) -> Iterator[Mistake]:
+def _serve_config(document: _Document, place_of_run: Place) -> Iterator[Mistake]:
     from ray.serve.schema import ServeDeploySchema  # seconds, which a settings file need not wait for
 
     try:
         ServeDeploySchema.model_validate(document.values)
     except ValidationError as error:
-        for each in error.errors():
-            yield document.mistake(each["loc"], each["msg"].removeprefix("Value error, "))
+        for detail in error.errors():
+            yield document.mistake(detail["loc"], detail["msg"].removeprefix("Value error, "))
         return
     except (AttributeError, TypeError):  # its validators look into what may be anything
         what = "an entry of applications or deployments holds no NAME: VALUE pairs; see cluster/serve_config.yaml"
         yield document.mistake(("applications",), what)
         return
-    ours = 0
-    for number, app in enumerate(document.at(("applications",))):
-        if app["import_path"] == IMPORT_PATH:
-            ours += 1
-            yield from _application(document, ("applications", number), here=here)
+    ours = [n for n, app in enumerate(document.at(("applications",))) if app["import_path"] == IMPORT_PATH]
+    for number in ours:
+        yield from _application(document, ("applications", number), place_of_run)
     if not ours:
         yield document.mistake(("applications",), f"no application has the import_path {IMPORT_PATH}")
 
 
-def _application(document: _Document, place: Location, *, here: bool) -> Iterator[Mistake]:
-    args = list(_settings(document, (*place, "args"), here=here))
+def _application(document: _Document, place: Location, place_of_run: Place) -> Iterator[Mistake]:
+    args = list(_settings(document, (*place, "args"), place_of_run))
     yield from args
     user_configs: dict[str, Any] = {}
     places: dict[str, Location] = {}
@@ -148,8 +144,7 @@ def _application(document: _Document, place: Location, *, here: bool) -> Iterato
             yield document.mistake((*where, "name"), f"there is no deployment {name!r}; there are Ingress and Replica")
             continue
         user_configs[name], places[name] = deployment.get("user_config") or {}, (*where, "user_config")
-    found = [user_configs.get(name, {}) for name in DEPLOYMENTS]
-    if found[0] != found[1]:
+    if user_configs.get("Ingress", {}) != user_configs.get("Replica", {}):
         where = places.get("Replica", places.get("Ingress", place))
         what = "Ingress and Replica need the same user_config; write it once with a YAML anchor (&live, *live)"
         yield document.mistake(where, what)
@@ -157,35 +152,25 @@ def _application(document: _Document, place: Location, *, here: bool) -> Iterato
         return
     config = app_config(document.at((*place, "args")) or {})
     for name, where in places.items():
-        yield from _user_config(document, config, where, user_configs[name])
-
-
-def _user_config(document: _Document, config: AppConfig, place: Location, user_config: Any) -> Iterator[Mistake]:
-    try:
-        overlaid(config, user_config)
-    except BadSettings as error:
-        for where, what in error.found:
-            yield document.mistake((*place, *where), what)
+        try:
+            overlaid(config, user_configs[name])
+        except BadSettings as error:
+            for inner, what in error.found:
+                yield document.mistake((*where, *inner), what)
 
 
 def _settings(
-    document: _Document, place: Location, directory: Path | None = None, *, here: bool = False
+    document: _Document, place: Location, place_of_run: Place, directory: Path | None = None
 ) -> Iterator[Mistake]:
     values = document.at(place) or {}
+    if directory is not None and isinstance(values, Mapping):
+        values = rooted(values, directory)
     try:
-        config = app_config(
-            rooted(values, directory) if directory is not None and isinstance(values, Mapping) else values
-        )
+        config = app_config(values)
     except BadSettings as error:
-        for where, what in error.found:
-            yield document.mistake((*place, *where), what)
+        for where, sentence in error.found:
+            yield document.mistake((*place, *where), sentence)
         return
-    if directory is not None:
-        try:
-            Prompts.of(config.public_prompts, config.prompts_dir)
-        except PromptError as error:
-            yield document.mistake((*place, "prompts_dir"), str(error))
-    for what in problems(config, elsewhere=True).sentences:
-        yield document.mistake(place, what)
-    for name, what in absent(config) if here else ():
-        yield document.mistake((*place, name), what)
+    for finding in findings("file", Case(config, place_of_run)):
+        if finding.state == "problem":
+            yield document.mistake((*place, finding.subject), finding.sentence)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from serve_app.cli.check import Mistake, mistakes_in
+from serve_app.cli.checks.file import Mistake, mistakes_in
 from serve_app.cli.main import app
 from serve_app.config import engine
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
 
 CONFIG = """\
@@ -38,21 +38,20 @@ applications:
 """.replace("{digest}", "a" * 64)
 
 
+LIVE = "applications.0.deployments.0.user_config"
+
+
 def found(old: str, new: str) -> list[Mistake]:
     """What is found once a part of the good file is another."""
     assert old in CONFIG
     return mistakes_in(CONFIG.replace(old, new))
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_every_shipped_file_passes(path: Path) -> None:
-    """Ready to be deployed, but for the keys that everybody makes for themselves."""
-    assert mistakes_in(path.read_text()) == []
-
-
-def test_a_good_file_has_no_mistakes() -> None:
-    assert mistakes_in(CONFIG) == []
-    assert mistakes_in("model: demo\nreplicas: 3\n") == []
+@pytest.mark.parametrize("text", [*(path.read_text() for path in SHIPPED), CONFIG, "model: demo\nreplicas: 3\n"])
+def test_a_good_file_has_no_mistakes(text: str) -> None:
+    """Those that are shipped are ready to be deployed, but for the keys that everybody makes for themselves."""
+    assert SHIPPED
+    assert mistakes_in(text) == []
 
 
 @pytest.mark.parametrize(
@@ -60,15 +59,9 @@ def test_a_good_file_has_no_mistakes() -> None:
     [
         ("replicas: 2", "replcas: 2", 6, "applications.0.args.replcas", "did you mean replicas?"),
         ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "must be at least 1"),
-        ("policy: lmetric", "polcy: lmetric", 10, "applications.0.deployments.0.user_config.polcy", "mean policy?"),
-        ("policy: lmetric", "model: x", 10, "applications.0.deployments.0.user_config.model", "put it under args:"),
-        (
-            "a" * 64,
-            "wp-key",
-            13,
-            "applications.0.deployments.0.user_config.tenants.0.key_sha256.0.sha256",
-            "64 hex digits",
-        ),
+        ("policy: lmetric", "polcy: lmetric", 10, f"{LIVE}.polcy", "mean policy?"),
+        ("policy: lmetric", "model: x", 10, f"{LIVE}.model", "put it under args:"),
+        ("a" * 64, "wp-key", 13, f"{LIVE}.tenants.0.key_sha256.0.sha256", "64 hex digits"),
         ("name: Replica", "name: Replicas", 14, "applications.0.deployments.1.name", "there are Ingress and Replica"),
         ("*live", "{}", 15, "applications.0.deployments.1.user_config", "need the same user_config"),
         ("build_app", "make_app", 1, "applications", "no application has the import_path"),
@@ -81,18 +74,10 @@ def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, li
     assert not any("wp-key" in each.what for each in mistakes)
 
 
+NAMES = st.sampled_from(["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7])
 anything = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab", max_size=3),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                ["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
     max_leaves=12,
 )
 
@@ -133,36 +118,33 @@ def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
     assert (missing.line, missing.place) == (2, "spec.serveConfigV2")
 
 
-def run(path: Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check", str(path)])
+def run(file: Path, text: str, *flags: str) -> tuple[int, str]:
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["check", str(file), *flags])
     return result.exit_code, result.output
 
 
 def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None:
     """0: good; 1: mistakes, a line each; 2: nothing to read."""
     file = tmp_path / "config.yaml"
-    file.write_text(CONFIG)
-    assert run(file)[0] == 0
-    file.write_text(CONFIG.replace("replicas: 2", "replcas: 2"))
-    status, output = run(file)
+    assert run(file, CONFIG) == (0, f"{file}: nothing is wrong\n")
+    status, output = run(file, CONFIG.replace("replicas: 2", "replcas: 2"))
     assert status == 1
     assert f"{file}:6: applications.0.args.replcas: there is no such setting; did you mean replicas?" in output
-    file.write_text("a: [")
-    assert run(file)[0] == 2
-    assert run(tmp_path / "nothing.yaml")[0] == 2
+    assert run(file, "a: [")[0] == 2
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing.yaml")]).exit_code == 2
 
 
 def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "clerk.txt").write_text("Be brief.")
     file = tmp_path / "settings.yaml"
-    file.write_text("public_prompts: [{name: clerk, version: '1', file: clerk.txt}]\n")
-    assert run(file)[0] == 0
-    file.write_text("public_prompts: [{name: clerk, version: '1', file: nothing.txt}]\n")
-    assert run(file)[0] == 1
-    file.write_text("prompts_dir: prompts\n")
-    assert "prompts_dir: there is no directory" in run(file)[1]
+    prompt = "public_prompts: [{{name: clerk, version: '1', file: {}}}]\n"
+    assert run(file, prompt.format("clerk.txt"))[0] == 0
+    assert run(file, prompt.format("nothing.txt"))[0] == 1
+    assert "prompts_dir: there is no directory" in run(file, "prompts_dir: prompts\n")[1]
     (tmp_path / "prompts").mkdir()
-    assert run(file)[0] == 0
+    assert run(file, "prompts_dir: prompts\n")[0] == 0
+    assert "secret_file: there is no secret file" in run(file, "secret_file: secret\n")[1]
 
 
 SIZES = ("replica_num_cpus", "num_threads")
@@ -182,15 +164,9 @@ def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
         service = yaml.safe_load((ROOT / f"cluster/rayservice{kind}.yaml").read_text())
         inner = yaml.safe_load(service["spec"]["serveConfigV2"])
         assert application(inner) == application(serve_config)
-        containers = [
-            group["template"]["spec"]["containers"][0]
-            for group in (
-                service["spec"]["rayClusterConfig"]["headGroupSpec"],
-                *service["spec"]["rayClusterConfig"]["workerGroupSpecs"],
-            )
-        ]
-        for container in containers:
-            env = {entry["name"]: entry for entry in container["env"]}
+        cluster = service["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            env = {entry["name"]: entry for entry in group["template"]["spec"]["containers"][0]["env"]}
             assert "secretKeyRef" in env["WARMPATH_SECRET"]["valueFrom"]
             assert not any("value" in entry for name, entry in env.items() if "SECRET" in name or "KEY" in name)
 
@@ -198,21 +174,18 @@ def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ("model: /no/such/model", "1: model: there is no /no/such/model"),
-        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the file of the adapter style, /no/adapter, is not"),
-        ("secret_file: /no/secret", "1: secret_file: the file of the secret, /no/secret, is not there"),
-        ("engine: vllm", "1: engine: engine=vllm needs vLLM"),
-        ("replicas: 4\nautoscaling: {max_replicas: 3}", "replicas has no effect beside autoscaling"),
+        ("model: /no/such/model", "1: model: '/no/such/model' is neither a built-in model"),
+        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings: "),
+        ("secret_file: /no/secret", "1: secret_file: there is no secret file /no/secret"),
+        ("replicas: 4\nengine: vllm", "2: engine: engine=vllm needs vLLM"),
+        ("autoscaling: {max_replicas: 3}\nreplicas: 4", "2: replicas: replicas has no effect beside autoscaling"),
     ],
 )
 def test_what_is_named_and_not_there_is_missed(
     lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "vllm_missing", lambda: True)
-    file = tmp_path / "settings.yaml"
-    file.write_text(f"{lines}\n")
-    status, output = run(file)
+    status, output = run(tmp_path / "settings.yaml", lines)
     assert status == 1
     assert words in output
-    if "autoscaling" not in lines:
-        assert CliRunner().invoke(app, ["check", str(file), "--elsewhere"]).exit_code == 0
+    assert run(tmp_path / "settings.yaml", lines, "--elsewhere")[0] == ("autoscaling" in lines)
