@@ -148,7 +148,7 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
     with serving_once_started(*flags) as instance:
         first = prompts(instance.url)
         assert {cached for cached, _ in first.values()} == {0}
-        short, long = Stream(instance.url, max_tokens=20), Stream(instance.url, max_tokens=2000)
+        short, long = Stream(instance.url, max_tokens=20), Stream(instance.url, max_tokens=1000)
         for stream in (short, long):
             stream.first()
         instance.process.send_signal(signal.SIGINT)
