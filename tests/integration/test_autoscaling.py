@@ -27,7 +27,7 @@ from tests.integration.conftest import (
 
 pytestmark = pytest.mark.integration
 
-SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 1, downscale_delay_s: 5}"
+SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 1, downscale_delay_s: 10}"
 
 
 @pytest.fixture(scope="module")
