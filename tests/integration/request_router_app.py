@@ -37,7 +37,7 @@ def chain_of(family: int) -> bytes:
     max_ongoing_requests=400,
     request_router_config=RequestRouterConfig(
         request_router_class="router.serve.request_router.CacheAwareRouter",
-        request_router_kwargs={"policy": "estimated_ttft", "block_size": 16, "shadow_policy": "lmetric"},
+        request_router_kwargs={"policy": "estimated_ttft", "block_size": 16},
     ),
 )
 class Holder:
@@ -97,7 +97,6 @@ class Ingress:
             "unkeyed": len([name for name in unkeyed if name in names]),
             "faults": core.counters.faults,
             "open_reservations": core.state()["open_reservations"],
-            "shadow": core.state()["shadow"],
         }
 
     async def ask(self, core: Any, request_id: str, family: int) -> tuple[str, bool]:

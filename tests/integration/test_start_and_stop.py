@@ -17,10 +17,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
-from serve_app.cli.address import check_address
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.processes import descendants
 from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric
@@ -37,7 +37,6 @@ class Serving:
     """``warmpath serve`` in a process of its own, as a terminal sees it."""
 
     def __init__(self, port: int, *arguments: str) -> None:
-        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.output = ""
         self.process = subprocess.Popen(
@@ -65,7 +64,8 @@ class Serving:
         self.output += self.process.stdout.read()
         self.process.wait(PATIENCE_S)
         eventually(lambda: not family & descendants(1) and not any(map(psutil.pid_exists, family)))
-        check_address("127.0.0.1", self.port)
+        with pytest.raises(httpx.ConnectError):
+            HTTP.get(self.url)
         assert not [word for word in RAYS_WORDS if word in self.output], self.output
         return self.output
 

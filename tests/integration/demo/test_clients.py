@@ -159,9 +159,9 @@ def test_saves_are_hits_without_the_flag_until_the_budget_is_full(served: Served
         assert "x-warmpath-warning" not in answer.headers
         return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    saved = cached(ask(0, "When is it due?", **save))
-    assert saved > 400
-    assert cached(ask(0, "And how much?")) == cached(ask(0, "Who?", **save)) == saved
+    cached(ask(0, "When is it due?", **save))
+    eventually(lambda: cached(ask(0, "And how much?")) > 400)
+    assert cached(ask(0, "Who?", **save)) > 400
     warned: dict[bool, str] = {}
     for number in range(1, 100):
         stream = number % 2 == 1
