@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -145,12 +143,12 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
             found[words] = cached, answer["choices"][0]["message"]["content"]
         return found
 
-    with serving_once_started(*flags) as instance:
+    with ExitStack() as ending:
+        instance = ending.enter_context(serving_once_started(*flags))
         first = prompts(instance.url)
         assert {cached for cached, _ in first.values()} == {0}
-        short, long = Stream(instance.url, max_tokens=20), Stream(instance.url, max_tokens=1000)
-        for stream in (short, long):
-            stream.first()
+        short, long = (events(ending, instance.url, max_tokens) for max_tokens in (20, 1000))
+        assert next(short) and next(long)
         instance.process.send_signal(signal.SIGINT)
         instance.wait_for("stopping: answers under way have 15 s")
         eventually(lambda: HTTP.get(f"{instance.url}/health").json()["status"] == "stopping")
@@ -158,8 +156,8 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_stopping"
         assert refused.headers["retry-after"]
-        assert short.events()[-1] == "[DONE]"
-        (*_, error) = long.events()
+        assert [*short][-1] == "[DONE]"
+        (*_, error) = long
         assert json.loads(error)["error"]["code"] == "server_stopping"
         output = instance.end()
         assert "1 answers were not whole after 15 s" in output
@@ -194,28 +192,7 @@ def body(max_tokens: int, text: str = "Hello") -> dict[str, Any]:
     }
 
 
-class Stream:
-    """A streamed chat that a thread reads."""
-
-    def __init__(self, url: str, max_tokens: int) -> None:
-        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(url, max_tokens), daemon=True).start()
-
-    def first(self) -> str:
-        """Return the next event."""
-        event = self._events.get(timeout=PATIENCE_S)
-        assert event is not None
-        return event
-
-    def events(self) -> list[str]:
-        """Return the events to the end."""
-        return list(iter(lambda: self._events.get(timeout=PATIENCE_S), None))
-
-    def _read(self, url: str, max_tokens: int) -> None:
-        try:
-            with HTTP.stream("POST", url + CHAT, json=body(max_tokens)) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        self._events.put(line.removeprefix("data: "))
-        finally:
-            self._events.put(None)
+def events(ending: ExitStack, url: str, max_tokens: int) -> Iterator[str]:
+    """The events of a streamed chat, which nobody reads meanwhile."""
+    answer = ending.enter_context(HTTP.stream("POST", url + CHAT, json=body(max_tokens)))
+    return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))

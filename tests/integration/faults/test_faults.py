@@ -118,25 +118,6 @@ def test_killed_in_the_middle_of_streams(url: str) -> None:
     wait_for_replicas(url, 2, victims)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(url: str, stream: bool) -> None:
-    """After a disconnect no sequence runs on and no block stays in use."""
-
-    def blocks_in_use() -> int:
-        return sum(replica.get("blocks_in_use", 0) for replica in replicas_of(url).values())
-
-    async def run() -> None:
-        async with clients(url) as client:
-            request = body("leave me", stream=stream, max_tokens=4000)
-            pending = asyncio.create_task(client.post(CHAT, json=request))
-            await asyncio.to_thread(eventually, lambda: blocks_in_use() > 0)
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-
-    asyncio.run(run())
-    eventually(lambda: not working(url) and not blocks_in_use())
-
-
 def test_a_full_queue_answers_429(url: str) -> None:
     """Beyond what replicas and ingress may hold, a request is refused at once with Retry-After; the rest succeed."""
 

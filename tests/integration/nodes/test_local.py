@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
@@ -10,45 +10,16 @@ from typer.testing import CliRunner
 from cluster import local
 
 
-class FakeCluster:
-    """Stands in for a cluster; notes what was done to it."""
-
-    url, address = "http://127.0.0.1:9", "127.0.0.1:8"
-
-    def __init__(self, nodes: int, port: int | None) -> None:
-        self.done: list[Any] = [nodes]
-        CLUSTERS.append(self)
-
-    def __enter__(self) -> FakeCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def deploy(self, wanted: dict[str, Any]) -> None:
-        self.done.append(wanted["args"])
-
-    def processes(self) -> list[dict[str, Any]]:
-        return [{"node": 1, "pid": 7, "kind": "Replica", "name": "x"}]
-
-    def stop(self) -> None:
-        self.done.append("stopped")
-
-
-CLUSTERS: list[FakeCluster] = []
-
-
-def interrupted() -> None:
-    raise KeyboardInterrupt
-
-
 def test_it_prints_where_it_answers_and_ctrl_c_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "LocalCluster", FakeCluster)
-    monkeypatch.setattr(local.signal, "pause", interrupted)
-    monkeypatch.setattr(local.signal, "signal", lambda *_: None)
+    cluster = MagicMock(url="http://127.0.0.1:9", address="127.0.0.1:8")
+    cluster.processes.return_value = [{"node": 1, "pid": 7, "kind": "Replica", "name": "x"}]
+    made = MagicMock(return_value=cluster)
+    monkeypatch.setattr(local, "LocalCluster", made)
+    monkeypatch.setattr(local, "signal", MagicMock(pause=MagicMock(side_effect=KeyboardInterrupt)))
     result = CliRunner().invoke(local.app, ["--nodes", "2", "--replicas", "2"])
     assert result.exit_code == 0, result.output
     assert "curl http://127.0.0.1:9/v1/completions" in result.output
     assert "node 1  pid 7        Replica    x" in result.output
-    done = CLUSTERS[-1].done
-    assert (done[0], done[1]["replicas"], done[1]["engine"], done[-1]) == (2, 2, "simulated", "stopped")
+    (wanted,) = cluster.deploy.call_args.args
+    assert (made.call_args.args, wanted["args"]["replicas"], wanted["args"]["engine"]) == ((2,), 2, "simulated")
+    cluster.stop.assert_called_once_with()
