@@ -25,7 +25,7 @@ from serve_app.cli.preflight import problems
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric
+from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric, wait_until_cached
 
 pytestmark = pytest.mark.integration
 
@@ -161,7 +161,10 @@ def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
 
 
 def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> None:
-    """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place."""
+    """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place.
+
+    Here Ray Serve is in its own mode, not in the one that `warmpath serve` sets; requests find their prefix in it, too.
+    """
     config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
     config["http_options"] = cluster.config()["http_options"]
     args = config["applications"][0]["args"]
@@ -171,6 +174,9 @@ def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> No
     subprocess.run(["serve", "deploy", str(file)], env=cluster.env, cwd=ROOT, check=True, timeout=300)
     cluster.wait_for_replicas(args["replicas"])
     before = cluster.chat("acme", max_tokens=4).json()["choices"]
+    wait_until_cached(cluster.url, CHAT)
+    again = [cluster.chat("acme", max_tokens=1).json()["usage"]["prompt_tokens_details"] for _ in range(8)]
+    assert min(details["cached_tokens"] for details in again) >= 100, "a request went to who has not its prefix"
     args["replicas"] -= 1
     cluster.serve("PUT", config)
     cluster.wait_for_replicas(args["replicas"])

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from benchmarks.common.server import NO_CERTIFICATES
-from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, workers_of
+from tests.integration.conftest import PATIENCE_S, cache_state, eventually, metric, replicas_of, workers_of
 
 pytestmark = pytest.mark.integration
 
@@ -34,11 +34,11 @@ def storm_url(request: pytest.FixtureRequest) -> str:
 
 
 def in_use(url: str) -> int:
-    """What the replicas say they have at work: sequences that run or wait, and blocks in use."""
-    replicas = replicas_of(url).values()
-    assert len(replicas) == 2
+    """What replicas say they have at work, sequences that run or wait and blocks in use; and what is reserved."""
+    state = cache_state(url)
+    assert len(state["replicas"]) == 2
     names = ("running_sequences", "waiting_sequences", "blocks_in_use")
-    return sum(int(replica[name]) for replica in replicas for name in names)
+    return int(state["open_reservations"]) + sum(int(each[name]) for each in state["replicas"] for name in names)
 
 
 def wait_until_nothing_is_in_use(url: str) -> None:
@@ -108,6 +108,7 @@ def test_after_a_storm_nothing_runs_on(storm_url: str) -> None:
     asyncio.run(storm())
     assert set(ended) <= {"in mid-stream", "before its end", "429"}, ended
     wait_until_nothing_is_in_use(storm_url)
+    assert metric(storm_url, "warmpath_router_faults_total") == 0
 
 
 def test_what_a_dead_ingress_asked_for_ends_with_it(storm_url: str) -> None:
