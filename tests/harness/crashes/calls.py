@@ -39,8 +39,7 @@ from serve_app.replica.token_streams import TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.harness.crashes.questions import CHAT, Question, Reply
-from tests.harness.crashes.tally import Broken
+from tests.harness.crashes.questions import CHAT, Broken, Question, Reply
 
 LOSSES = (
     ActorDiedError(), ActorUnavailableError("gone", None), NodeDiedError("gone"), OwnerDiedError("00", None, ""),
@@ -218,7 +217,7 @@ class CallCrashes:
         try:
             read = await asyncio.gather(*(self._choice(index, one, wanted) for index, one in enumerate(asked)))
         except WarmpathError as error:
-            return Broken("cut", repr(error))
+            return Broken(repr(error))
         finally:
             for one in asked:
                 self.replicas.breaks.pop(one.request_id, None)
