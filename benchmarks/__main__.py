@@ -13,6 +13,7 @@ from serve_app.checkpoints.checkpoint import CheckpointError
 MODULES = {
     "ttft": "end_to_end.ttft",
     "affinity": "end_to_end.affinity",
+    "front_door": "end_to_end.front_door",
     "pull": "end_to_end.pull",
     "replay": "end_to_end.replay.run",
     "failures": "end_to_end.failures",
@@ -29,6 +30,7 @@ MODULES = {
 DURATIONS = {
     "ttft": "5 minutes",
     "affinity": "15 minutes: two to three for each policy, with pulls and without",
+    "front_door": "6 minutes a system",
     "pull": "6 minutes",
     "replay": "20 minutes: four for each policy",
     "failures": "3 minutes",

@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import httpx
 import typer
-import yaml
 from rich.console import Console
 
-from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
+from cluster.raylets import run
 from serve_app.cli.local_ray import held_port
-from serve_app.config.app import AppConfig
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
-OBJECT_STORE_BYTES = 128 << 20
-"""Of each node: more than the KV that is on its way between two replicas."""
 
 console = Console(stderr=True, highlight=False)
 
@@ -42,39 +36,24 @@ class ClusterError(RuntimeError):
 class LocalCluster:
     """A head and ``nodes`` - 1 other nodes with Serve, from ``__enter__`` to ``__exit__``.
 
-    ``port``: of HTTP, a free one by default. Node 0 is the head; it has HAProxy. Raises ClusterError when it does not
-    come up.
+    ``port``: of HTTP, a free one by default. ``env``: of all that is started. Node 0 is the head; it has HAProxy.
+    Raises ClusterError when it does not come up.
     """
 
-    def __init__(
-        self,
-        nodes: int = 3,
-        *,
-        port: int | None = None,
-        object_store_bytes: int = OBJECT_STORE_BYTES,
-        max_connections: int = MAX_CONNECTIONS_PER_ADDRESS,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, nodes: int = 3, *, port: int | None = None, env: Mapping[str, str] | None = None) -> None:
         self._ending = ExitStack()
         log = tempfile.NamedTemporaryFile("w+", prefix="warmpath-", suffix=".log")  # noqa: SIM115  # stop() closes it
         self._log = self._ending.enter_context(log)
         try:
             self.port = port if port is not None else self._ending.enter_context(held_port())
             self.url = f"http://127.0.0.1:{self.port}"
-            options = {
-                "nodes": nodes,
-                "port": self.port,
-                "object_store_bytes": object_store_bytes,
-                "max_connections": max_connections,
-            }
-            self._process = subprocess.Popen(  # noqa: S603  # our own module
-                [sys.executable, "-m", "cluster.raylets", json.dumps(options)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                # A Ctrl-C at the terminal is for us: we then end this one in order.
-                start_new_session=True, env={**os.environ, **(env or {})},
-            )  # fmt: skip
+            started = get_context("spawn")
+            self._pipe, theirs = started.Pipe()
+            self._process = started.Process(target=run, args=(theirs, log.name, dict(env or {}), nodes, self.port))
+            self._process.start()
+            theirs.close()
             self._ending.callback(self._end)
-            self.address: str = self._answer(START_TIMEOUT_S)
+            self.address: str = self._answer()
         except BaseException:
             self._ending.close()
             raise
@@ -102,7 +81,7 @@ class LocalCluster:
             status = self.status()
             if status["status"] == "DEPLOY_FAILED":
                 raise ClusterError(f"the deploy failed: {status['message']} {status['deployments']}")
-            if status["status"] == "RUNNING" and _answers(f"{self.url}/health"):
+            if status["status"] == "RUNNING" and answers(f"{self.url}/health"):
                 return
             if time.monotonic() > deadline_s:
                 raise ClusterError(f"the application does not run after {wait_s:.0f} s: {status}")
@@ -119,20 +98,16 @@ class LocalCluster:
         Kinds: "raylet"; Serve's "controller", "proxy" (what starts HAProxy) and "fallback" (answers while no ingress
         does); "haproxy"; "Ingress" and "Replica", whose names are their ids.
         """
-        return [one for one in self._ask("processes") if kind in (None, one["kind"])]
+        return [process for process in self._ask("processes") if kind in (None, process["kind"])]
 
     def kill(self, kind: str, name: str | None = None) -> int:
         """Kill the newest process of a kind, or the one of that name, with SIGKILL; returns its process id."""
-        found = [one for one in self.processes(kind) if name in (None, one["name"])]
-        if not found:
+        named = [process for process in self.processes(kind) if name in (None, process["name"])]
+        if not named:
             raise ClusterError(f"there is no {kind} {name or ''} to kill")
-        pid = int(found[-1]["pid"])
+        pid = int(named[-1]["pid"])
         os.kill(pid, signal.SIGKILL)
         return pid
-
-    def add_node(self) -> int:
-        """Start one more node; returns its number."""
-        return int(self._ask("add_node"))
 
     def kill_node(self, number: int) -> None:
         """Kill a node and all that runs on it with SIGKILL; not the head, which is node 0."""
@@ -143,39 +118,28 @@ class LocalCluster:
         self._ending.close()
 
     def _ask(self, command: str, *arguments: Any) -> Any:
-        assert self._process.stdin is not None
+        with suppress(OSError):  # it has ended; that is seen where it is heard
+            self._pipe.send((command, arguments))
+        return self._answer()
+
+    def _answer(self) -> Any:
         try:
-            print(json.dumps({"command": command, "arguments": arguments}), file=self._process.stdin, flush=True)
-        except OSError as error:
-            raise ClusterError(f"the cluster's process has ended:\n{self._log_end()}") from error
-        return self._answer(START_TIMEOUT_S)
-
-    def _answer(self, timeout_s: float) -> Any:
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            line = self._process.stdout.readline() if selector.select(timeout_s) else ""
-        if not line:
-            raise ClusterError(f"the cluster's process has ended or hangs:\n{self._log_end()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise ClusterError(answer["error"])
-        return answer["result"]
-
-    def _log_end(self) -> str:
-        return Path(self._log.name).read_text()[-3000:]
+            answer = self._pipe.recv() if self._pipe.poll(START_TIMEOUT_S) else None
+        except (EOFError, OSError):
+            answer = None
+        if answer is None:
+            raise ClusterError(f"the cluster's process has ended or hangs:\n{Path(self._log.name).read_text()[-3000:]}")
+        result, error = answer
+        if error:
+            raise ClusterError(error)
+        return result
 
     def _end(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
+        self._pipe.close()
+        self._process.join(STOP_TIMEOUT_S)
+        if self._process.is_alive() and self._process.pid is not None:
             os.killpg(self._process.pid, signal.SIGKILL)  # Ray's reaper ends what the process had started
-            self._process.wait()
+            self._process.join()
 
 
 def application(
@@ -185,16 +149,14 @@ def application(
 
     Ingresses are kept on the head: nodes of one machine share its ports, and HAProxy could not tell two of them apart.
     """
-    num_cpus = settings.get("replica_num_cpus", 0.1)
-    options: dict[str, dict[str, Any]] = {
-        "Ingress": {"ray_actor_options": {"num_cpus": num_cpus, "resources": {"node0": 1}}}
-    }
-    for name, more in (deployments or {}).items():
-        options[name] = {**options.get(name, {}), **more}
+    options = dict(deployments or {})
+    on_the_head = {"num_cpus": settings.get("replica_num_cpus", 0.1), "resources": {"node0": 1}}
+    options["Ingress"] = {"ray_actor_options": on_the_head, **options.get("Ingress", {})}
     return {"args": dict(settings), "deployments": [{"name": name, **more} for name, more in options.items()]}
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Say whether somebody answers there with status 200."""
     try:
         return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
@@ -207,30 +169,21 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def local(
     nodes: Annotated[int, typer.Option(help="nodes, the head among them", min=1)] = 3,
-    replicas: Annotated[int, typer.Option(help="engine replicas of the default application", min=1)] = 3,
+    replicas: Annotated[int, typer.Option(help="engine replicas", min=1)] = 3,
     port: Annotated[int | None, typer.Option(help="HTTP port; a free one by default")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="Serve config file whose application is deployed; default: simulated engines")
-    ] = None,
 ) -> None:
-    """Start a Ray cluster of several nodes on this machine, deploy warmpath, serve until Ctrl-C."""
+    """Start a Ray cluster of several nodes on this machine, deploy simulated engines, serve until Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
-    if config is None:
-        wanted = application({"model": "demo", "engine": "simulated", "replicas": replicas})
-    else:
-        applications = (yaml.safe_load(config.read_text()) or {}).get("applications")
-        if not applications:
-            raise typer.BadParameter(f"{config} names no applications", param_hint="--config")
-        wanted = application(applications[0].get("args") or {}, _options(applications[0]))
+    settings = {"model": "demo", "engine": "simulated", "replicas": replicas}
     try:
         with console.status(f"[1/2] {nodes} nodes: starting"):
             cluster = LocalCluster(nodes, port=port)
         console.print(f"[1/2] {nodes} nodes: started")
         with cluster:
             with console.status("[2/2] the application: starting"):
-                cluster.deploy(wanted)
+                cluster.deploy(application(settings))
             console.print("[2/2] the application: started")
-            _greet(cluster, wanted["args"])
+            _greet(cluster)
             with suppress(KeyboardInterrupt):
                 signal.pause()
             with console.status("stopping"):
@@ -243,18 +196,12 @@ def local(
     console.print("stopped")
 
 
-def _options(application: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found = application.get("deployments") or []
-    return {one["name"]: {name: value for name, value in one.items() if name != "name"} for one in found}
-
-
-def _greet(cluster: LocalCluster, settings: Mapping[str, Any]) -> None:
-    config = AppConfig.model_validate(settings)
-    made_up = ": tokens are made up, and times come from a cost model" if config.engine_traits.simulated else ""
-    print(f"{cluster.url}   (engine: {config.engine}{made_up})\nRay: {cluster.address}")
-    for one in sorted(cluster.processes(), key=lambda one: (one["node"], one["kind"])):
-        print(f"  node {one['node']}  pid {one['pid']:<8} {one['kind']:<10} {one['name']}")
-    body = json.dumps({"model": config.model_name, "prompt": "Hello", "max_tokens": 16})
+def _greet(cluster: LocalCluster) -> None:
+    print(f"{cluster.url}   (engine: simulated: tokens are made up, and times come from a cost model)")
+    print(f"Ray: {cluster.address}")
+    for process in sorted(cluster.processes(), key=lambda process: (process["node"], process["kind"])):
+        print(f"  node {process['node']}  pid {process['pid']:<8} {process['kind']:<10} {process['name']}")
+    body = json.dumps({"model": "demo", "prompt": "Hello", "max_tokens": 16})
     print(f"curl {cluster.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

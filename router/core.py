@@ -20,11 +20,10 @@ from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
 from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
 from router.observe.explain import explain
-from router.observe.shadow import ShadowCounters, ShadowPolicy
-from router.observe.state import regret_state, router_state, sane_stats, shadow_state
+from router.observe.state import regret_state, router_state, sane_stats
 from router.observe.ttft_overhead import TtftOverhead
-from router.policy.candidates import Candidate, RoutingView
-from router.policy.estimate import estimate
+from router.policy.candidates import RoutingView
+from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded
 from router.policy.recheck import MAX_REROUTES
 from router.protocol.block_hash import HASH_BYTES
@@ -55,9 +54,7 @@ class RoutingCore:
         self._lock = Lock()
         self._turn = 0
         self._blocked: Callable[[], Collection[str]] = tuple
-        self._counted = self.counters.of_policy(self.settings.policy)
-        self._shadow = self._new_shadow()
-        self._shadow_s = 0.0
+        self._counted = self.counters.by_policy[self.settings.policy]
         self._known = KnownReplicas(router_id, self.settings.block_size, self.settings.max_blocks)
         self.loads = self._known.loads
         self._policy = self._new_policy(self.settings.policy)
@@ -74,11 +71,6 @@ class RoutingCore:
     def drift(self) -> DriftChecks:
         """How often the directory was compared with what replicas hold, and differed."""
         return self._known.drift
-
-    @property
-    def shadow(self) -> tuple[str, ShadowCounters] | None:
-        """The shadow policy's name and counters, None where there is none."""
-        return None if self._shadow is None else (self._shadow.policy, self._shadow.counters)
 
     @property
     def replica_ids(self) -> tuple[str, ...]:
@@ -110,11 +102,9 @@ class RoutingCore:
         """Use other settings from the next decision on; another block size or bound empties the directory."""
         with self._lock:
             before, self.settings = self.settings, settings
-            self._counted = self.counters.of_policy(settings.policy)
+            self._counted = self.counters.by_policy[settings.policy]
             if (before.policy, before.block_size) != (settings.policy, settings.block_size):
                 self._policy = self._new_policy(settings.policy)
-            if (before.shadow_policy, before.block_size) != (settings.shadow_policy, settings.block_size):
-                self._shadow = self._new_shadow()
             if (before.block_size, before.max_blocks) != (settings.block_size, settings.max_blocks):
                 self._known.forget_blocks(settings.block_size, settings.max_blocks)
 
@@ -154,15 +144,9 @@ class RoutingCore:
         """
         started_s = self._clock()
         with self._lock:
-            self._shadow_s = 0.0
             decision = self._decide(request, blocked, started_s)
-            self.counters.decision_s.observe(self._clock() - started_s - self._shadow_s)
+            self.counters.decision_s.observe(self._clock() - started_s)
         return decision
-
-    def rank(self, request: RoutedRequest, blocked: Collection[str] = ()) -> list[Candidate]:
-        """Return the policy's whole ranking without reserving anything."""
-        with self._lock:
-            return self._policy.rank(self._view_of(request, blocked, self._clock()))
 
     def holders(self, request: RoutedRequest) -> dict[str, int]:
         """Return how many leading prompt tokens each replica can reuse, of those that can reuse any."""
@@ -226,7 +210,7 @@ class RoutingCore:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:
                 held = self.directory.match(chain).get(decision.replica_id, 0)
-            self._counted.of_reason(decision.reason).add_delivered(selected, cached_tokens, held)
+            self._counted.by_reason[decision.reason].add_delivered(selected, cached_tokens, held)
             if stored:
                 self._known.computed(decision.replica_id, chain)
             if decision.estimated_ttft_s > 0.0:
@@ -255,7 +239,6 @@ class RoutingCore:
                 **router_state(self.directory, self.drift, self.loads, self._known.away, self._clock()),
                 "ttft_overhead_s": round(self._overhead.seconds, 6),
                 "regret": regret_state(self.counters),
-                "shadow": self.shadow and shadow_state(*self.shadow),
             }
 
     def _decide(self, request: RoutedRequest, blocked: Collection[str], now_s: float) -> Decision | None:
@@ -267,10 +250,7 @@ class RoutingCore:
             self.counters.all_full += 1
             return None
         replica_id, _, reason = chosen
-        estimated = estimate(view, replica_id)
-        if self._shadow is not None:
-            self._shadow_s = self._shadow.compare(view, replica_id, estimated)
-        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimated
+        selected, uncached, pull_from, pull_tokens, work_s, ttft_s = estimate(view, replica_id)
         queued: int | None = None
         if self._may_reroute(request, replica_id, reason):
             queued = self.loads.queue_ahead(replica_id)
@@ -283,9 +263,8 @@ class RoutingCore:
             self._times.add(work_s, uncached * self.loads.replicas[replica_id].seconds_per_token, now_s)
             if best:
                 self._working_set.add(request.block_hashes, best // self.settings.block_size, now_s)
-            self._counted.of_reason(reason).add_decision(request.prompt_tokens, best, selected)
-        by_replica = self.counters.decisions_by_replica
-        by_replica[replica_id] = by_replica.get(replica_id, 0) + 1
+            self._counted.by_reason[reason].add_decision(request.prompt_tokens, best, selected)
+        self.counters.decisions_by_replica[replica_id] += 1
         return Decision(
             replica_id, self.router_id, number, best, selected, reason, work_s, ttft_s, pull_from, pull_tokens, queued,
             now_s,
@@ -328,8 +307,3 @@ class RoutingCore:
 
     def _new_policy(self, name: str) -> Policy:
         return POLICIES[name](self.settings.block_size)
-
-    def _new_shadow(self) -> ShadowPolicy | None:
-        policy, block_size = self.settings.shadow_policy, self.settings.block_size
-        rng = Random(f"{self.router_id}/shadow")  # noqa: S311 (as above)
-        return ShadowPolicy(policy, block_size, self._clock, rng) if policy else None

@@ -35,21 +35,18 @@ class PolicySettings:
 class RouterSettings:
     """Settings of one router. ``block_size``: tokens; ``max_blocks``: remembered by the directory.
 
-    ``shadow_policy``: decides beside ``policy`` without acting, "" for none. ``no_replica_wait_s``: requests wait this
-    long after the last replica has gone, and then fail.
+    ``no_replica_wait_s``: requests wait this long after the last replica has gone, and then fail.
     """
 
     policy: str = DEFAULT_POLICY
     block_size: int = 16
     max_blocks: int = 4_000_000
-    shadow_policy: str = ""
     no_replica_wait_s: float = 5.0
     scoring: PolicySettings = field(default_factory=PolicySettings)
 
     def __post_init__(self) -> None:
-        for policy in filter(None, (self.policy or "?", self.shadow_policy)):
-            if policy not in POLICY_NAMES:
-                raise ValueError(f"unknown routing policy {policy!r}; known: {', '.join(sorted(POLICY_NAMES))}")
+        if self.policy not in POLICY_NAMES:
+            raise ValueError(f"unknown routing policy {self.policy!r}; known: {', '.join(sorted(POLICY_NAMES))}")
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RouterSettings:

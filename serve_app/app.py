@@ -71,9 +71,10 @@ def _scale(settings: AppConfig) -> dict[str, Any]:
 
 def _ingress_scale(settings: AppConfig) -> dict[str, Any]:
     """Return how many ingresses there are: always as many, but Serve collects figures from what has a policy alone."""
+    count = settings.ingress_replicas
     if settings.autoscaling is None:
-        return {"num_replicas": settings.ingress_replicas}
-    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, settings.ingress_replicas, settings.ingress_replicas)}
+        return {"num_replicas": count}
+    return {"autoscaling_config": _autoscaling(INGRESS_POLICY, count, count)}
 
 
 def _autoscaling(policy: str, min_replicas: int, max_replicas: int) -> AutoscalingConfig:

@@ -104,6 +104,5 @@ class Overloaded(WarmpathError):
 class GenerationFailed(WarmpathError):
     """The engine failed this request; others are unharmed."""
 
-    status = 500
     type = "server_error"
     code = "generation_failed"

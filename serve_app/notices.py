@@ -53,9 +53,7 @@ def _key(app_name: str, kind: str, name: str = "") -> bytes:
 
 
 def _notices(app_name: str, kind: str) -> list[tuple[bytes, dict[str, Any]]]:
-    found: list[tuple[bytes, dict[str, Any]]] = []
-    for key in kv_keys(_key(app_name, kind), _NAMESPACE):
-        value = kv_get(key, _NAMESPACE)
-        if value is not None:  # removed by its writer in the meantime
-            found.append((key, msgspec.json.decode(value)))
-    return sorted(found, key=lambda each: each[1]["at_s"], reverse=True)
+    values = ((key, kv_get(key, _NAMESPACE)) for key in kv_keys(_key(app_name, kind), _NAMESPACE))
+    # None: removed by its writer in the meantime.
+    notices = [(key, msgspec.json.decode(value)) for key, value in values if value is not None]
+    return sorted(notices, key=lambda entry: entry[1]["at_s"], reverse=True)

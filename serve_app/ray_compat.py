@@ -7,7 +7,7 @@ Serve reads its switches when it is imported, after the command line has set the
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle, DeploymentResponse
@@ -81,8 +81,7 @@ def kv_get(key: bytes, namespace: bytes) -> bytes | None:
     """Return a value of Ray's GCS; blocks."""
     from ray.experimental import internal_kv
 
-    value: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
-    return value
+    return cast("bytes | None", internal_kv._internal_kv_get(key, namespace=namespace))
 
 
 def kv_delete(key: bytes, namespace: bytes) -> None:
@@ -96,8 +95,7 @@ def kv_keys(prefix: bytes, namespace: bytes) -> list[bytes]:
     """Return the keys in Ray's GCS that begin so; blocks."""
     from ray.experimental import internal_kv
 
-    keys: list[bytes] = internal_kv._internal_kv_list(prefix, namespace=namespace)
-    return keys
+    return cast("list[bytes]", internal_kv._internal_kv_list(prefix, namespace=namespace))
 
 
 def keep_cluster_unlisted() -> None:

@@ -56,10 +56,7 @@ class LiveSettings:
         With them notices of earlier mistakes are over, also those of replicas that are gone.
         """
         made = cls(args, refused)
-        try:
-            await asyncio.to_thread(clear, made._app_name, KIND)
-        except Exception:
-            logger.exception("the notice board cannot be reached")
+        await made._board(clear)
         return made
 
     async def reconfigure(self, user_config: Any, apply: Apply) -> bool:
@@ -81,27 +78,28 @@ class LiveSettings:
                 known = isinstance(error, BadSettings)
                 self.why = str(error) if known else "a fault; the log has it"
                 logger.error("a user_config changed nothing: %s", error, exc_info=None if known else error)
-                await self._tell({"accepted": False, "why": self.why})
+                await self._tell(accepted=False, why=self.why)
                 return False
             self.why = ""
             changed = changed_salts(before, config)
             if changed:
                 what = f"in another trust group, out of reach of what they had cached: {', '.join(changed)}"
                 logger.warning(what)
-                await self._tell({"accepted": True, "why": what})
+                await self._tell(accepted=True, why=what)
             elif config != before or self.refused:
-                await self._tell(None)
+                await self._board(remove, self._name)
             return True
 
-    async def _tell(self, notice: dict[str, Any] | None) -> None:
-        """Replace this replica's notice, None: take it down."""
+    async def _board(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Change the board of notices of this kind, if it can be reached."""
         try:
-            if notice is None:
-                await asyncio.to_thread(remove, self._app_name, KIND, self._name)
-            else:
-                await asyncio.to_thread(post, self._app_name, KIND, self._name, {"name": self._name, **notice})
+            await asyncio.to_thread(change, self._app_name, KIND, *arguments)
         except Exception:
             logger.exception("the notice board cannot be reached")
+
+    async def _tell(self, *, accepted: bool, why: str) -> None:
+        """Replace this replica's notice."""
+        await self._board(post, self._name, {"name": self._name, "accepted": accepted, "why": why})
 
     def _in_force(self, user_config: Any) -> AppConfig:
         """Return ``overlaid``. Raises BadSettings, also for what the engine cannot follow."""

@@ -14,7 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from serve_app.checkpoints.demo_model import ensure_demo_model
 
-SHARED = ("tests/integration/demo/", "tests/integration/faults/")
+SHARED = ("tests/integration/demo/", "tests/integration/faults/", "tests/integration/scaling/")
 """The files of each share instances."""
 
 # A shell has its background jobs ignore it, and what a test starts would inherit that.

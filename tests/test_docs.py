@@ -20,7 +20,6 @@ PAGES = sorted(
 )
 LOG = ROOT / "benchmarks" / "log"
 """Findings name the commands and files of their day; the head of each says which tag has them."""
-CURRENT = [page for page in PAGES if LOG not in page.parents]
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
@@ -63,23 +62,15 @@ def _missing(code: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_path_test_and_module_a_page_names_exists(page: Path) -> None:
-    """A page that names what was moved or renamed misleads whoever looks for it."""
-    assert [problem for code in _CODE.findall(page.read_text()) if (problem := _missing(code))] == []
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """Links inside the project are relative to their page."""
-    links = [link for link in _LINK.findall(page.read_text()) if "://" not in link]
+def test_what_a_page_names_exists(page: Path) -> None:
+    """Paths, tests, modules and benchmarks (a log has those of its day); links, relative to their page."""
+    text = page.read_text()
+    links = [link for link in _LINK.findall(text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
-def test_benchmarks_are_named_as_they_are_called(page: Path) -> None:
-    """``python -m benchmarks NAME`` is the one way to run them."""
-    assert set(_BENCHMARK.findall(page.read_text())) - {"NAME"} <= set(MODULES)
+    if LOG not in page.parents:
+        assert [problem for code in _CODE.findall(text) if (problem := _missing(code))] == []
+        assert set(_BENCHMARK.findall(text)) - {"NAME"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent == ROOT / "docs"], ids=lambda page: page.name)

@@ -19,7 +19,7 @@ class Answer:
     """One streamed answer. Times in seconds from sending the request.
 
     ``gap_s``: the longest silence between two events of the stream, ``gap_at_s`` when it began (0 with fewer than two).
-    ``usage_told``: whether the server counted tokens; ``cached_told``: whether it said how many were cached.
+    ``cached_told``: whether the server said how many tokens were cached.
     """
 
     ttft_s: float
@@ -28,7 +28,6 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    usage_told: bool = True
     cached_told: bool = True
     gap_s: float = 0.0
     gap_at_s: float = 0.0
@@ -133,7 +132,6 @@ async def stream_answer(
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=cached or 0,
         completion_tokens=usage.get("completion_tokens", len(parts)),
-        usage_told=bool(usage),
         cached_told=cached is not None,
         gap_s=gap_s,
         gap_at_s=gap_at_s,

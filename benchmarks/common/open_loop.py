@@ -72,20 +72,19 @@ async def fire(url: str, shots: Sequence[Shot], timeout_s: float, progress: Call
                 progress()
 
         # Tasks are made as their time comes: a day's requests are not all in memory as tasks from the start.
-        tasks: list[tuple[int, asyncio.Task[Result]]] = []
+        tasks: dict[int, asyncio.Task[Result]] = {}
         for place, shot in sorted(enumerate(shots), key=lambda numbered: numbered[1].at_s):
             await asyncio.sleep(max(0.0, shot.at_s - (time.perf_counter() - started_s)))
-            tasks.append((place, asyncio.create_task(one(shot))))
-        results = [(place, await task) for place, task in tasks]
-        return [result for _, result in sorted(results, key=lambda numbered: numbered[0])]
+            tasks[place] = asyncio.create_task(one(shot))
+        return [await tasks[place] for place in range(len(shots))]
 
 
 def hit_rate(answers: Sequence[Answer]) -> float | str:
     """Return cached over all prompt tokens of answers whose server tells them, "unknown" where none does."""
-    told = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
-    if not told:
+    counted = [answer for answer in answers if answer.cached_told and answer.prompt_tokens]
+    if not counted:
         return UNKNOWN
-    return sum(answer.cached_tokens for answer in told) / sum(answer.prompt_tokens for answer in told)
+    return sum(answer.cached_tokens for answer in counted) / sum(answer.prompt_tokens for answer in counted)
 
 
 def summary(results: Sequence[Result], ttft_slo_s: float) -> dict[str, Any]:

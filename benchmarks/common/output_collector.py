@@ -11,10 +11,9 @@ from serve_app.engine.protocol import Engine, EngineOutput, EngineRequest
 
 
 class OutputCollector:
-    """An output sink. ``first_s``: when a request's first output came, by ``time.perf_counter``."""
+    """An output sink."""
 
     def __init__(self) -> None:
-        self.first_s: dict[str, float] = {}
         self.cached_tokens: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self._ended: set[str] = set()
@@ -23,11 +22,9 @@ class OutputCollector:
 
     def __call__(self, outputs: Sequence[EngineOutput]) -> None:
         """Take one step's outputs (the engine's thread)."""
-        now_s = time.perf_counter()
         with self._changed:
             for output in outputs:
                 name = output.request_id
-                self.first_s.setdefault(name, now_s)
                 self.tokens.setdefault(name, []).extend(output.token_ids)
                 if output.cached_tokens is not None:
                     self.cached_tokens[name] = output.cached_tokens

@@ -24,11 +24,11 @@ def make_adapters(model: Path, directory: Path, count: int, rank: int = 16) -> l
     made = []
     for number in range(count):
         generator = np.random.default_rng(number)
-        tensors = {}
-        for module, (rows, columns) in shapes.items():
-            for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
-                values = 0.02 * generator.standard_normal(shape, dtype=np.float32)
-                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
+        tensors = {
+            f"base_model.model.{module}.lora_{part}.weight": 0.02 * generator.standard_normal(shape, dtype=np.float32)
+            for module, (rows, columns) in shapes.items()
+            for part, shape in (("A", (rank, columns)), ("B", (rows, rank)))
+        }
         path = directory / f"adapter-{number}"
         path.mkdir(parents=True)
         save_file(tensors, path / WEIGHTS_FILE)

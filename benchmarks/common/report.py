@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -33,41 +34,25 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """Return the ``percent``-th percentile (0 to 100), linearly interpolated. Raises ValueError when empty."""
     if not values:
         raise ValueError("no values")
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * percent / 100
-    low, high = math.floor(position), math.ceil(position)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    return float(np.percentile(values, percent))
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return minimum, median, p90, p99 and maximum."""
-    return {
-        "min": min(values),
-        "p50": percentile(values, 50),
-        "p90": percentile(values, 90),
-        "p99": percentile(values, 99),
-        "max": max(values),
-    }
+    percentiles = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
+    return {"min": min(values), **percentiles, "max": max(values)}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter, with the processor's name."""
-    found = {"python": platform.python_version(), "machine": platform.machine(), "processor": _processor()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    here = {"python": platform.python_version(), "machine": platform.machine(), "processor": _processor()}
+    return here | {name: version(name) for name in PACKAGES if any(distributions(name=name))}
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    named = re.search(r"^model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    return named[1] if named else platform.processor()
 
 
 def write(path: Path | None, settings: Mapping[str, Any], results: Any, summary: str) -> None:

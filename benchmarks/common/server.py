@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from benchmarks.common.report import BenchmarkError
+from cluster.local import answers
 from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For ``httpx``, which would load them for every client it makes, also of plain HTTP."""
 
 
 @contextmanager
@@ -61,14 +63,6 @@ def _leaving_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def answers(url: str) -> bool:
-    """Say whether somebody answers there with status 200."""
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

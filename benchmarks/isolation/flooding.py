@@ -143,7 +143,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
     cost = CostModel(prefill_tokens_per_s=workload.prefill_tokens_per_s, vocab_size=VOCAB)
     runner = SimulatedRunner(cost, sleep=clock.sleep)
     sides, coming = Sides(clock, workload.flood_waiting), deque(enumerate(arrivals))
-    while coming or scheduler.waiting_count or scheduler.running_count:
+    while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][1][0] <= clock():
             number, (arrival_s, tenant, ids, answer_tokens) = coming.popleft()
             scope = PrefixScope("simulated", salt=tenant.encode())

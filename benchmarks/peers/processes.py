@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.common.server import answers
+from cluster.local import answers
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil
-from random import Random
+from math import inf
 
 from benchmarks.common.trace import token_ids_of
 from benchmarks.common.virtual_clock import VirtualClock
@@ -21,6 +20,7 @@ from router.protocol.request import Decision
 from router.settings import PolicySettings
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S
+from serve_app.replica.reporter import NEWS_PAUSE_S
 
 MIN_PULL_TOKENS = PolicySettings().min_pull_tokens
 
@@ -74,8 +74,7 @@ class SimulatedReplica:
         self._on_first_token = on_first_token
         self._publish = publish
         self._link_free_s = 0.0
-        self._report_due = False
-        self._reported_s = -Random(replica_id).random() * settings.report_interval_s
+        self._report_due_s = inf
         self._last_reservation: dict[str, int] = {}
 
     def submit(self, request: SimulatedRequest, decision: Decision) -> LoadReport | None:
@@ -133,24 +132,25 @@ class SimulatedReplica:
         )
 
     def _report(self) -> None:
+        """Tell cache events at once, and the load with whatever else changes in the next moment."""
         events = self.cache.take_events()
         if events:
             self._publish(self.replica_id, tuple(events))
-        if not self._report_due:
-            self._report_due = True
-            self._clock.at(self._next_report_s(), self._report_load)
+        self._report_load_after(NEWS_PAUSE_S)
 
-    def _report_load(self) -> None:
-        self._report_due = False
-        self._reported_s = self._clock.now_s
+    def _report_load_after(self, pause_s: float) -> None:
+        due_s = self._clock.now_s + pause_s
+        if due_s < self._report_due_s:
+            self._report_due_s = due_s
+            self._clock.at(due_s, lambda: self._report_load(due_s))
+
+    def _report_load(self, due_s: float) -> None:
+        if due_s != self._report_due_s:  # an earlier one has been sent meanwhile
+            return
+        self._report_due_s = inf
         self._publish(self.replica_id, (self.report(),))
         if self.current is not None:
-            self._report()
-
-    def _next_report_s(self) -> float:
-        """Return when the replica looks next whether its load has changed; replicas do so out of step."""
-        every_s, since_s = self._settings.report_interval_s, self._clock.now_s - self._reported_s
-        return max(self._reported_s + max(ceil(since_s / every_s), 1) * every_s, self._clock.now_s)
+            self._report_load_after(self._settings.report_interval_s)
 
     def _blocks_of(self, request: SimulatedRequest) -> int:
         return -(-(request.trace.prompt_tokens + request.trace.output_tokens) // self._settings.block_size)

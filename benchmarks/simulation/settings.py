@@ -17,9 +17,10 @@ class ClusterSettings:
     """The cost model and its sizes.
 
     A replica computes one prompt at a time, at ``prefill_tokens_per_s``, slowed by ``decode_weight`` for each
-    sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas tell cache events at once
-    and, while it changes, their load every ``report_interval_s``; both reach routers ``feed_delay_s`` later. A request
-    that a replica sends back (see ``router.policy.recheck``) reaches the next one ``resend_s`` later.
+    sequence that decodes when it starts; an output token takes ``decode_token_s``. Replicas tell cache events at once,
+    their load as soon as prefills start and end, as the product does, and while one runs every ``report_interval_s``;
+    both reach routers ``feed_delay_s`` later. A request that a replica sends back (see ``router.policy.recheck``)
+    reaches the next one ``resend_s`` later.
     ``max_holders``: the default policy's bound on the replicas that hold one prefix.
     """
 

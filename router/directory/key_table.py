@@ -14,12 +14,11 @@ from functools import cache
 
 import numpy as np
 
-from router.protocol.block_hash import WORD_BITS, WORD_MASK
+from router.protocol.block_hash import HASH_BYTES, WORD_BITS, WORD_MASK
 
 VALUE_BITS = WORD_BITS
 VALUE_MASK = WORD_MASK
 MAX_ENTRIES = 1 << (VALUE_BITS - 1)
-_TOMBSTONE = 1 << VALUE_BITS
 _FIRST_SLOTS = 8
 
 Change = tuple[int, int, int]
@@ -27,15 +26,8 @@ Change = tuple[int, int, int]
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Return the 64-bit keys of packed 16-byte hashes. A trailing partial hash is ignored.
-
-    A key is the first 8 bytes. Those that look like the mark of a freed slot are moved aside; looked up as they are,
-    they are found absent, so that a look-up needs no such care.
-    """
-    whole = len(hashes) // 16
-    words = np.frombuffer(hashes, dtype="<u8", count=2 * whole)[::2]
-    marks = words >> np.uint64(VALUE_BITS) == 1
-    keys: list[int] = (words + marks * np.uint64(_TOMBSTONE)).tolist()
+    """Return the 64-bit keys of packed 16-byte hashes, the first 8 bytes each. A trailing partial hash is ignored."""
+    keys: list[int] = np.frombuffer(hashes, dtype="<u8", count=2 * (len(hashes) // HASH_BYTES))[::2].tolist()
     return keys
 
 
@@ -101,10 +93,7 @@ class KeyTable:
             words, mask = words_of[shard], mask_of[shard]
             tag = key >> VALUE_BITS
             slot = tag & mask
-            tombstone = -1
             while (word := words[slot]) and word >> VALUE_BITS != tag:
-                if word == _TOMBSTONE and tombstone < 0:
-                    tombstone = slot
                 slot = (slot + 1) & mask
             old = word & VALUE_MASK
             if old != asked:  # neighbours mostly have the same value
@@ -118,10 +107,7 @@ class KeyTable:
                     self.num_refused += 1
                     continue
                 self.num_entries += 1
-                if tombstone >= 0:
-                    slot = tombstone
-                else:
-                    self._used[shard] += 1
+                self._used[shard] += 1
                 words[slot] = tag << VALUE_BITS | new
                 if 4 * self._used[shard] > 3 * mask:
                     self._rehash(shard, None)
@@ -148,19 +134,15 @@ class KeyTable:
         return counts
 
     def _remove(self, shard: int, slot: int) -> None:
-        """Free a slot: empty it when the run ends behind it (and the tombstones before it too), else leave a mark."""
+        """Free a slot, and move into it what lies behind it for want of one nearer to its own place."""
         words, mask = self.words[shard], self.masks[shard]
-        if words[(slot + 1) & mask]:
-            words[slot] = _TOMBSTONE
-            return
-        words[slot] = 0
-        freed = 1
-        slot = (slot - 1) & mask
-        while words[slot] == _TOMBSTONE:
-            words[slot] = 0
-            freed += 1
-            slot = (slot - 1) & mask
-        self._used[shard] -= freed
+        self._used[shard] -= 1
+        free = slot
+        while word := words[slot := (slot + 1) & mask]:
+            if (slot - (word >> VALUE_BITS)) & mask >= (slot - free) & mask:
+                words[free] = word
+                free = slot
+        words[free] = 0
 
     def _rehash(self, shard: int, step: Callable[[int], int] | None) -> list[Change]:
         """Move a shard's entries into an array of the right size, mapping values through ``step`` on the way."""

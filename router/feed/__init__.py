@@ -6,7 +6,7 @@ which lossy transports are tested. Knows nothing of what events mean: no directo
 """
 
 from router.feed.messages import FeedEndpoint
-from router.feed.publisher import FeedPublisher, FeedPublisherThread
+from router.feed.publisher import FeedPublisher
 from router.feed.subscriber import FeedSubscriber
 
-__all__ = ["FeedEndpoint", "FeedPublisher", "FeedPublisherThread", "FeedSubscriber"]
+__all__ = ["FeedEndpoint", "FeedPublisher", "FeedSubscriber"]

@@ -90,14 +90,23 @@ class FeedSubscriber:
             if known.endpoint == endpoint:
                 return
             self.disconnect(replica_id)
-        sub = self._socket(zmq.SUB, endpoint)
-        dealer = self._socket(zmq.DEALER, endpoint)
+        sub, dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         try:
+            for made in (sub, dealer):
+                made.setsockopt(zmq.LINGER, 0)
+                made.setsockopt(zmq.RCVHWM, self._max_queued_messages)
+                made.setsockopt(zmq.SNDHWM, 8)
+                made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+                made.setsockopt(zmq.RECONNECT_IVL, 100)
+                made.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+                made.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
+                made.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
+                made.setsockopt(zmq.CURVE_SERVERKEY, endpoint.public_key.encode())
             sub.setsockopt(zmq.SUBSCRIBE, b"")
             sub.connect(endpoint.pub_address)
             dealer.setsockopt(zmq.IMMEDIATE, 1)
             dealer.connect(endpoint.snapshot_address)
-        except zmq.ZMQError:
+        except (zmq.ZMQError, ValueError):
             sub.close(0)
             dealer.close(0)
             raise
@@ -137,23 +146,6 @@ class FeedSubscriber:
             tasks.append(self._ticker)
         await asyncio.gather(*tasks, return_exceptions=True)
         self._context.destroy(linger=0)
-
-    def _socket(self, kind: int, endpoint: FeedEndpoint) -> zmq.asyncio.Socket:
-        made = self._context.socket(kind)
-        made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.RCVHWM, self._max_queued_messages)
-        made.setsockopt(zmq.SNDHWM, 8)
-        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.RECONNECT_IVL, 100)
-        made.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
-        made.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
-        made.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
-        try:
-            made.setsockopt(zmq.CURVE_SERVERKEY, endpoint.public_key.encode())
-        except zmq.ZMQError:
-            made.close(0)
-            raise
-        return made
 
     async def _read(self, feed: _Feed, source: zmq.asyncio.Socket, take: Callable[[bytes, float], None]) -> None:
         small = 0

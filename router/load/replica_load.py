@@ -95,10 +95,14 @@ class ReplicaLoad:
         self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
         self.waiting = waiting = self._reported_waiting + len(self.unreported)
         committed = self._reported_committed if self._reported_committed < queued else queued
+        settled = self._settled
+        if not self._reported_tokens and self.unreported:
+            # Where nothing waited the first one begins as it arrives, and nobody overtakes it any more.
+            committed, settled = next(iter(self.unreported.values())), 1
         self.committed_tokens = committed
         others = queued - committed
         if others:
-            jobs = waiting - self._settled if committed else waiting
+            jobs = waiting - settled if committed else waiting
             self.jobs = jobs = jobs if jobs > 1 else 1
             self.falloff = -jobs / others
         else:

@@ -1,1 +1,1 @@
-"""What a router can tell of itself: counters, state, explanations, a shadow policy."""
+"""What a router can tell of itself: counters, state, explanations."""

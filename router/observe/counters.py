@@ -6,6 +6,7 @@ against actual time to first token, decisions by reason and replica. The ingress
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from router.feed.messages import FeedCounters
@@ -84,30 +85,19 @@ class EstimateCounters:
 class PolicyCounters:
     """What one policy's decisions came to."""
 
-    by_reason: dict[str, TokensByReason] = field(default_factory=dict)
+    by_reason: defaultdict[str, TokensByReason] = field(default_factory=lambda: defaultdict(TokensByReason))
     estimates: EstimateCounters = field(default_factory=EstimateCounters)
-
-    def of_reason(self, reason: str) -> TokensByReason:
-        """Return the counts of one reason, made on first use."""
-        tokens = self.by_reason.get(reason)
-        if tokens is None:
-            tokens = self.by_reason[reason] = TokensByReason()
-        return tokens
 
 
 @dataclass(slots=True)
 class RouterCounters:
-    """Everything one router counts. ``decision_s`` is the acting policy's time, whatever a shadow takes."""
+    """Everything one router counts. ``decision_s``: the time that each decision took."""
 
-    by_policy: dict[str, PolicyCounters] = field(default_factory=dict)
-    decisions_by_replica: dict[str, int] = field(default_factory=dict)
+    by_policy: defaultdict[str, PolicyCounters] = field(default_factory=lambda: defaultdict(PolicyCounters))
+    decisions_by_replica: Counter[str] = field(default_factory=Counter)
     decision_s: Histogram = field(default_factory=lambda: Histogram(DECISION_BUCKETS_S))
     all_full: int = 0
     faults: int = 0
     rejected: int = 0
     rerouted: int = 0
     feed: FeedCounters = field(default_factory=FeedCounters)
-
-    def of_policy(self, policy: str) -> PolicyCounters:
-        """Return the counts of one policy, made on first use."""
-        return self.by_policy.setdefault(policy, PolicyCounters())

@@ -1,25 +1,20 @@
 """What the requests of the last minutes were like: how long until their first token, and which blocks they reused.
 
-Bounded, and cheap where requests are decided: times and hashes are noted, and counted many at once, later. Seconds,
-blocks. Not thread-safe.
+Bounded, and cheap where requests are decided: times and hashes are noted there, and looked at later. Seconds, blocks.
+Not thread-safe.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
-from math import log
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from router.protocol.block_hash import HASH_BYTES
 
-_LEAST_S, _GROWTH, _BUCKETS = 1e-3, 1.15, 100
-_PER_E = 1.0 / log(_GROWTH)
-
-_SLICE_S, _SLICES = 10.0, 6
-_PENDING_TIMES = 1024
+_WINDOW_S = 60.0
+_MAX_TIMES = 4096
 
 _REUSE_SLICE_S, _REUSE_SLICES = 60.0, 5
 _REUSED = 3
@@ -28,23 +23,10 @@ _MAX_SAMPLED = 2048
 _PENDING_BLOCKS = 8192
 
 
-Counts = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _TimesSlice:
-    """``counts``: by bucket, of TTFT and of own prefill."""
-
-    ends_s: float
-    requests: int = 0
-    own_s: float = 0.0
-    counts: Counts = field(default_factory=lambda: np.zeros((2, _BUCKETS), dtype=np.int64))
-
-
 @dataclass(frozen=True, slots=True)
 class RecentTimes:
-    """Of the requests of about the last minute: how many, p90 of the estimated TTFT and of their own prefill, and the
-    mean of the latter; 0.0 where there were none."""
+    """Of the requests of the last minute: how many, p90 of the estimated TTFT and of their own prefill, and the mean of
+    the latter; 0.0 where there were none."""
 
     requests: int = 0
     p90_ttft_s: float = 0.0
@@ -53,51 +35,28 @@ class RecentTimes:
 
 
 class RequestTimes:
-    """Estimated times of about the last minute, within 7 %."""
+    """Estimated times of the last minute; where more requests came, the latest ``_MAX_TIMES`` stand for all."""
 
     def __init__(self) -> None:
-        self._slices: deque[_TimesSlice] = deque(maxlen=_SLICES)
-        self._ends_s = 0.0
-        self._pending: list[tuple[float, float]] = []
+        self._times: deque[tuple[float, float, float]] = deque(maxlen=_MAX_TIMES)
 
     def add(self, ttft_s: float, own_s: float, now_s: float) -> None:
-        """Count a request that was routed: its estimated TTFT, and its own prefill's part of that."""
-        if now_s >= self._ends_s:
-            self._count()
-            self._ends_s = now_s + _SLICE_S
-            self._slices.append(_TimesSlice(self._ends_s))
-        pending = self._pending
-        pending.append((ttft_s, own_s))
-        if len(pending) >= _PENDING_TIMES:
-            self._count()
+        """Note a request that was routed: its estimated TTFT, and its own prefill's part of that."""
+        self._times.append((now_s, ttft_s, own_s))
 
     def recent(self, now_s: float) -> RecentTimes:
         """Return the figures as of now."""
-        self._count()
-        live = [one for one in self._slices if one.ends_s > now_s - _SLICE_S * (_SLICES - 1)]
-        requests = sum(one.requests for one in live)
-        if not requests:
+        times = self._times
+        while times and times[0][0] <= now_s - _WINDOW_S:
+            times.popleft()
+        if not times:
             return RecentTimes()
-        counts: Counts = np.sum([one.counts for one in live], axis=0)
-        return RecentTimes(requests, _p90_s(counts[0]), _p90_s(counts[1]), sum(one.own_s for one in live) / requests)
-
-    def _count(self) -> None:
-        if not self._pending:
-            return
-        times = np.array(self._pending).T
-        self._pending.clear()
-        last = self._slices[-1]
-        last.requests += times.shape[1]
-        last.own_s += float(times[1].sum())
-        buckets = np.log(np.maximum(times, _LEAST_S) / _LEAST_S) * _PER_E
-        for counts, found in zip(last.counts, np.minimum(buckets, _BUCKETS - 1).astype(np.intp), strict=True):
-            counts += np.bincount(found, minlength=_BUCKETS)
-
-
-def _p90_s(counts: Counts) -> float:
-    cumulative = np.cumsum(counts)
-    found = int(np.searchsorted(cumulative, 0.9 * cumulative[-1]))
-    return float(_LEAST_S * _GROWTH ** (found + 0.5))
+        requests = float(len(times))
+        if len(times) == _MAX_TIMES:
+            requests *= _WINDOW_S / max(now_s - times[0][0], 1.0)
+        _, ttft_s, own_s = np.array(times).T
+        p90_ttft_s, p90_own_s = (float(np.quantile(column, 0.9, method="inverted_cdf")) for column in (ttft_s, own_s))
+        return RecentTimes(round(requests), p90_ttft_s, p90_own_s, float(own_s.mean()))
 
 
 class WorkingSet:
@@ -143,6 +102,6 @@ class WorkingSet:
         while len(counts) > _MAX_SAMPLED:
             self._shift += 1
             mask = (1 << self._shift) - 1
-            for _, each in self._slices:
-                for block in [block for block in each if block & mask]:
-                    del each[block]
+            for _, uses in self._slices:
+                for block in [block for block in uses if block & mask]:
+                    del uses[block]

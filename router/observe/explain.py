@@ -10,7 +10,7 @@ from typing import Any
 
 from router.observe.state import replica_load_state
 from router.policy.candidates import Candidate, RoutingView
-from router.policy.estimate import Estimate, estimate
+from router.policy.costs import Estimate, estimate
 
 _BECAUSE = {
     "only_replica": "it is the only replica that can take the request",
@@ -28,44 +28,40 @@ def explain(
 ) -> dict[str, Any]:
     """Return replicas in the order of the first of ``rankings``, and each policy's winner; JSON-able.
 
-    ``rankings``: by policy, of the request in ``view``. ``tiers``: tokens of each matched prefix by tier.
+    ``rankings``: by policy, of the request in ``view``; a replica without a place in one can take no request.
+    ``tiers``: tokens of each matched prefix by tier.
     """
-    request, match, loads, adapter_s = view.request, view.match, view.loads, view.adapter_s
+    loads, adapter_s = view.loads, view.adapter_s
     estimates = {replica_id: estimate(view, replica_id) for replica_id in loads.replica_ids}
-    order = [candidate.replica_id for candidate in next(iter(rankings.values()))]
+    places = {
+        policy: {
+            candidate.replica_id: {"rank": rank, "score": candidate.score, "reason": candidate.reason}
+            for rank, candidate in enumerate(ranked, 1)
+        }
+        for policy, ranked in rankings.items()
+    }
+    order = list(next(iter(places.values())))
     order += [replica_id for replica_id in loads.replica_ids if replica_id not in order]
     return {
-        "prompt_tokens": request.prompt_tokens,
+        "prompt_tokens": view.request.prompt_tokens,
         "best_cached_tokens": view.best_tokens,
         "ttft_overhead_s": view.overhead_s,
         "winners": {policy: _winner(policy, ranked, estimates, view) for policy, ranked in rankings.items()},
         "replicas": [
             {
                 "replica_id": replica_id,
-                "cached_tokens": match.get(replica_id, 0),
+                **estimates[replica_id]._asdict(),
+                "pull_from": estimates[replica_id].pull_from or None,
                 "cached_tokens_by_tier": dict(tiers.get(replica_id, {})),
                 "in_flight_tokens": view.pending.get(replica_id, 0),
-                "uncached_tokens": estimates[replica_id].uncached_tokens,
-                "pull_from": estimates[replica_id].pull_from or None,
-                "pull_tokens": estimates[replica_id].pull_tokens,
-                "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replica_ids.index(replica_id)]),
-                "work_s": estimates[replica_id].work_s,
-                "estimated_ttft_s": estimates[replica_id].estimated_ttft_s,
+                "adapter_load_s": 0.0 if adapter_s is None else float(adapter_s[loads.replicas[replica_id].row]),
                 "blocked": replica_id in view.blocked,
                 **replica_load_state(replica_id, loads, view.now_s),
-                "policies": {policy: _place(replica_id, ranked) for policy, ranked in rankings.items()},
+                "policies": {policy: places[policy].get(replica_id) for policy in rankings},
             }
             for replica_id in order
         ],
     }
-
-
-def _place(replica_id: str, ranked: list[Candidate]) -> dict[str, Any] | None:
-    """Return a replica's place in one ranking, None where it can take no request."""
-    for rank, candidate in enumerate(ranked, 1):
-        if candidate.replica_id == replica_id:
-            return {"rank": rank, "score": candidate.score, "reason": candidate.reason}
-    return None
 
 
 def _winner(

@@ -1,4 +1,4 @@
-"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret, shadow policy.
+"""What a router knows and has counted, as JSON-able documents: directory, replicas, regret.
 
 Pure functions; the caller holds the lock that guards what it passes in.
 """
@@ -15,11 +15,11 @@ from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
 from router.load.load_table import LoadTable
 from router.observe.counters import RouterCounters, TokensByReason
-from router.observe.shadow import ShadowCounters
 from router.protocol.events import StatsReport
 
 MAX_SAMPLES = 10_000
 _METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_ESTIMATES = ("estimated_s", "actual_s", "late_s", "early_s")
 _LABEL_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
@@ -85,10 +85,7 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
             "by_reason": {reason: _tokens_state(tokens) for reason, tokens in counted.by_reason.items()},
             "ttft": {
                 "requests": counted.estimates.ratio.count,
-                "estimated_s": round(counted.estimates.estimated_s, 6),
-                "actual_s": round(counted.estimates.actual_s, 6),
-                "late_s": round(counted.estimates.late_s, 6),
-                "early_s": round(counted.estimates.early_s, 6),
+                **{name: round(getattr(counted.estimates, name), 6) for name in _ESTIMATES},
             },
         }
         for policy, counted in counters.by_policy.items()
@@ -97,20 +94,3 @@ def regret_state(counters: RouterCounters) -> dict[str, Any]:
 
 def _tokens_state(tokens: TokensByReason) -> dict[str, int]:
     return {**asdict(tokens), "not_selected_tokens": tokens.not_selected_tokens}
-
-
-def shadow_state(policy: str, counters: ShadowCounters) -> dict[str, Any]:
-    """Return what a shadow policy would have done, beside what was done; sums over ``decisions``."""
-    return {
-        "policy": policy,
-        "decisions": counters.decisions,
-        "agreed": counters.agreed,
-        "agreement_rate": round(counters.agreed / counters.decisions, 4) if counters.decisions else None,
-        "prompt_tokens": counters.prompt_tokens,
-        "selected_cached_tokens": counters.cached_tokens,
-        "acting_selected_cached_tokens": counters.acting_cached_tokens,
-        "estimated_ttft_s": round(counters.estimated_ttft_s, 6),
-        "acting_estimated_ttft_s": round(counters.acting_estimated_ttft_s, 6),
-        "by_reason": dict(counters.by_reason),
-        "faults": counters.faults,
-    }

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from math import ceil
 
 from router.policy.candidates import Candidate, RoutingView, listed, open_rows, rendezvous, scored, uncached_tokens
+from router.policy.costs import TIE_TOLERANCE, ttft_scores
 from router.policy.replication import Replication
-from router.policy.ttft_scores import TIE_TOLERANCE, ttft_scores
 
 BOUNDED_LOAD = 1.25
 """Bounded hashing: how far over the mean a replica's requests may be."""
@@ -151,17 +151,13 @@ class EstimatedTtft(Policy):
         return self._replication.choose(view) if view.match else super().choose(view)
 
 
-def _remembers_nothing(rule: Rule) -> Callable[[int], Policy]:
-    return lambda block_size: Policy(rule)
-
-
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "estimated_ttft": EstimatedTtft,
-    "lmetric": _remembers_nothing(lmetric),
-    "bounded_hash": _remembers_nothing(bounded_hash),
-    "sglang": _remembers_nothing(sglang),
-    "power_of_two": _remembers_nothing(power_of_two),
-    "round_robin": _remembers_nothing(round_robin),
-    "least_loaded": _remembers_nothing(least_loaded),
+    "lmetric": lambda _: Policy(lmetric),
+    "bounded_hash": lambda _: Policy(bounded_hash),
+    "sglang": lambda _: Policy(sglang),
+    "power_of_two": lambda _: Policy(power_of_two),
+    "round_robin": lambda _: Policy(round_robin),
+    "least_loaded": lambda _: Policy(least_loaded),
 }
 """By name, what makes a policy for blocks of so many tokens."""

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from router.policy.candidates import Candidate, RoutingView, rendezvous, scored
-from router.policy.pull_cost import pulls_faster
-from router.policy.ttft_scores import TIE_TOLERANCE, ttft_scores
+from router.policy.costs import TIE_TOLERANCE, pulls_faster, ttft_scores
 from router.protocol.block_hash import HASH_BYTES
 
 HOLDER_UTILISATION = 0.5
@@ -31,8 +30,6 @@ this, so when it gets hot, what was not counted is an eighth of the bound at mos
 """
 
 _FIRST = np.uint64(2**64 - 1)
-_LONGEST_MEMORIES = 200.0
-_NOTHING = 1e-9
 
 
 class PrefixDemand:
@@ -41,22 +38,19 @@ class PrefixDemand:
     def __init__(self, memory_s: float = 5.0, max_keys: int = 16_384) -> None:
         self._memory_s = memory_s
         self._max_keys = max_keys
-        self._origin_s = self._now_s = 0.0
-        self._growth = 1.0
-        self._grown: OrderedDict[bytes, float] = OrderedDict()
+        self._rates: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._grown)
+        return len(self._rates)
 
     def add(self, key: bytes, work_s: float, now_s: float) -> float:
         """Count work and return the key's rate with it: a steady load of u seconds a second tends to u."""
-        growth = self._growth if now_s == self._now_s else self._grow(now_s)
-        grown = self._grown
-        grown[key] = sum_with = grown.get(key, 0.0) + growth * work_s / self._memory_s
-        grown.move_to_end(key)
-        if len(grown) > self._max_keys:
-            grown.popitem(last=False)
-        return sum_with / growth
+        rate = self.rate_with(key, work_s, now_s)
+        self._rates[key] = rate, now_s
+        self._rates.move_to_end(key)
+        if len(self._rates) > self._max_keys:
+            self._rates.popitem(last=False)
+        return rate
 
     def rate_with(self, key: bytes, work_s: float, now_s: float) -> float:
         """Return what ``add`` would, and count nothing."""
@@ -64,17 +58,8 @@ class PrefixDemand:
 
     def rate(self, key: bytes, now_s: float) -> float:
         """Return a key's rate now; 0.0 when it is unknown."""
-        return self._grown.get(key, 0.0) / self._grow(now_s)
-
-    def _grow(self, now_s: float) -> float:
-        """Work out by how much a rate of ``_origin_s`` is overstated now; the origin moves before numbers get huge."""
-        memories = max(now_s - self._origin_s, 0.0) / self._memory_s
-        if memories >= _LONGEST_MEMORIES:
-            left = exp(-memories)
-            self._grown = OrderedDict((key, sum_ * left) for key, sum_ in self._grown.items() if sum_ * left > _NOTHING)
-            self._origin_s, memories = now_s, 0.0
-        self._now_s, self._growth = now_s, exp(memories)
-        return self._growth
+        rate, at_s = self._rates.get(key, (0.0, now_s))
+        return rate if at_s == now_s else rate * exp(min(at_s - now_s, 0.0) / self._memory_s)
 
 
 class Replication:
@@ -105,11 +90,9 @@ class Replication:
         another: str | None = None
         if view.loads.num_pulling:
             another = self.one_more_holder(view, chosen.replica_id)
-        if another is not None:
-            for candidate in scored(scores_s, work, view, None, TIE_TOLERANCE):
-                if candidate.replica_id == another:
-                    return candidate._replace(reason="hot_prefix")
-        return chosen
+        if another is None:
+            return chosen
+        return Candidate(another, scores_s.item(view.loads.replicas[another].row), "hot_prefix")
 
     def one_more_holder(self, view: RoutingView, chosen_id: str) -> str | None:
         """Count a request's work at who was chosen; return the replica that should be one more holder, if any.
@@ -192,7 +175,10 @@ def _next_holder(view: RoutingView, tokens: int, rate: float) -> str | None:
     open_ones = [
         name
         for name in others[: max(most - len(holders), 0)]
-        if name not in view.blocked and not loads.is_full(name) and pulls_faster(name, loads)
+        if name not in view.blocked
+        and name not in view.request.avoid
+        and not loads.is_full(name)
+        and pulls_faster(name, loads)
     ]
     chosen = min(open_ones, key=loads.queue_ahead, default=None)  # the first of equals
     idlest = min(map(loads.queue_ahead, holders))

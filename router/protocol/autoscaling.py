@@ -23,12 +23,10 @@ class _Figures:
     @classmethod
     def of(cls, floats: Mapping[str, float]) -> Self:
         """Read what ``to_floats`` made. Raises ValueError where a number is missing, negative or not finite."""
-        values = {}
-        for one in fields(cls):  # type: ignore[arg-type]
-            value = floats.get(one.name, -1.0)
+        values = {field.name: floats.get(field.name, -1.0) for field in fields(cls)}  # type: ignore[arg-type]
+        for name, value in values.items():
             if not isfinite(value) or value < 0.0:
-                raise ValueError(f"{one.name} is {value}")
-            values[one.name] = value
+                raise ValueError(f"{name} is {value}")
         return cls(**values)
 
 
@@ -57,12 +55,23 @@ class ReplicaFigures(_Figures):
 
 
 @dataclass(frozen=True, slots=True)
-class IngressFigures(_Figures):
-    """One ingress and its router.
+class Bounds(_Figures):
+    """The settings in force: see ``AutoscalingConfig``."""
+
+    min_replicas: float
+    max_replicas: float
+    target_ttft_s: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class IngressFigures(Bounds):
+    """One ingress, its settings and its router.
 
     ``requests``: it routed in the last minute, with the p90 of their estimated TTFT and of their own prefill, and the
     mean of the latter; ``waiting_requests``: not routed yet. ``working_set_tokens``: of blocks that are reused over and
-    over. The rest are the settings in force.
+    over.
     """
 
     requests: float
@@ -71,8 +80,3 @@ class IngressFigures(_Figures):
     mean_own_s: float
     waiting_requests: float
     working_set_tokens: float
-    min_replicas: float
-    max_replicas: float
-    target_ttft_s: float
-    upscale_delay_s: float
-    downscale_delay_s: float

@@ -155,11 +155,10 @@ def block_word(block_hash: bytes) -> int:
     """Return what a block counts in the digest of a set: the XOR of such words, in whatever order.
 
     Of the first 8 bytes, by which directories know it, the upper 36 bits times the lower 28: were it those bytes alone,
-    two blocks altered in the same way would look as if nothing had happened. A directory takes upper bits of 1 for 2.
+    two blocks altered in the same way would look as if nothing had happened.
     """
     key = int.from_bytes(block_hash[:8], "little")
-    upper = key >> WORD_BITS
-    return (upper + (upper == 1)) * (key & WORD_MASK)
+    return (key >> WORD_BITS) * (key & WORD_MASK)
 
 
 def xor_of_words(chain: bytes) -> int:
@@ -168,8 +167,7 @@ def xor_of_words(chain: bytes) -> int:
     if whole < 16:  # numpy's calls would take longer
         return reduce(xor, map(block_word, split_chain(chain[: whole * HASH_BYTES])), 0)
     keys = np.frombuffer(chain, dtype="<u8", count=2 * whole)[::2]
-    upper = keys >> np.uint64(WORD_BITS)
-    return int(np.bitwise_xor.reduce((upper + (upper == 1)) * (keys & np.uint64(WORD_MASK))))
+    return int(np.bitwise_xor.reduce((keys >> np.uint64(WORD_BITS)) * (keys & np.uint64(WORD_MASK))))
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

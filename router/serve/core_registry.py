@@ -1,4 +1,4 @@
-"""One RoutingCore for each deployment in this process: what Serve's router and the ingress beside it share."""
+"""One RoutingCore for each deployment in a process, and what its Serve router shares with the ingress beside it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from router.core import RoutingCore
 from router.serve.recent_decisions import RecentDecisions
+from router.serve.running_replicas import RunningReplicas
 from router.settings import RouterSettings
 
 
@@ -16,6 +17,7 @@ class _Shared:
     core: RoutingCore
     deployed: RouterSettings | None
     decisions: RecentDecisions = field(default_factory=RecentDecisions)
+    running: RunningReplicas = field(default_factory=RunningReplicas)
 
 
 _shared: dict[str, _Shared] = {}
@@ -35,6 +37,11 @@ def core_for(deployment_key: str, settings: RouterSettings | None = None) -> Rou
 def decisions_for(deployment_key: str) -> RecentDecisions:
     """Return what this process's Serve router decided lately for a deployment: Serve's handle does not pass it on."""
     return _of(deployment_key, None).decisions
+
+
+def running_replicas(deployment_key: str) -> RunningReplicas:
+    """Return which replicas of a deployment run, as this process's Serve router last heard it."""
+    return _of(deployment_key, None).running
 
 
 def _of(deployment_key: str, settings: RouterSettings | None) -> _Shared:

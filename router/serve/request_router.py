@@ -15,12 +15,11 @@ from typing import Any
 
 from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
-from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router.feed import FeedEndpoint, FeedSubscriber
 from router.protocol.request import Decision, NoReplicaLeft, RoutedRequest
-from router.serve.core_registry import core_for, decisions_for
-from router.serve.running_replicas import running_replicas
+from router.serve.core_registry import core_for, decisions_for, running_replicas
 from router.serve.wait_queue import WaitQueue
 from router.settings import RouterSettings
 
@@ -109,21 +108,8 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank candidates, one a rank; for callers inside Serve that bypass ``_choose_replica_for_request``."""
-        if pending_request is not None:
-            pending_request.routing_context.should_backoff = True
-        candidates = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        route = _route_of(pending_request)
-        if route is not None:
-            try:
-                ranked = [candidate.replica_id for candidate in self._core.rank(route, self._full())]
-                return [[candidates[name]] for name in ranked if name in candidates]
-            except Exception:
-                self._fault("ranking")
+        """Rank candidates by their queues, one a rank; for callers inside Serve that bypass our choice."""
         return [[replica] for replica in sorted(candidate_replicas, key=self._queue_length)]
-
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Reservations end when the ingress sees the first token or an error, or by TTL; nothing to do here."""
 
     def _choose(self, pending_request: PendingRequest, is_retry: bool) -> RunningReplica | None:
         """Return the replica for a request, None while all are full or away.

@@ -32,13 +32,3 @@ class RunningReplicas:
             self.names = frozenset(names)
             for listener in self._listeners:
                 listener(self.names)
-
-
-_known: dict[str, RunningReplicas] = {}
-_known_lock = Lock()
-
-
-def running_replicas(deployment_key: str) -> RunningReplicas:
-    """Return this process's one for a deployment, made on first use."""
-    with _known_lock:
-        return _known.setdefault(deployment_key, RunningReplicas())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -35,23 +36,17 @@ class _Newest:
 
     def aged(self, raw: Raw, kind: type[F], now_s: float) -> dict[str, tuple[float, F]]:
         """Return by source how old its figures are, and the figures; without those that make no sense."""
-        by_source: dict[str, dict[str, float]] = {}
-        taken_s: dict[str, float] = {}
-        for name, values in raw.items():
-            for source, (at_s, value) in values.items():
-                by_source.setdefault(source, {})[name] = value
-                taken_s[source] = max(taken_s.get(source, 0.0), at_s)
-        self._seen = {
-            source: self._seen[source] if source in self._seen and self._seen[source][0] == at_s else (at_s, now_s)
-            for source, at_s in taken_s.items()
-        }
-        found: dict[str, tuple[float, F]] = {}
-        for source, floats in by_source.items():
-            try:
-                found[source] = now_s - self._seen[source][1], kind.of(floats)
-            except ValueError:
-                continue
-        return found
+        seen: dict[str, tuple[float, float]] = {}
+        aged: dict[str, tuple[float, F]] = {}
+        for source in {source for values in raw.values() for source in values}:
+            figures = {name: values[source] for name, values in raw.items() if source in values}
+            at_s = max(at_s for at_s, _ in figures.values())
+            before = self._seen.get(source)
+            seen[source] = before if before is not None and before[0] == at_s else (at_s, now_s)
+            with suppress(ValueError):
+                aged[source] = now_s - seen[source][1], kind.of({name: value for name, (_, value) in figures.items()})
+        self._seen = seen
+        return aged
 
 
 class Board:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, sqrt
 from typing import Literal
 
-from serve_app.autoscaling.signals import Bounds, Signals
+from router.protocol.autoscaling import Bounds
+from serve_app.autoscaling.signals import Signals
 
 CONTROL_PERIOD_S = 5.0
 
@@ -111,7 +112,7 @@ def _decision(
     state: State, now: Signals, bounds: Bounds, needed: float, cause: Reason, why: str, now_s: float
 ) -> Decision:
     target = now.target
-    least, most = bounds.min_replicas, bounds.max_replicas
+    least, most = int(bounds.min_replicas), int(bounds.max_replicas)
     if not least <= target <= most:
         bounded = min(max(target, least), most)
         return Decision(bounded, needed, "bounds", f"between {least} and {most} replicas are allowed")

@@ -10,22 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from router.load.replica_load import seconds_per_token
-from router.protocol.autoscaling import IngressFigures, ReplicaFigures
+from router.protocol.autoscaling import Bounds, IngressFigures, ReplicaFigures
 
-REPORT_INTERVAL_S = 1.0
 OLD_AFTER_S = 10.0
 """Figures are not believed that are older, nor those of a deployment where any replica's are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The settings in force: see ``AutoscalingConfig``."""
-
-    min_replicas: int
-    max_replicas: int
-    target_ttft_s: float
-    upscale_delay_s: float
-    downscale_delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +55,8 @@ def signals(
 ) -> Signals:
     """Return the signals. ``running``: ids of the replicas that run; figures come with their age in seconds."""
     told = [figures for age_s, figures in ingresses if age_s <= OLD_AFTER_S]
-    bounds = None
-    if told:
-        # While new settings travel, the ingresses may differ for a second: any one's are as good.
-        first = told[0]
-        bounds = Bounds(
-            int(first.min_replicas),
-            int(first.max_replicas),
-            first.target_ttft_s,
-            first.upscale_delay_s,
-            first.downscale_delay_s,
-        )
+    # While new settings travel, the ingresses may differ for a second: any one's are as good.
+    bounds = told[0] if told else None
     known = {name: replicas[name] for name in running if name in replicas and replicas[name][0] <= OLD_AFTER_S}
     fault = ""
     if not running:

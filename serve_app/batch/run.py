@@ -118,7 +118,7 @@ class _Batch:
                 decoder,
                 wanted.stop,
                 place,
-                self._tool_calls.reading(use),
+                self._tool_calls.splitter(use),
                 include_stop=wanted.include_stop_str_in_output,
             )
             async with aclosing(pieces):

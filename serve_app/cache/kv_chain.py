@@ -34,16 +34,8 @@ class TransferError(ValueError):
     """KV that must not be loaded."""
 
 
-class NotAChain(TransferError):
-    """The bytes are no block chain, or not one of this version."""
-
-
-class Truncated(TransferError):
-    """Bytes are missing, or there are more than the header says."""
-
-
-class BadChecksum(TransferError):
-    """Header or payload changed on the way."""
+class Damaged(TransferError):
+    """The bytes are no block chain of this version, or not all of one, or they changed on the way."""
 
 
 class FormatMismatch(TransferError):
@@ -136,45 +128,45 @@ def encode_header(header: ChainHeader) -> bytes:
 
 
 def header_bytes(prefix: bytes | memoryview) -> int:
-    """Return where the payload starts, from the first ``PREFIX_BYTES``. Raises NotAChain or Truncated."""
+    """Return where the payload starts, from the first ``PREFIX_BYTES``. Raises Damaged."""
     if len(prefix) < PREFIX_BYTES:
-        raise Truncated(f"{len(prefix)} bytes hold no header")
+        raise Damaged(f"{len(prefix)} bytes hold no header")
     magic, version, length, _ = _PREFIX.unpack_from(prefix)
     if magic != MAGIC:
-        raise NotAChain("the magic number is another one")
+        raise Damaged("the magic number is another one")
     if version != VERSION:
-        raise NotAChain(f"version {version}, and this is {VERSION}")
+        raise Damaged(f"version {version}, and this is {VERSION}")
     if length > MAX_HEADER_BYTES:
-        raise NotAChain(f"a header of {length} bytes")
+        raise Damaged(f"a header of {length} bytes")
     return PREFIX_BYTES + int(length)
 
 
 def decode_header(data: bytes | memoryview) -> tuple[ChainHeader, int]:
-    """Return the header and where the payload starts. Raises NotAChain, Truncated or BadChecksum."""
+    """Return the header and where the payload starts. Raises Damaged."""
     start = header_bytes(data)
     if len(data) < start:
-        raise Truncated(f"a header of {start} bytes in {len(data)}")
+        raise Damaged(f"a header of {start} bytes in {len(data)}")
     body = bytes(data[PREFIX_BYTES:start])
     if xxhash.xxh3_64_intdigest(body) != _PREFIX.unpack_from(data)[3]:
-        raise BadChecksum("the header's checksum is wrong")
+        raise Damaged("the header's checksum is wrong")
     try:
         header = _decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise NotAChain(f"the header cannot be read: {error}") from error
+        raise Damaged(f"the header cannot be read: {error}") from error
     sizes = (len(header.hashes) % HASH_BYTES, len(header.prefix_digest) - DIGEST_BYTES, header.format.block_size < 1)
     if any(sizes) or any(part.dtype not in _DTYPE_BYTES for part in header.format.parts):
-        raise NotAChain("the header's fields have impossible sizes")
+        raise Damaged("the header's fields have impossible sizes")
     if len(header.token_ids) != header.blocks * header.format.block_size * 4:
-        raise NotAChain("the header's tokens do not fill its blocks")
+        raise Damaged("the header's tokens do not fill its blocks")
     return header, start
 
 
 def check_payload(header: ChainHeader, payload: Row) -> None:
-    """Raise Truncated or BadChecksum where the payload is not the header's."""
+    """Raise Damaged where the payload is not the header's."""
     if payload.dtype != np.uint8 or payload.shape != (header.blocks, header.format.block_bytes):
-        raise Truncated(f"a payload of shape {payload.shape} for {header.blocks} blocks")
+        raise Damaged(f"a payload of shape {payload.shape} for {header.blocks} blocks")
     if checksum(np.ascontiguousarray(payload)) != header.checksum:
-        raise BadChecksum("the payload's checksum is wrong")
+        raise Damaged("the payload's checksum is wrong")
 
 
 def check_format(header: ChainHeader, expected: KvFormat) -> None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
-from serve_app.cache_diagnostics.explain import MIN_MISSED_TOKENS, REMEDIES, Decode, Miss, explain, is_miss
+from serve_app.cache_diagnostics.explain import REMEDIES, Decode, Miss, explain, is_miss
 from serve_app.cache_diagnostics.memory import PromptMemory, SeenPrompt
 from serve_app.fairness.workers import FairWorkers
 from serve_app.generation.generation import Generation
@@ -29,19 +27,11 @@ PATTERN_CHARS = 64
 QUIET = ("never_seen", "not_compared", "evicted")
 """Reasons that are no fault of a prompt, and no line of the log."""
 
-MAX_BEGINNINGS = 4096
-"""Of new prompts, over all tenants, as digests."""
-_KEY = secrets.token_bytes(32)
-
-Count = Callable[[str, str, int], None]
-"""(tenant, reason, lost tokens) of one miss."""
-
 
 class MissDetector:
     """Explains the misses of one ingress. ``tenants``: how many there are.
 
-    ``count_elsewhere``: called for a tenant's new prompt that another tenant has under another salt; operators alone
-    may know of it.
+    ``count``: called with the tenant, reason and lost tokens of each miss.
     """
 
     def __init__(
@@ -49,15 +39,12 @@ class MissDetector:
         decode: Decode,
         workers: FairWorkers,
         tenants: Callable[[], int],
-        count: Count,
-        count_elsewhere: Callable[[str], None] = lambda tenant: None,
+        count: Callable[[str, str, int], None],
     ) -> None:
         self._decode = decode
         self._workers = workers
         self._memory = PromptMemory(tenants)
         self._count = count
-        self._count_elsewhere = count_elsewhere
-        self._beginnings: OrderedDict[bytes, tuple[str, bytes]] = OrderedDict()
         self._under_way: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[Miss]] = set()
         self._logged: OrderedDict[tuple[str, str, str, int], None] = OrderedDict()
@@ -71,13 +58,12 @@ class MissDetector:
         """
         if not generation.store_kv:
             return None
-        tenant, prompt_tokens = generation.tenant, len(generation.token_ids)
+        tenant, task = generation.tenant, None
         prompt = SeenPrompt(generation.token_ids, generation.scope, generation.system_chars, now_s)
-        task: asyncio.Task[Miss] | None = None
-        if is_miss(prompt_tokens, cached_tokens):
-            earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
+        if is_miss(len(generation.token_ids), cached_tokens):
             if self._under_way[tenant] < MAX_AT_ONCE:
                 self._under_way[tenant] += 1
+                earlier = [seen for seen in self._memory.prompts(tenant) if seen.seen_s < arrived_s]
                 task = asyncio.create_task(self._explain(tenant, prompt, cached_tokens, earlier))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -90,44 +76,29 @@ class MissDetector:
         self, tenant: str, prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt]
     ) -> Miss:
         try:
-            size = prompt.ids.nbytes
-            miss = await self._workers.run(tenant, size, explain, prompt, cached_tokens, earlier, self._decode)
+            miss = await self._workers.run(
+                tenant, prompt.ids.nbytes, explain, prompt, cached_tokens, earlier, self._decode
+            )
         except Exception:  # an answer must not fail because nobody can say why it was slow
             logger.exception("a miss could not be explained")
             miss = Miss("not_compared", 0)
         finally:
             self._under_way[tenant] -= 1
-            if not self._under_way[tenant]:
-                del self._under_way[tenant]
         self._count(tenant, miss.reason, miss.lost_tokens)
         self._log(tenant, miss)
-        if miss.reason == "never_seen":
-            self._look_elsewhere(tenant, prompt)
         return miss
-
-    def _look_elsewhere(self, tenant: str, prompt: SeenPrompt) -> None:
-        """Count a prompt whose beginning came from another tenant, too: its tenant is told nothing of that."""
-        beginning = prompt.scope.lora.encode() + b"\0" + prompt.ids[:MIN_MISSED_TOKENS].tobytes()
-        digest = blake2b(beginning, digest_size=16, key=_KEY).digest()
-        known = self._beginnings.setdefault(digest, (tenant, prompt.scope.salt))
-        self._beginnings.move_to_end(digest)
-        if len(self._beginnings) > MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)
-        if known[0] != tenant and known[1] != prompt.scope.salt:
-            self._count_elsewhere(tenant)
 
     def _log(self, tenant: str, miss: Miss) -> None:
         """Write a line for a pattern that was not seen yet."""
-        if miss.reason in QUIET:
-            return
-        pattern = (tenant, miss.reason, miss.part, (miss.char or 0) // PATTERN_CHARS)
-        if pattern in self._logged:
-            self._logged.move_to_end(pattern)
+        place, where = miss.first_difference, ""
+        pattern = (tenant, miss.reason, place.part if place else "", place.char // PATTERN_CHARS if place else 0)
+        if miss.reason in QUIET or pattern in self._logged:
             return
         self._logged[pattern] = None
         if len(self._logged) > MAX_PATTERNS:
             self._logged.popitem(last=False)
-        where = "" if miss.char is None else f" at character {miss.char} (line {miss.line}) of the {miss.part} part"
+        if place is not None:
+            where = f" at character {place.char} (line {place.line}) of the {place.part} part"
         logger.warning(
             "prompts of tenant %s miss the cache: %s%s costs %d tokens. %s",
             tenant, miss.reason, where, miss.lost_tokens, REMEDIES[miss.reason],

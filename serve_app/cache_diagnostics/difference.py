@@ -1,84 +1,93 @@
-"""Where two prompts differ first, of which class the difference is, and how much behind it is equal again."""
+"""Where two texts differ first, and of which class the difference is. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from router.protocol.block_hash import TokenArray
-from serve_app.cache_diagnostics.values import Kind, value_at
-
+Kind = Literal["time", "id"]
+"""Of a value that changes from one request to the next: a date, time or timestamp; a UUID, or a number that counts."""
 Difference = Kind | Literal["whitespace", "reordered", "text"]
 
-GRAM = 8
-"""Tokens that are taken for the same place in two prompts where they are equal."""
+VALUE_CHARS = 80
+"""No value is longer."""
 MAX_CHARS = 16 << 10
 """Of what is read behind a difference to find its class."""
 SPACE_CHARS = 24
+NEAR_CHARS = 28
 
-_MULTIPLIERS = np.array(
-    [(0x9E3779B97F4A7C15 * (2 * power + 1)) % 2**64 | 1 for power in range(GRAM)], dtype=np.uint64
-)  # fmt: skip
+_WEEKDAY = r"(?:(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?,?\s+)?"
+_MONTH = r"(?:jan|feb|mar|apr|may|june?|july?|aug|sept?|oct|nov|dec)[a-z]*\.?"
+_DAY, _YEAR = r"(?:0?[1-9]|[12]\d|3[01])", r"(?:19|20)\d\d"
+_TIMES = (
+    rf"{_YEAR}([-/.]?)(?:0[1-9]|1[0-2])\1{_DAY}(?!\d)",
+    rf"{_DAY}([./-]){_DAY}\1(?:{_YEAR}|\d\d)(?![./-]?\d)",
+    rf"{_WEEKDAY}{_DAY}(?:st|nd|rd|th)?[\s-](?:of\s)?{_MONTH}(?:,?[\s-]{_YEAR})?(?!\w)",
+    rf"{_WEEKDAY}{_MONTH}\s{_DAY}(?:st|nd|rd|th)?(?:,?\s{_YEAR})?(?!\w)",
+    rf"{_YEAR}\s?[年년]\s?\d{{1,2}}\s?[月월]\s?\d{{1,2}}\s?[日일]",
+    r"(?:\d\d|\d(?=:\d\d(?::\d|\s?[ap]\.?m)))(?::[0-5]\d){1,2}(?:[.,]\d+)?(?:\s?[ap]\.?m\b)?(?![\d:])",
+    r"(?:[01]?\d|2[0-3])\s?[h時时시]\s?[0-5]\d(?!\d)",
+    r"1[4-9]\d{8}(?:\.\d{1,9}|\d{3}|\d{6}|\d{9})?(?![\w-])(?!\.\d)",
+)
+# Not a version, a price, a share, a phone number.
+_NUMBER = re.compile(r"(?<![\w.,:$€£¥+/-])\d{1,9}(?!\w)(?![.,:/-]\d)(?!\s?[%€$£°])")
+_PATTERNS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("id", re.compile(r"(?<![0-9a-f])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![0-9a-f])", re.I)),
+    ("id", re.compile(r"(?<![0-9A-Za-z])0[0-7][0-9A-HJKMNP-TV-Z]{24}(?![0-9A-Za-z])")),  # a ULID
+    *(("time", re.compile(rf"(?<![a-su-z0-9.:]){pattern}", re.I)) for pattern in _TIMES),
+    ("id", _NUMBER),
+)
+_COUNTED = re.compile(
+    r"(?:request|turn|message|question|attempt|retry|visit|visitor|step|iteration|round|conversation|session|call|query"
+    r"|run|seq|count|counter|index|queue|remaining|left|online|views?|number|no\.|token|nonce|user|total)s?\b|#",
+    re.I,
+)
 _SPACE = re.compile(r"[\s\u200b\u200c\u200d\u2060\ufeff]+")
 _WORDS = re.compile(r"\w+|[^\w\s,]")
 _WORD_THERE = re.compile(r"\s*\S+|\s+")
 
-Hashes = npt.NDArray[np.uint64]
+
+class Value(NamedTuple):
+    """A value in a text that begins at ``start``."""
+
+    kind: Kind
+    start: int
+    text: str
 
 
-def grams(ids: TokenArray) -> Hashes:
-    """Return a hash of the ``GRAM`` tokens from each token on; none where there are fewer."""
-    count = len(ids) - GRAM + 1
-    if count < 1:
-        return np.empty(0, dtype=np.uint64)
-    wide = ids.astype(np.uint64) + np.uint64(1)
-    sums = np.zeros(count, dtype=np.uint64)
-    for offset in range(GRAM):
-        part = wide[offset : offset + count] * _MULTIPLIERS[offset]
-        sums += part ^ (part >> np.uint64(29))
-    sums *= np.uint64(0xBF58476D1CE4E5B9)
-    return sums ^ (sums >> np.uint64(32))
+def _values_at(text: str, place: int) -> Iterator[Value]:
+    """Yield the values that hold the character at ``place``, or end there."""
+    begin = max(0, place - VALUE_CHARS)
+    for kind, pattern in _PATTERNS:
+        for match in pattern.finditer(text, begin, place + VALUE_CHARS):
+            if match.start() <= place <= match.end() and (pattern is not _NUMBER or _is_counted(text, match)):
+                yield Value(kind, match.start(), match.group())
 
 
-def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
-    """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
-    equal = np.isin(grams(new[start:]), grams(old[start:]))
-    return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
-
-
-def first_difference(new: str, old: str) -> int:
-    """Return how many leading characters two texts have in common."""
-    low, high = 0, min(len(new), len(old))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if new[low:middle] == old[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _is_counted(text: str, number: re.Match[str]) -> bool:
+    """Return whether a word near a number, in its line, is that of something that is counted."""
+    before = text[max(0, number.start() - NEAR_CHARS) : number.start()].rpartition("\n")[2]
+    behind = text[number.end() : number.end() + NEAR_CHARS].partition("\n")[0]
+    return bool(_COUNTED.search(before) or _COUNTED.search(behind))
 
 
 def classify(new: str, old: str, place: int) -> Difference:
     """Return the class of the difference at ``place`` of two texts, which are equal before it."""
     if _differs_in_space(new, old, place):
         return "whitespace"
-    before = {(value.kind, value.start): old[value.start : value.end] for value in value_at(old, place)}
-    for value in value_at(new, place):
-        other = before.get((value.kind, value.start))
-        if other is not None and other != new[value.start : value.end]:
+    before = {(value.kind, value.start): value.text for value in _values_at(old, place)}
+    for value in _values_at(new, place):
+        if before.get((value.kind, value.start), value.text) != value.text:
             return value.kind
     return "reordered" if _is_reordered(new, old, place) else "text"
 
 
 def value_there(text: str, place: int) -> str:
     """Return the value that holds a place of a text, or the rest of the word there; at most 64 characters."""
-    for value in value_at(text, place):
-        if value.start <= place < value.end:
-            return text[value.start : value.end][:64]
+    for value in _values_at(text, place):
+        return value.text[:64]
     word = _WORD_THERE.match(text, place)
     return word.group()[:64] if word else ""
 
@@ -95,14 +104,14 @@ def _differs_in_space(new: str, old: str, place: int) -> bool:
 def _is_reordered(new: str, old: str, place: int) -> bool:
     """Return whether lines from that of the place on are the same in another order, or one line of JSON's fields."""
     start = new.rfind("\n", 0, place) + 1
-    new_lines, old_lines = (text[start : start + MAX_CHARS].split("\n") for text in (new, old))
-    balance: Counter[str] = Counter()
-    for count, pair in enumerate(zip(new_lines, old_lines, strict=False), 1):
-        for line, sign in zip(pair, (1, -1), strict=True):
+    lines = (text[start : start + MAX_CHARS].split("\n") for text in (new, old))
+    unmatched: Counter[str] = Counter()
+    for count, (new_line, old_line) in enumerate(zip(*lines, strict=False), 1):
+        for line, sign in ((new_line, 1), (old_line, -1)):
             words = " ".join(sorted(_WORDS.findall(line)))
-            balance[words] += sign
-            if not balance[words]:
-                del balance[words]
-        if not balance:
-            return count > 1 or '":' in pair[0]
+            unmatched[words] += sign
+            if not unmatched[words]:
+                del unmatched[words]
+        if not unmatched:
+            return count > 1 or '":' in new_line
     return False

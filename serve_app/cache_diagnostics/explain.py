@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from router.protocol.block_hash import TokenArray
-from serve_app.cache_diagnostics.difference import (
-    Difference,
-    classify,
-    equal_behind,
-    first_difference,
-    value_there,
-)
+from serve_app.cache_diagnostics.difference import Difference, classify, value_there
 from serve_app.cache_diagnostics.memory import MAX_PROMPT_TOKENS, SeenPrompt
+from serve_app.prompts.lock import first_difference
 from serve_app.tokenization.public_tokens import common_tokens
 
 Reason = Difference | Literal["adapter", "salt", "evicted", "never_seen", "not_compared"]
@@ -27,18 +24,22 @@ MISSED_PART = 8
 """A miss computes at least one of so many tokens of its prompt: a turn added to a long conversation is none."""
 MIN_LOST_TOKENS = 32
 """Fewer tokens that were there before are not worth a word."""
+MAX_COMPARED = 8
+"""Earlier prompts that are looked through to their end: those with the longest beginning in common."""
+GRAM = 8
+"""Tokens that are taken for the same place in two prompts where they are equal."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
 """What is read of both texts around their first difference."""
+
+_MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=GRAM, dtype=np.uint64) | np.uint64(1)
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
 
 REMEDIES: dict[Reason, str] = {
-    "date": "Move the date behind the parts that stay the same, best into the last user message.",
-    "time": "Move the time behind the parts that stay the same, best into the last user message, or leave it out.",
-    "uuid": "Leave ids of requests and sessions out of the prompt, or put them into the last message.",
-    "epoch": "Leave the timestamp out of the prompt, or put it into the last message.",
-    "counter": "Move the number that counts behind the parts that stay the same, best into the last user message.",
+    "time": "Move the date or time behind the parts that stay the same, best into the last user message, or leave it "
+    "out.",
+    "id": "Leave ids and numbers that count out of the prompt, or put them into the last user message.",
     "whitespace": "Write the prompt from one template: spaces and line ends must be the same each time.",
     "reordered": "Write JSON with sorted keys, and tools and lists in a fixed order.",
     "text": "The prompt was changed here. If it changes with each request, move the part behind what stays the same.",
@@ -52,34 +53,27 @@ REMEDIES: dict[Reason, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Miss:
-    """Why a prompt was computed. ``token``, ``char``, ``line``: where it differs first, lines from 1; None: nowhere.
+class Place:
+    """Where a prompt differs first. ``line``: from 1. ``found``: what stands there, at most 64 characters."""
 
-    ``part``: of the prompt. ``lost_tokens``: computed again, though an earlier prompt had them in this order.
-    ``found``: what stands there in this prompt, at most 64 characters; never what another had.
-    """
+    part: Literal["system", "messages"]
+    token: int
+    char: int
+    line: int
+    found: str
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why a prompt was computed. ``lost_tokens``: computed again, though an earlier prompt had them in this order."""
 
     reason: Reason
     lost_tokens: int
-    part: Literal["system", "messages", ""] = ""
-    token: int | None = None
-    char: int | None = None
-    line: int | None = None
-    found: str = ""
+    first_difference: Place | None = None
 
     def shown(self) -> dict[str, Any]:
-        """Return it as answers tell it."""
-        difference = None
-        if self.token is not None:
-            difference = {
-                "part": self.part, "token": self.token, "char": self.char, "line": self.line, "found": self.found,
-            }  # fmt: skip
-        return {
-            "reason": self.reason,
-            "lost_tokens": self.lost_tokens,
-            "first_difference": difference,
-            "remedy": REMEDIES[self.reason],
-        }
+        """Return it as answers tell it; never what another prompt had."""
+        return {**asdict(self), "remedy": REMEDIES[self.reason]}
 
 
 def is_miss(prompt_tokens: int, cached_tokens: int) -> bool:
@@ -93,62 +87,53 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
 
     ``earlier``: its tenant's prompts that were answered before it came. O(tokens remembered), in numpy.
     """
-    new = prompt.ids
-    common = [common_tokens(new, seen.ids) for seen in earlier]
-    own = max((tokens for tokens, seen in zip(common, earlier, strict=True) if _one_cache(seen, prompt)), default=0)
-    if own >= MAX_PROMPT_TOKENS:
+    common = {seen: common_tokens(prompt.ids, seen.ids) for seen in earlier}
+    siblings = [seen for seen in earlier if seen.cache == prompt.cache]
+    own = max((common[seen] for seen in siblings), default=0)
+    if own == MAX_PROMPT_TOKENS:
         return Miss("not_compared", 0)
     if own - cached_tokens >= MIN_MISSED_TOKENS:
         return Miss("evicted", own - cached_tokens)
-    elsewhere = max(range(len(earlier)), key=lambda index: common[index], default=None)
-    if elsewhere is not None and common[elsewhere] - max(own, cached_tokens) >= MIN_MISSED_TOKENS:
-        scope = earlier[elsewhere].scope
-        reason: Reason = "adapter" if scope.lora != prompt.scope.lora else "salt"
-        return Miss(reason, common[elsewhere] - cached_tokens)
-    nearest = _nearest(prompt, earlier, common, cached_tokens)
-    if nearest is None:
-        return Miss("never_seen", 0)
-    place = common[nearest]
-    lost = equal_behind(new, earlier[nearest].ids, place)
-    if lost < MIN_LOST_TOKENS:
-        return Miss("never_seen", 0)
-    return _difference(prompt, earlier[nearest], place, lost, decode)
-
-
-def _one_cache(seen: SeenPrompt, prompt: SeenPrompt) -> bool:
-    return (seen.scope.lora, seen.scope.salt) == (prompt.scope.lora, prompt.scope.salt)
-
-
-def _nearest(
-    prompt: SeenPrompt, earlier: Sequence[SeenPrompt], common: Sequence[int], cached_tokens: int
-) -> int | None:
-    """Return the index of the earlier prompt that has most in common with this one, wherever it stands.
-
-    Of those with about as much (7/8) it is the one that differs last, and of these the latest.
-    """
+    longest = max(earlier, key=lambda seen: common[seen], default=None)
+    if longest is not None and common[longest] - max(own, cached_tokens) >= MIN_MISSED_TOKENS:
+        return Miss("adapter" if longest.cache[0] != prompt.cache[0] else "salt", common[longest] - cached_tokens)
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
-    shared = {
-        index: len(np.intersect1d(prompt.sketch, seen.sketch, assume_unique=True))
-        for index, seen in enumerate(earlier)
-        if _one_cache(seen, prompt) and common[index] >= least
-    }
-    most = max(shared.values(), default=0)
-    near = [index for index, hashes in shared.items() if hashes and hashes * 8 >= most * 7]
-    return max(near, key=lambda index: (common[index], index), default=None)
+    near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
+    lost = {seen: equal_behind(prompt.ids, seen.ids, common[seen]) for seen in near[-MAX_COMPARED:]}
+    most = max(lost.values(), default=0)
+    if most < MIN_LOST_TOKENS:
+        return Miss("never_seen", 0)
+    # Of those that have about as much the one that differs last.
+    nearest = next(seen for seen in reversed(lost) if lost[seen] * 8 >= most * 7)
+    reason, place = _difference(prompt, nearest, common[nearest], decode)
+    return Miss(reason, lost[nearest], place)
 
 
-def _difference(prompt: SeenPrompt, seen: SeenPrompt, place: int, lost: int, decode: Decode) -> Miss:
-    start = max(0, place - BEFORE_TOKENS)
-    new, old = (_text(each.ids[start : place + BEHIND_TOKENS], decode) for each in (prompt, seen))
-    at = first_difference(new, old)
-    reason = classify(new, old, at)
+def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
+    """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
+    equal = np.isin(_grams(new[start:]), _grams(old[start:]))
+    return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
+
+
+def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
+    """Return a hash of the ``GRAM`` tokens from each token on; none where there are fewer."""
+    if len(ids) < GRAM:
+        return np.empty(0, dtype=np.uint64)
+    hashes: npt.NDArray[np.uint64] = sliding_window_view(ids.astype(np.uint64), GRAM) @ _MULTIPLIERS
+    return hashes
+
+
+def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[Reason, Place]:
+    start = max(0, token - BEFORE_TOKENS)
     before = _text(prompt.ids[:start], decode)
+    new, old = (_text(each.ids[start : token + BEHIND_TOKENS], decode) for each in (prompt, seen))
+    at = first_difference(new, old)
     char = len(before) + at
-    # The beginning of the value is what a reader looks for, not the first of its digits that changed.
     line = before.count("\n") + new.count("\n", 0, at) + 1
     part: Literal["system", "messages"] = "system" if char < prompt.system_chars else "messages"
-    return Miss(reason, lost, part, place, char, line, value_there(new, at))
+    # The beginning of the value is what a reader looks for, not the first of its digits that changed.
+    return classify(new, old, at), Place(part, token, char, line, value_there(new, at))
 
 
 def _text(ids: TokenArray, decode: Decode) -> str:

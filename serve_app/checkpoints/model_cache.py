@@ -28,45 +28,37 @@ def ensure_made(target: Path, make: Callable[[Path], None]) -> Path:
     Raises what ``make`` does, and CheckpointError where the directory cannot be written.
     """
     try:
-        return target if target.is_dir() else _made(target, make)
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(target.parent):
+                if not target.is_dir():
+                    _make(target, make)
     except OSError as error:
         raise CheckpointError(
             f"{target.name} cannot be put into the model cache: {error}; XDG_CACHE_HOME names another place"
         ) from error
-
-
-def _made(target: Path, make: Callable[[Path], None]) -> Path:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(target.parent) as alone:
-        if target.is_dir():
-            return target
-        if alone:
-            for leftover in target.parent.glob(f".{target.name}-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        making = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            make(making)
-            for path in (making, *making.iterdir()):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-            with contextlib.suppress(OSError):  # ENOTEMPTY: another process was sooner; it made the same
-                making.rename(target)
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-    if not target.is_dir():
-        raise OSError(f"it cannot be renamed to {target}")
     return target
 
 
+def _make(target: Path, make: Callable[[Path], None]) -> None:
+    for leftover in target.parent.glob(f".{target.name}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    making = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        make(making)
+        for path in (making, *making.iterdir()):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        making.rename(target)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[bool]:
-    """Wait until no other process makes a model here; yields False where the file system has no such locks (NFS)."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Wait until no other process makes a model here."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-        else:
-            yield True
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)

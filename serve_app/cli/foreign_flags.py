@@ -23,8 +23,8 @@ INSTEAD = {
 
 def instead_of(flag: str) -> str | None:
     """Return what to do in place of a flag that is none; None where nothing is known of it."""
-    if told := INSTEAD.get(flag):
-        return f"there is no {flag}: {told}"
+    if instead := INSTEAD.get(flag):
+        return f"there is no {flag}: {instead}"
     name = flag.removeprefix("--").replace("-", "_")
     return f"there is no {flag}: use --set {name}=VALUE" if name in AppConfig.model_fields else None
 

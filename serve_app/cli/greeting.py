@@ -15,37 +15,25 @@ def greeting(settings: AppConfig, host: str, port: int) -> str:
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
     operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""
-    body = json.dumps(
-        {
-            "model": model_name,
-            "stream": True,
-            "messages": [{"role": "user", "content": "Hello"}],
-            "temperature": 0,
-            "max_tokens": 32,
-        }
-    )
-    lines = [
-        f"warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})"
-    ]
-    if settings.model in RECIPES:
-        lines.append("This model has random weights: it answers nonsense. Bring another with --model.")
-    if settings.model == SMOLLM2:
-        lines.append("SmolLM2-135M-Instruct writes full English sentences, which are not always true.")
-    if settings.engine_traits.simulated:
-        lines.append("simulated: no model runs; tokens are made up and times come from a cost model.")
-    if not settings.tenants:
-        lines.append("No API keys are configured: everyone who can reach this port is the tenant `default`.")
-    lines += [
-        "",
-        f"curl -N {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'",
-        "",
-        "from openai import OpenAI",
-        f'client = OpenAI(base_url="{url}/v1", api_key="{key}")',
-        f'stream = client.chat.completions.create(model="{model_name}", stream=True, temperature=0,',
-        '                                        max_tokens=32, messages=[{"role": "user", "content": "Hello"}])',
-        'for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)',
-        "",
-        f"A chat, and the cache map: {url}/",
-        f"What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C",
-    ]
-    return "\n".join(lines)
+    request = {"model": model_name, "stream": True, "messages": [{"role": "user", "content": "Hello"}]}
+    body = json.dumps({**request, "temperature": 0, "max_tokens": 32})
+    simulated = settings.engine_traits.simulated
+    notes = {
+        "This model has random weights: it answers nonsense. Bring another with --model.": settings.model in RECIPES,
+        "SmolLM2-135M-Instruct writes full English sentences, which are not always true.": settings.model == SMOLLM2,
+        "simulated: no model runs; tokens are made up and times come from a cost model.": simulated,
+        "No API keys are configured: everyone who can reach this port is the tenant `default`.": not settings.tenants,
+    }
+    return f"""\
+warmpath serves {model_name} at {url} with {settings.first_replicas} replicas (engine: {settings.engine})
+{"".join(f"{note}{chr(10)}" for note, holds in notes.items() if holds)}
+curl -N {url}/v1/chat/completions{auth} -H 'Content-Type: application/json' -d '{body}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+stream = client.chat.completions.create(model="{model_name}", stream=True, temperature=0,
+                                        max_tokens=32, messages=[{{"role": "user", "content": "Hello"}}])
+for chunk in stream: print(chunk.choices[0].delta.content or "", end="", flush=True)
+
+A chat, and the cache map: {url}/
+What the caches hold: {url}/v1/cache/state   Metrics: {url}/metrics{operators}   Stop: Ctrl-C"""

@@ -10,7 +10,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from serve_app.api.openai.response import openai_error
+from serve_app.cli.processes import runs
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited, RequestTimeout, WarmpathError
 
 MAX_CONNECTIONS_PER_ADDRESS = 512
@@ -45,7 +48,6 @@ sed -i -E '/^ *option splice-re(quest|sponse)/d; /^ *errorfile 50[234] /d' "$3"
 grep -q 'track-sc0' "$3" || sed -i '/^frontend http_frontend$/,/^ *bind /{{
 /^ *bind /r {rules}
 }}' "$3"
-echo $$ >> '{pids}'
 exec '{binary}' "$@"
 """
 
@@ -68,15 +70,28 @@ _RULES = """\
 def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bounds: PortBounds) -> Path:
     """Write the program that Ray is to start as HAProxy, and what it needs, into ``run_dir``; return its path.
 
-    ``binary``: HAProxy itself; ``stats``, ``metrics``: the ports of its own pages. Each process it becomes is
-    noted in ``run_dir/haproxy.pids``.
+    ``binary``: HAProxy itself; ``stats``, ``metrics``: the ports of its own pages.
     """
     rules, wrapper = run_dir / "frontend.rules", run_dir / "haproxy"
     rules.write_text(_frontend_rules(bounds))
-    pids = run_dir / "haproxy.pids"
-    wrapper.write_text(_WRAPPER.format(stats=stats, metrics=metrics, pids=pids, binary=binary, rules=rules))
+    wrapper.write_text(_WRAPPER.format(stats=stats, metrics=metrics, binary=binary, rules=rules))
     wrapper.chmod(0o700)
     return wrapper
+
+
+def running_haproxies(run_dir: Path) -> list[psutil.Process]:
+    """Return the HAProxy processes of an instance, the newest last; those that drain after a reload too.
+
+    Their config file is anywhere below ``run_dir``.
+    """
+    processes = [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == "haproxy"
+        and any(argument.startswith(f"{run_dir}/") for argument in process.info["cmdline"] or ())
+        and runs(process)
+    ]
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def _frontend_rules(bounds: PortBounds) -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from serve_app.cli.haproxy import BUFFER_BYTES, RETRY_ON, PortBounds, write_wrapper
+import psutil
+
+from serve_app.cli.haproxy import BUFFER_BYTES, RETRY_ON, PortBounds, running_haproxies, write_wrapper
 
 FIRST_PORT, LAST_PORT = 20_000, 32_000
 """Above the ports `ray start` gives to workers, below those that outgoing connections get."""
@@ -24,6 +25,24 @@ CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
 """What Ray puts around all it serves; only named here, as it imports Ray."""
 PORT_WINDOW = 100
 """Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
+
+
+_DEFAULTS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    # A HAProxy that died is noticed after three failed checks, and nothing listens until then: every 10 s by default.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_HAPROXY_RETRY_ON": RETRY_ON,
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BUFFER_BYTES),
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": CLIENT_HEADERS,
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    # gRPC, by which ingresses call replicas, would ask a proxy of http_proxy for every address of this machine.
+    "no_grpc_proxy": "localhost,0.0.0.0/0,::/0",
+}
+"""Of the environment of a local instance, where the user has not set them."""
 
 
 @contextmanager
@@ -79,19 +98,8 @@ def local_environment(
     Must be entered before anything imports ``ray``: Serve reads its switches when it is imported.
     """
     run_dir = run_dir or Path(tempfile.mkdtemp(prefix="warmpath-"))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
-    # How long a stopping ingress waits for load balancers to notice: here it is HAProxy on the same machine.
-    os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "1")
-    # A HAProxy that died is noticed after three failed checks, and nothing listens until then: every 10 s by default.
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
-    os.environ.setdefault("RAY_SERVE_HAPROXY_RETRY_ON", RETRY_ON)
-    os.environ.setdefault("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", str(BUFFER_BYTES))
-    os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", CLIENT_HEADERS)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # gRPC, by which ingresses call replicas, would ask a proxy of http_proxy for every address of this machine.
-    os.environ.setdefault("no_grpc_proxy", "localhost,0.0.0.0/0,::/0")
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
     # An ingress binds its port with SO_REUSEPORT, and Serve counts from the same port in every instance: without ports
     # of its own, an instance would silently be given a share of another's requests.
     with ExitStack() as ending:
@@ -117,14 +125,9 @@ def keep_token_private() -> None:
 
 def _end_haproxy(run_dir: Path) -> None:
     """Kill HAProxy processes of this instance that outlived Serve: a reload during shutdown can leave one behind."""
-    pids = run_dir / "haproxy.pids"
-    for line in pids.read_text().split() if pids.exists() else ():
-        try:
-            # Process ids are reused: only one that still runs on our config file is ours.
-            if str(run_dir) in Path(f"/proc/{line}/cmdline").read_text():
-                os.kill(int(line), signal.SIGKILL)
-        except OSError:
-            continue
+    for process in running_haproxies(run_dir):
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _configure_haproxy(run_dir: Path, stats: int, metrics: int, bounds: PortBounds) -> None:

@@ -11,7 +11,9 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.address import BadAddress, check_address
+from serve_app.cli.checks.catalog import problems
+from serve_app.cli.checks.file import mistakes_in
+from serve_app.cli.checks.finding import Case
 from serve_app.cli.commands import keys, prompts
 from serve_app.cli.commands.doctor import doctor
 from serve_app.cli.commands.infer import infer
@@ -23,7 +25,6 @@ from serve_app.cli.haproxy import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.files import load_settings
 from serve_app.config.reference import settings_text, settings_yaml
-from serve_app.prompts.registry import Prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(keys.app, name="keys")
@@ -84,18 +85,13 @@ def serve(
         settings = load_settings(
             config, setting or [], model=model or model_name, revision=revision, replicas=replicas, engine=engine
         )
-        Prompts.of(settings.public_prompts, settings.prompts_dir)  # here a changed file is one sentence
     except ValueError as error:
         fail(str(error))
-    if missing := settings.engine_traits.missing():
-        fail(missing)
+    for sentence in problems("command", Case(settings, host=host, port=port)):
+        fail(sentence)
     if settings.allowed_hosts is None and not settings.tenants and host in ("127.0.0.1", "localhost", "::1"):
         # Everybody's pages run on this machine, and nothing but the name in Host tells theirs from ours.
         settings.allowed_hosts = []
-    try:
-        check_address(host, port)
-    except BadAddress as error:
-        fail(str(error))
     # Which settings were given, and which are defaults, matters where the default model cannot be had.
     given = settings.model_dump(mode="json", exclude_unset=True)
     launch = Launch(given, host, port, haproxy, max_connections_per_address, verbose)
@@ -121,15 +117,13 @@ def check(
     ] = False,
 ) -> None:
     """Say what is wrong with a configuration before it is deployed; leaves with 1 where something is."""
-    from serve_app.cli.check import mistakes_in  # a second of imports, which a start need not wait for
-
     try:
-        found = mistakes_in(file.read_text(), file.parent, here=not elsewhere)
+        mistakes = mistakes_in(file.read_text(), file.parent, place_of_run="elsewhere" if elsewhere else "here")
     except (OSError, ValueError) as error:
         fail(f"cannot read {file}: {error}")
-    for mistake in found:
+    for mistake in mistakes:
         place = f"{mistake.place}: " if mistake.place else ""
         print(f"{file}:{mistake.line}: {place}{mistake.what}")
-    if found:
+    if mistakes:
         raise typer.Exit(1)
     print(f"{file}: nothing is wrong")

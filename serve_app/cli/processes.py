@@ -40,18 +40,18 @@ def forget_orphans(children: Container[int]) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def descendants(ancestor: int) -> set[int]:
-    """Return the ids of the running processes that descend from one, itself left out."""
-    with suppress(psutil.NoSuchProcess):
-        return {process.pid for process in psutil.Process(ancestor).children(recursive=True) if _runs(process)}
-    return set()
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Whether a process has not ended; one that was not waited for has."""
+def runs(process: psutil.Process) -> bool:
+    """Return whether a process has not ended; one that was not waited for has."""
     with suppress(psutil.NoSuchProcess):
         return bool(process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     return False
+
+
+def descendants(ancestor: int) -> set[int]:
+    """Return the ids of the running processes that descend from one, itself left out."""
+    with suppress(psutil.NoSuchProcess):
+        return {process.pid for process in psutil.Process(ancestor).children(recursive=True) if runs(process)}
+    return set()
 
 
 def end_descendants(ancestor: int, within_s: float = END_WITHIN_S) -> None:
@@ -66,7 +66,7 @@ def end_descendants(ancestor: int, within_s: float = END_WITHIN_S) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who listens on a port. ``supervisor``: the warmpath process to stop, where one of an instance's holds it."""
+    """A process. ``ours``: an instance has started it; ``supervisor``: the process to stop, while that is above it."""
 
     pid: int
     name: str
@@ -79,17 +79,17 @@ def port_holder(port: int) -> Holder | None:
     with suppress(psutil.Error):
         for socket in psutil.net_connections(kind="tcp"):
             if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port and socket.pid is not None:
-                return _holder(psutil.Process(socket.pid))
+                return holder_of(psutil.Process(socket.pid))
     return None
 
 
-def _holder(process: psutil.Process) -> Holder:
+def holder_of(process: psutil.Process) -> Holder:
+    """Return what a process is to warmpath."""
     line = [process, *process.parents()]
     # The nearest that tells: Ray's workers write their titles over their environment.
     owner = next(filter(None, map(_owner, line)), None)
-    return Holder(
-        process.pid, process.name(), owner is not None, owner if owner in {each.pid for each in line} else None
-    )
+    supervisor = owner if owner in {ancestor.pid for ancestor in line} else None
+    return Holder(process.pid, process.name(), owner is not None, supervisor)
 
 
 def _owner(process: psutil.Process) -> int | None:

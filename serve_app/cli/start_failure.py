@@ -14,7 +14,19 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 class StartFailed(Exception):
-    """The instance cannot start; the message says why."""
+    """The instance cannot start; ``sentences`` say why. ``status``: what its process leaves with."""
+
+    status = 1
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__(*sentences)
+        self.sentences = sentences
+
+
+class Refused(StartFailed):
+    """Its settings cannot be used, and nothing was started."""
+
+    status = 2
 
 
 def innermost(message: str) -> str:
@@ -23,10 +35,9 @@ def innermost(message: str) -> str:
     The kind of exception is left out where the sentence is one of warmpath's own.
     """
     for line in reversed(message.strip().splitlines()):
-        found = _EXCEPTION.match(line)
-        if found is not None:
-            known = found["kind"] == "ValueError" or found["kind"].startswith(_OURS)
-            return found["text"] if known else line
+        if match := _EXCEPTION.match(line):
+            ours = match["kind"] == "ValueError" or match["kind"].startswith(_OURS)
+            return match["text"] if ours else line
     return message.strip()
 
 
@@ -41,18 +52,17 @@ def wait_until_running(app_name: str, logs: Path) -> None:
         status = serve.status().applications[app_name]
         if status.status == "RUNNING":
             return
-        why = failure(status.status, {name: one.message for name, one in status.deployments.items()}, status.message)
-        if why is not None:
+        messages = {name: deployment.message for name, deployment in status.deployments.items()}
+        if why := failure(status.status, messages, status.message):
             raise StartFailed(f"{why}\nlogs of Serve: {logs}")
         time.sleep(0.2)
 
 
 def failure(status: str, deployments: Mapping[str, Any], message: str) -> str | None:
     """Return why a start has failed, or is about to; None while it may succeed."""
-    for name, said in deployments.items():
-        if _TRACEBACK in said:
-            return f"{name} does not start: {innermost(said)}"
+    for name, text in deployments.items():
+        if _TRACEBACK in text:
+            return f"{name} does not start: {innermost(text)}"
     if status == "DEPLOY_FAILED":
-        said = next((said for said in deployments.values() if said), message)
-        return innermost(said)
+        return innermost(next(filter(None, deployments.values()), message))
     return None

@@ -1,24 +1,25 @@
 """Runs an instance in a process of its own, and ends it at any moment: what a user started, and what signals reach.
 
-Ray's calls wait in C++ and heed no signal, and its processes print what helps nobody: here neither can. The instance's
-progress comes as events over a pipe; its other output goes to a log. Knows nothing of Ray or models.
+Ray's calls wait in C++ and heed no signal: here nothing waits for them. The two processes share a socket: the instance
+has its launch and the order to stop from it, and says when it may be interrupted ("begun") and when it is "serving".
+Knows nothing of Ray or models.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -49,18 +50,6 @@ class Launch:
     run_dir: str = ""
     log: str = ""
 
-    def to_line(self) -> bytes:
-        """Return it as one line."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What an instance says. ``kind``: begun (may be interrupted), doing, done, serving, failed, refused (at once)."""
-
-    kind: str
-    text: str
-
 
 class Supervisor:
     """One instance from start to end.
@@ -72,7 +61,6 @@ class Supervisor:
         self._console = console
         self._shutdown_timeout_s = shutdown_timeout_s
         self._stop_margin_s = stop_margin_s
-        self._inbox: SimpleQueue[Event | signal.Signals | None] = SimpleQueue()
 
     def run(self, launch: Launch, command: list[str] | None = None) -> int:
         """Start it and return when nothing of it is left: the status to leave with.
@@ -81,108 +69,96 @@ class Supervisor:
         where it was stopped before it served, or at once. ``command``: another program than the instance's own.
         """
         adopt_orphans()
-        with self._signals(), _log() as log, tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir:
+        channel, theirs = socket.socketpair()
+        with tempfile.NamedTemporaryFile(prefix="warmpath-serve-", suffix=".log", delete=False) as file:
+            log = Path(file.name)
+        with _noted_signals() as signals, channel, tempfile.TemporaryDirectory(prefix="warmpath-") as run_dir:
             process = subprocess.Popen(  # noqa: S603  # our own program
                 command or [sys.executable, *path_flags(), "-c", _ENTRY],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=theirs.fileno(),
                 env={**os.environ, OWNER: str(os.getpid())},
                 start_new_session=True,  # a terminal's Ctrl-C is for this process alone
             )
+            theirs.close()
             orphans = signal.signal(signal.SIGCHLD, lambda *_: forget_orphans((process.pid,)))
             try:
-                assert process.stdin is not None and process.stdout is not None
-                threading.Thread(target=self._read, args=(process.stdout,), daemon=True).start()
-                _write(process.stdin, replace(launch, run_dir=run_dir, log=log.name).to_line())
-                status = self._follow(process, process.stdin)
+                _tell(channel, json.dumps(asdict(replace(launch, run_dir=run_dir, log=str(log)))))
+                status = self._follow(process, channel, signals)
             finally:
                 process.kill()
                 process.wait()
                 end_descendants(os.getpid())
                 signal.signal(signal.SIGCHLD, orphans)
                 self._console.show_cursor()  # a bar of the instance's may have hidden it
-            if status == 1 and not launch.verbose:
-                self._say(f"log: {log.name} (--verbose shows it here)")
-            else:
-                Path(log.name).unlink(missing_ok=True)
+        if status == 1 and not launch.verbose:
+            self._say(f"log: {log} (--verbose shows it here)")
+        else:
+            log.unlink()
         if status != 2:
             self._say("stopped")
         return status
 
-    def _follow(self, process: subprocess.Popen[bytes], orders: IO[bytes]) -> int:
-        """Show what the instance says until it has ended, or must be ended; return the status to leave with."""
-        begun, serving, failed, stopping = False, False, 0, False
-        spinner = self._console.status("")
-        try:
-            while True:
-                try:
-                    said = self._inbox.get(timeout=self._shutdown_timeout_s + self._stop_margin_s if stopping else None)
-                except Empty:
-                    self._say("it does not stop in time: ending it", error=True)
-                    return 1
-                if said is None:
-                    return 0 if stopping else failed or self._lost()
-                if isinstance(said, signal.Signals):
-                    if stopping or not serving:
-                        self._say("stopping at once" if stopping else "stopping: the start is given up")
-                        if begun and not stopping:
-                            _interrupt(process)
-                        return 128 + said
-                    stopping = True
-                    self._say(
-                        f"stopping: answers under way have {self._shutdown_timeout_s:g} s; Ctrl-C again ends them now"
-                    )
-                    spinner.update("stopping")
-                    spinner.start()
-                    _write(orders, b"stop\n")
-                elif said.kind == "begun":
-                    begun = True
-                elif said.kind == "doing":
-                    spinner.update(said.text)
-                    spinner.start()
-                elif said.kind == "serving":
-                    serving = True
-                    spinner.stop()
-                    print(said.text, flush=True)
-                elif said.kind in ("failed", "refused"):
-                    failed = 2 if said.kind == "refused" else 1
-                    self._say(f"error: {said.text}", error=True)
-                else:
-                    self._say(said.text)
+    def _follow(self, process: subprocess.Popen[bytes], channel: socket.socket, signals: socket.socket) -> int:
+        """Wait until the instance has ended, or must be ended; return the status to leave with."""
+        words, stopping = b"", False
+        while True:
+            patience_s = self._shutdown_timeout_s + self._stop_margin_s if stopping else None
+            if not select.select([channel, signals], [], [], patience_s)[0]:
+                self._say("it does not stop in time: ending it", error=True)
+                return 1
+            # Before any signal: whoever sent it may have read that the instance serves.
+            while (part := _received(channel)) is not None:
+                if not part:
+                    return 0 if stopping else self._ended(process.wait())
+                words += part
+            for number in _received(signals) or b"":
+                if number == signal.SIGCHLD:
+                    continue
+                if stopping or b"serving" not in words:
+                    self._say("stopping at once" if stopping else "stopping: the start is given up")
+                    if b"begun" in words and not stopping:
+                        _interrupt(process)
+                    return 128 + number
+                stopping = True
+                self._say(
+                    f"stopping: answers under way have {self._shutdown_timeout_s:g} s; Ctrl-C again ends them now"
+                )
+                _tell(channel, "stop")
 
-        finally:
-            spinner.stop()
-
-    def _lost(self) -> int:
-        self._say("error: the instance ended without a word", error=True)
-        return 1
+    def _ended(self, status: int) -> int:
+        if status not in (1, 2):
+            self._say("error: the instance ended without a word", error=True)
+        return 2 if status == 2 else 1
 
     def _say(self, text: str, *, error: bool = False) -> None:
         self._console.print(text, style="red" if error else None, markup=False, soft_wrap=True)
 
-    def _read(self, events: IO[bytes]) -> None:
-        for line in events:
-            with suppress(ValueError, TypeError):
-                self._inbox.put(Event(*json.loads(line)))
-        self._inbox.put(None)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def note(number: int, _: object) -> None:
-            self._inbox.put(signal.Signals(number))
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 @contextmanager
-def _log() -> Iterator[IO[bytes]]:
-    with tempfile.NamedTemporaryFile(prefix="warmpath-serve-", suffix=".log", delete=False) as log:
-        yield log
+def _noted_signals() -> Iterator[socket.socket]:
+    """Yield a socket that is told the number of each signal, a byte; SIGINT and SIGTERM do nothing else meanwhile."""
+    heard, noted = socket.socketpair()
+    noted.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    wakeup = signal.set_wakeup_fd(noted.fileno())
+    try:
+        yield heard
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        heard.close()
+        noted.close()
+
+
+def _received(source: socket.socket) -> bytes | None:
+    """Return what has come, b"" at the end, None where nothing has."""
+    try:
+        return source.recv(4096, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return None
+    except ConnectionError:  # it was killed with words of ours unread
+        return b""
 
 
 def path_flags() -> list[str]:
@@ -197,7 +173,6 @@ def _interrupt(process: subprocess.Popen[bytes]) -> None:
         process.wait(CLEAN_UP_S)
 
 
-def _write(pipe: IO[bytes], line: bytes) -> None:
-    with suppress(BrokenPipeError):  # it has ended; that is seen where it is read
-        pipe.write(line)
-        pipe.flush()
+def _tell(channel: socket.socket, line: str) -> None:
+    with suppress(OSError):  # it has ended; that is seen where it is heard
+        channel.sendall(f"{line}\n".encode())

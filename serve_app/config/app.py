@@ -12,9 +12,8 @@ from typing import Any, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from serve_app.config.autoscaling import MAX_REPLICAS, AutoscalingConfig
-from serve_app.config.cache import MIB, CacheSection
+from serve_app.config.cache import MIB, CacheSection, LifecycleSection
 from serve_app.config.engine import ENGINES, EngineSection, EngineTraits, LoraSection
-from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.quantities import Bytes, Seconds
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import TenantsSection
@@ -128,7 +127,6 @@ class AppConfig(
         """The router's part, as ``RouterSettings.from_json`` takes it."""
         return {
             "policy": self.policy,
-            "shadow_policy": self.shadow_policy or "",
             "block_size": self.block_size,
             "max_blocks": self.directory_max_blocks,
             "no_replica_wait_s": self.no_replica_wait_s,

@@ -85,9 +85,6 @@ class EngineSection(BaseModel):
         "auto", description="format of weights and KV; 'auto': bfloat16 where the device multiplies it, else float32"
     )
     device: str = Field("auto", description="'cpu', 'cuda', or 'auto': a GPU where the replica sees one")
-    attention_backend: Literal["auto", "runs", "sdpa"] = Field(
-        "auto", description="of the built-in engine; 'auto': runs on a CPU, sdpa (torch's own attention) on a GPU"
-    )
     enforce_eager: bool = Field(False, description="with engine vllm: no CUDA graphs and no compilation")
     num_threads: int = Field(0, ge=0, description="torch threads of a replica; 0: the machine's cores / replicas")
     simulated_prefill_tokens_per_s: float = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import yaml
 from serve_app.config.app import AppConfig
 from serve_app.config.live import BadSettings, app_config
 
-PATHS = frozenset({"disk_cache_dir", "lora_root", "prompts_dir", "secret_file", "usage_file"})
+PATHS = frozenset(name for name, field in AppConfig.model_fields.items() if field.annotation == Path | None)
 MODELS = frozenset({"model", "speculative_model"})
 """A path, or the name of a model: a path where something lies there, or where it is written as one."""
 
@@ -58,14 +58,14 @@ def rooted(settings: Mapping[Any, Any], directory: Path) -> dict[Any, Any]:
     def prompt(value: Any) -> Any:
         return {**value, "file": path(value["file"])} if isinstance(value, Mapping) and "file" in value else value
 
-    found: dict[Any, Any] = dict(settings)
-    each: Callable[[Any], Any]
+    rooted_settings: dict[Any, Any] = dict(settings)
     for name, value in settings.items():
-        if name in PATHS or name in MODELS:
-            each = path if name in PATHS else model
-            found[name] = each(value)
+        if name in PATHS:
+            rooted_settings[name] = path(value)
+        elif name in MODELS:
+            rooted_settings[name] = model(value)
         elif name == "lora_adapters" and isinstance(value, Mapping):
-            found[name] = {adapter: path(where) for adapter, where in value.items()}
+            rooted_settings[name] = {adapter: path(where) for adapter, where in value.items()}
         elif name == "public_prompts" and isinstance(value, list):
-            found[name] = [prompt(entry) for entry in value]
-    return found
+            rooted_settings[name] = [prompt(entry) for entry in value]
+    return rooted_settings

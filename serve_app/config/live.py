@@ -17,7 +17,6 @@ from serve_app.config.sentences import sentence, unknown_setting
 LIVE = frozenset(
     {
         "policy",
-        "shadow_policy",
         "autoscaling",
         "no_replica_wait_s",
         "tenants",
@@ -69,8 +68,13 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
         return args
     if not isinstance(user_config, Mapping):
         raise BadSettings([((), "a user_config is pairs of NAME: VALUE")])
-    refused: list[tuple[Location, str]] = [((name,), _not_live(str(name))) for name in user_config if name not in LIVE]
-    for number, prompt in enumerate(_list_of(user_config, "public_prompts")):
+    restarts, prompts = "changes with a restart only; put it under args:", user_config.get("public_prompts")
+    refused: list[tuple[Location, str]] = [
+        ((name,), restarts if name in AppConfig.model_fields else unknown_setting(str(name), LIVE))
+        for name in user_config
+        if name not in LIVE
+    ]
+    for number, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
         if isinstance(prompt, Mapping) and "file" in prompt and "sha256" not in prompt:
             # Each process reads the file for itself, and they do so one after another.
             what = "a file that a user_config names needs its sha256 (run: sha256sum FILE), or give the text instead"
@@ -91,15 +95,4 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
 def changed_salts(before: AppConfig, after: AppConfig) -> list[str]:
     """Return the tenants that are in another trust group than before: what they have cached is out of their reach."""
     groups = {tenant.name: tenant.trust_group for tenant in before.tenants}
-    return [each.name for each in after.tenants if groups.get(each.name, each.trust_group) != each.trust_group]
-
-
-def _not_live(name: str) -> str:
-    if name in AppConfig.model_fields:
-        return "changes with a restart only; put it under args:"
-    return unknown_setting(name, LIVE)
-
-
-def _list_of(values: Mapping[Any, Any], name: str) -> list[Any]:
-    found = values.get(name)
-    return found if isinstance(found, list) else []
+    return [t.name for t in after.tenants if groups.get(t.name, t.trust_group) != t.trust_group]

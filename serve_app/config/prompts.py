@@ -40,21 +40,19 @@ class PublicPromptConfig(BaseModel):
     def _read(self) -> Self:
         if (self.text is None) == (self.file is None):
             raise ValueError(f"public prompt {self.ref} needs either text or file")
-        if self.file is not None:
-            try:
+        try:
+            if self.file is not None:
                 if self.file.stat().st_size > MAX_PROMPT_BYTES:
                     raise ValueError(f"public prompt {self.ref}: {self.file} is over {MAX_PROMPT_BYTES} bytes")
                 self.text = self.file.read_bytes().decode()
-            except OSError as error:
-                raise ValueError(f"public prompt {self.ref}: cannot read {self.file} ({error.strerror})") from error
-            except UnicodeDecodeError as error:
-                raise ValueError(f"public prompt {self.ref}: {self.file} is not UTF-8 at byte {error.start}") from error
-            self.file = None
-        assert self.text is not None
-        try:
-            raw = self.text.encode()
+            raw = (self.text or "").encode()
+        except OSError as error:
+            raise ValueError(f"public prompt {self.ref}: cannot read {self.file} ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"public prompt {self.ref}: {self.file} is not UTF-8 at byte {error.start}") from error
         except UnicodeEncodeError as error:
             raise ValueError(f"public prompt {self.ref} holds a lone surrogate") from error
+        self.file = None
         if not 0 < len(raw) <= MAX_PROMPT_BYTES:
             raise ValueError(f"public prompt {self.ref} has {len(raw)} bytes; it may have 1 to {MAX_PROMPT_BYTES}")
         digest = sha256(raw).hexdigest()

@@ -71,3 +71,17 @@ def shown_seconds(value: float) -> str:
         if value and value % _SECONDS[unit] == 0:
             return f"{int(value / _SECONDS[unit])}{unit}"
     return f"{value * 1000:g}ms" if 0 < value < 1 else f"{value:g}s" if value else "0"
+
+
+def is_duration(name: str) -> bool:
+    """Whether a setting's name says that it is a number of seconds."""
+    return name.endswith("_s") and not name.endswith("_per_s")
+
+
+def shown_value(value: Any, name: str) -> str:
+    """Return a value or bound of a setting as a settings file takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if name.endswith("_bytes"):
+        return shown_bytes(value)
+    return shown_seconds(value) if is_duration(name) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from serve_app.config.app import AppConfig
 from serve_app.config.autoscaling import AutoscalingConfig
-from serve_app.config.cache import CacheSection
+from serve_app.config.cache import CacheSection, LifecycleSection
 from serve_app.config.engine import EngineSection, LoraSection
-from serve_app.config.lifecycle import LifecycleSection
 from serve_app.config.live import LIVE
 from serve_app.config.prompts import PublicPromptConfig
-from serve_app.config.quantities import shown_bytes, shown_seconds
+from serve_app.config.quantities import is_duration, shown_value
 from serve_app.config.routing import RoutingSection
 from serve_app.config.tenants import ApiKeyConfig, TenantConfig, TenantsSection
 from serve_app.config.usage import PricesConfig, UsageSection
@@ -62,24 +61,31 @@ ENTRIES: dict[str, type[BaseModel]] = {
 }
 
 
+class _Row(NamedTuple):
+    """One setting. ``default``: as a settings file takes it, "none" or "required"."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
 def settings_page() -> str:
     """Return the page, with a table for each section."""
-    return "\n".join([_INTRODUCTION, *(_table(title, model, names) for title, model, names in _tables())])
+    parts = [_INTRODUCTION]
+    for title, rows in _tables():
+        parts += [f"## {title}", "", "| name | type | default | meaning |", "|---|---|---|---|"]
+        for row in rows:
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{row.name}`", *row[1:])) + " |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 EXAMPLES = {
     "autoscaling": "{min_replicas: 2, max_replicas: 8, target_ttft_s: 2s}",
     "allowed_hosts": "[chat.example.com]",
     "speculative_model": "./draft",
-    "kv_cache_bytes": "4GiB",
-    "host_cache_bytes": "8GiB",
-    "disk_cache_bytes": "100GiB",
-    "disk_cache_dir": "kv",
-    "save_ttl_s": "1h",
     "lora_adapters": "{pirate: adapters/pirate}",
-    "allow_runtime_lora": "true",
-    "lora_root": "adapters",
-    "shadow_policy": "power_of_two",
     "tenants": f"""
   - name: acme
     key_sha256: [{"a" * 64}]  # from `warmpath keys`
@@ -90,14 +96,10 @@ EXAMPLES = {
   - name: clerk
     version: "3"
     text: You are a helpful clerk.  # or file: prompts/clerk.txt""",
-    "prompts_dir": "prompts",
     "operator_key_sha256": f"[{'c' * 64}]  # from `warmpath keys`",
-    "secret_file": "secret",
-    "usage_file": "usage.sqlite",
-    "otlp_endpoint": "http://127.0.0.1:4318",
     "prices": "{input_per_million: 3, output_per_million: 15}",
 }
-"""What to write in place of defaults that say little."""
+"""What to write in place of defaults that say little of their form."""
 
 LEFT_OUT = frozenset({"model"})
 """Settings that mean more where they are written: a model that is named must be had, the default may be replaced."""
@@ -113,13 +115,11 @@ def settings_yaml() -> str:
     """Return a settings file of all defaults, with comments; ``EXAMPLES`` are comments too."""
     defaults = AppConfig().to_json()
     lines = [_YAML_HEAD.rstrip()]
-    for title, model, names in _tables():
+    for title, rows in _tables():
         if title in ENTRIES:
             continue
         lines += ["", f"# ---- {title}"]
-        properties = model.model_json_schema()["properties"]
-        for name in names:
-            _, kind, default, meaning = _cells(name, properties[name], required=False)
+        for name, kind, default, meaning in rows:
             lines += [f"# {line}" for line in wrap(f"{meaning} ({kind})".replace("`", ""), 110)]
             written = json.dumps(defaults[name]) if default == "none" else default.replace("`", "")
             lines.append(f"{'# ' * (name in LEFT_OUT)}{name}: {written}")
@@ -131,41 +131,36 @@ def settings_yaml() -> str:
 def settings_text(words: Sequence[str] = ()) -> str:
     """Return the list for a terminal: of all settings, or of those with all ``words`` in name or meaning."""
     parts = []
-    for title, model, names in _tables():
-        properties = model.model_json_schema()["properties"]
-        rows = [_cells(name, properties[name], required=model.model_fields[name].is_required()) for name in names]
+    for title, rows in _tables():
         entry = title if title in ENTRIES else ""
         lines = [
-            f"  {name}: {kind}; " + (f"default {default}" if default != "required" else default) + f"\n      {meaning}"
+            f"  {name}: {kind}; {'' if default == 'required' else 'default '}{default}\n      {meaning}"
             for name, kind, default, meaning in rows
             if all(word.lower() in f"{entry} {name} {meaning}".lower() for word in words)
         ]
-        parts += ["\n".join([title.replace("`", ""), *lines]) + "\n"] if lines else []
+        parts += ["\n".join([title, *lines]) + "\n"] if lines else []
     return "\n".join(parts).replace("`", "") or "no setting has all of these words in its name or meaning\n"
 
 
-def _tables() -> Iterator[tuple[str, type[BaseModel], Iterable[str]]]:
+def _tables() -> Iterator[tuple[str, list[_Row]]]:
+    """Yield every section and kind of entry, with its settings."""
+    models: dict[str, type[BaseModel]] = {"Deployment and requests": AppConfig, **SECTIONS, **ENTRIES}
     in_sections = {name for section in SECTIONS.values() for name in section.model_fields}
-    yield "Deployment and requests", AppConfig, [name for name in AppConfig.model_fields if name not in in_sections]
-    for title, model in (SECTIONS | ENTRIES).items():
-        yield title, model, model.model_fields
+    for title, model in models.items():
+        properties = model.model_json_schema()["properties"]
+        names = [name for name in model.model_fields if model is not AppConfig or name not in in_sections]
+        yield title, [_row(name, properties[name], model.model_fields[name].is_required()) for name in names]
 
 
-def _table(title: str, model: type[BaseModel], names: Iterable[str]) -> str:
-    properties = model.model_json_schema()["properties"]
-    rows = [_row(name, properties[name], required=model.model_fields[name].is_required()) for name in names]
-    return "\n".join([f"## {title}", "", "| name | type | default | meaning |", "|---|---|---|---|", *rows, ""])
-
-
-def _row(name: str, schema: dict[str, Any], *, required: bool) -> str:
-    first, *others = _cells(name, schema, required=required)
-    cells = [f"`{first}`", *others]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _cells(name: str, schema: dict[str, Any], *, required: bool) -> tuple[str, str, str, str]:
-    default = "required" if required else _value(schema.get("default"), name)
-    return name, _type(schema, name), default, schema["description"]
+def _row(name: str, schema: dict[str, Any], required: bool) -> _Row:
+    default = schema.get("default")
+    if required:
+        shown = "required"
+    elif default is None or default in ({}, []):
+        shown = "none"
+    else:
+        shown = f"`{default}`" if isinstance(default, str) else shown_value(default, name)
+    return _Row(name, _type(schema, name), shown, schema["description"])
 
 
 def _type(schema: dict[str, Any], name: str) -> str:
@@ -180,36 +175,19 @@ def _type(schema: dict[str, Any], name: str) -> str:
     if "$ref" in kind:
         return "map"
     word = {"object": "map", "array": "list", "string": "text"}.get(kind["type"], kind["type"])
-    word = "bytes" if name.endswith("_bytes") else "seconds" if _is_duration(name) else word
+    word = "bytes" if name.endswith("_bytes") else "seconds" if is_duration(name) else word
     bounds = _bounds(kind, name)
     return f"{word}, {bounds}" if bounds else word
 
 
 def _bounds(kind: dict[str, Any], name: str) -> str:
-    least, most = kind.get("minimum"), kind.get("maximum")
-    if "exclusiveMinimum" in kind:
-        above = f"above {_value(kind['exclusiveMinimum'], name)}"
-        return f"{above}, at most {_value(most, name)}" if most is not None else above
-    if least is not None and most is not None:
-        return f"{_value(least, name)} to {_value(most, name)}"
-    return f"at least {_value(least, name)}" if least is not None else ""
-
-
-def _is_duration(name: str) -> bool:
-    return name.endswith("_s") and not name.endswith("_per_s")
-
-
-def _value(value: Any, name: str) -> str:
-    """Return a default or bound as a settings file takes it."""
-    if value is None or value in ({}, []):
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"`{value}`"
-    if name.endswith("_bytes"):
-        return shown_bytes(value)
-    return shown_seconds(value) if _is_duration(name) else f"{value:g}" if isinstance(value, float) else str(value)
+    shown = {bound: shown_value(value, name) for bound, value in kind.items() if "inimum" in bound or "aximum" in bound}
+    least, most, above = (shown.get(bound) for bound in ("minimum", "maximum", "exclusiveMinimum"))
+    if above is not None:
+        return f"above {above}, at most {most}" if most is not None else f"above {above}"
+    if least is not None:
+        return f"{least} to {most}" if most is not None else f"at least {least}"
+    return ""
 
 
 if __name__ == "__main__":

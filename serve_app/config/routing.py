@@ -12,9 +12,6 @@ class RoutingSection(BaseModel):
     """How a request finds its replica, and how long it waits for one."""
 
     policy: PolicyName = Field(DEFAULT_POLICY, description="how a replica is chosen (docs/routing.md)")
-    shadow_policy: PolicyName | None = Field(
-        None, description="decides about every request beside `policy` without acting; counted apart"
-    )
     no_replica_wait_s: Seconds = Field(
         5.0, ge=0, le=600, description="requests wait this long after the last replica has gone, then get 503"
     )

@@ -6,14 +6,14 @@ A sentence never repeats a value: what was given may be a key.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from serve_app.config.quantities import shown_bytes, shown_seconds
+from serve_app.config.quantities import shown_value
 
 _TYPES = {
     "int": "a whole number",
@@ -57,7 +57,7 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
     name = next((str(step) for step in reversed(where) if isinstance(step, str)), "")
     if kind in _BOUNDS:
         limit, word = _BOUNDS[kind]
-        return f"must be {word} {_shown(error['ctx'][limit], name)}"
+        return f"must be {word} {shown_value(error['ctx'][limit], name)}"
     match kind:
         case "missing":
             return "is missing"
@@ -79,15 +79,6 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
 def _one_of(choices: list[str], given: Any) -> str:
     near = get_close_matches(given.lower(), choices, n=1) if isinstance(given, str) else []
     return f"must be one of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def _shown(value: Any, name: str) -> str:
-    show: Callable[[Any], str] = str
-    if name.endswith("_bytes"):
-        show = shown_bytes
-    elif name.endswith("_s"):
-        show = shown_seconds
-    return show(value)
 
 
 def _model_of(where: tuple[int | str, ...], settings: type[BaseModel]) -> type[BaseModel]:

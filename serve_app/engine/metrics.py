@@ -79,21 +79,20 @@ class EngineMeters:
 
     def samples(self, labels: Labels) -> Iterable[Sample]:
         """Yield every counter, histogram and rate."""
-        hits = dict(self._hits)
-        for tenant, queries in dict(self._queries).items():
-            by_tenant = (*labels, ("tenant", tenant))
-            yield "warmpath_prefix_cache_queries_total", by_tenant, float(queries)
-            yield "warmpath_prefix_cache_hits_total", by_tenant, float(hits.get(tenant, 0))
+        counted: tuple[tuple[str, str, Mapping[str, int]], ...] = (
+            ("warmpath_prefix_cache_queries_total", "tenant", self._queries),
+            ("warmpath_prefix_cache_hits_total", "tenant", self._hits),
+            ("warmpath_requests_finished_total", "finished_reason", self.finished),
+            ("warmpath_num_preemptions_total", "tenant", self._preemptions),
+            ("warmpath_prompt_saves_total", "outcome", self.saves),
+        )
+        for name, label, counts in counted:
+            for value, count in dict(counts).items():
+                yield name, (*labels, (label, value)), float(count)
         yield "warmpath_prompt_tokens_total", labels, float(self.prompt_tokens)
         yield "warmpath_prompt_tokens_computed_total", labels, float(self.computed_prompt_tokens)
         yield "warmpath_generation_tokens_total", labels, float(self.generation_tokens)
-        for reason, count in dict(self.finished).items():
-            yield "warmpath_requests_finished_total", (*labels, ("finished_reason", reason)), float(count)
-        for tenant, count in dict(self._preemptions).items():
-            yield "warmpath_num_preemptions_total", (*labels, ("tenant", tenant)), float(count)
         yield "warmpath_recomputed_tokens_total", labels, float(self.recomputed_tokens)
-        for outcome, count in dict(self.saves).items():
-            yield "warmpath_prompt_saves_total", (*labels, ("outcome", outcome)), float(count)
         yield "warmpath_prefill_tokens_per_second", labels, self.prefill_tokens_per_s
         yield "warmpath_decode_step_seconds", labels, self.decode_step_s
         yield from self.prefill_time.samples("warmpath_request_prefill_time_seconds", labels)

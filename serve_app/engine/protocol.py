@@ -35,7 +35,7 @@ SaveOutcome = Literal["saved", "present", "over_budget", "too_large", "too_short
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Keep the full blocks of a request's first ``tokens`` tokens, computed before the request itself.
+    """Keep the full blocks of a request's first ``tokens`` tokens once the request has computed them.
 
     ``key`` names the save, within the scope of the request. ``ttl_s`` counts from the last read; None: no end.
     """
@@ -47,10 +47,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class KeptPrefix:
-    """Keep the full blocks of a request's first ``tokens`` tokens once the request has computed them, and not apart.
-
-    ``ttl_s`` counts from the last read.
-    """
+    """As ``Save``, for a cache breakpoint: equal prefixes of a tenant are one, and none is written to disk."""
 
     tokens: int
     ttl_s: float
@@ -124,6 +121,11 @@ class SaveResult:
     needed_tokens: int = 0
     held_tokens: int = 0
     budget_tokens: int = 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether the prefix is not kept."""
+        return self.outcome not in ("saved", "present")
 
 
 @dataclass(frozen=True, slots=True)

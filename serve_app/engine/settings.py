@@ -26,7 +26,6 @@ class EngineSettings:
     ``speculative_model``: directory of the drafter's checkpoint; ``num_speculative_tokens`` 0 switches it off.
     ``admission``: what is reserved for a sequence that starts; beyond it, "optimistic" preempts where the pool is full.
     ``pin_budget_blocks``: blocks that saves may keep; a request has to fit the rest of the pool.
-    ``attention_backend``: "runs", "sdpa", or "auto"; see ``runner.model_runner.choose_backend``.
     """
 
     block_size: int = 16
@@ -39,7 +38,6 @@ class EngineSettings:
     enable_prefix_caching: bool = True
     dtype: str = "auto"
     device: str = "auto"
-    attention_backend: str = "auto"
     num_threads: int = 0
     speculative_model: str = ""
     num_speculative_tokens: int = 0

@@ -7,16 +7,16 @@ halves, scheduling and model, meet here alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from router.protocol.block_hash import TokenArray
-from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
-from serve_app.engine.protocol import AdapterSpec, SamplingParams, TokenLogprob, TokenMatcher
+from serve_app.engine.adapter_slots import LoadedAdapters
+from serve_app.engine.protocol import SamplingParams, TokenLogprob, TokenMatcher
 
 _log = logging.getLogger(__name__)
 
@@ -85,42 +85,8 @@ class SegmentResult:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class AdapterSlots(Protocol):
-    """Which LoRA adapters are in memory, which may be in a batch, and who still needs them (any thread).
-
-    An adapter goes by ``AdapterSpec.key``; the key "" is the base model, which needs no slot.
-    """
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        """Keys of the adapters that requests can name, least recently used first."""
-
-    def load(self, spec: AdapterSpec) -> None:
-        """Make an adapter available. Raises AdapterError, or QueueFull while all in memory are needed."""
-
-    def unload(self, key: str) -> bool:
-        """Refuse new requests for ``key``; False when it is not here."""
-
-    def pin(self, key: str) -> None:
-        """Note a live request. Raises UnknownAdapter when the adapter is not loaded."""
-
-    def pin_too(self, key: str) -> None:
-        """Note another sequence of a request that is live."""
-
-    def unpin(self, key: str) -> None:
-        """Note that a live request ended."""
-
-    def room(self, key: str) -> bool:
-        """Whether ``acquire`` could succeed now."""
-
-    def acquire(self, key: str) -> None:
-        """Give a running sequence's adapter a slot; ask ``room`` first."""
-
-    def release(self, key: str) -> None:
-        """Note that a running sequence ended."""
-
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield how many adapters are loaded, hold slots and run, and what was loaded and evicted so far."""
+AdapterSlots = LoadedAdapters[Any]
+"""Which adapters are in memory, which may be in a batch, and who still needs them."""
 
 
 class Runner(Protocol):
@@ -137,9 +103,6 @@ class Runner(Protocol):
     @property
     def adapters(self) -> AdapterSlots:
         """The LoRA adapters that steps may name."""
-
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield gauges of how it runs (any thread)."""
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and return one result a segment. What it raises concerns the step as a whole."""

@@ -48,11 +48,6 @@ class Bucket:
         """Take ``amount`` out; below 0 put it back."""
         self._level = min(self.most, self.level(now_s) - amount)
 
-    def reset_s(self, now_s: float) -> float:
-        """Return how long it takes until it is full."""
-        missing = self.most - self.level(now_s)
-        return missing / self.per_s if missing > _LEAST else 0.0
-
     def resize(self, most: float, per_s: float, now_s: float) -> None:
         """Have another size from now on; what was taken out lately stays out."""
         self._level = most - (self.most - self.level(now_s))
@@ -77,43 +72,14 @@ class LimitsLeft:
 
 
 class _Tenant:
-    """One tenant's counts in one ingress of ``ingresses``. ``mean_s``: how long its requests take."""
+    """One tenant's counts in one ingress. ``mean_s``: how long its requests take."""
 
-    __slots__ = ("_ingresses", "config", "mean_s", "requests", "running", "tokens")
-
-    def __init__(self, config: TenantConfig, ingresses: int, now_s: float) -> None:
-        self._ingresses = ingresses
+    def __init__(self, config: TenantConfig) -> None:
+        self.config = config
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.running = 0
         self.mean_s = 1.0
-        self.configure(config, now_s)
-
-    def configure(self, config: TenantConfig, now_s: float) -> None:
-        """Go by other limits from now on."""
-        self.config = config
-        rate, tokens, parts = config.requests_per_second, config.tokens_per_minute, self._ingresses
-        self.requests = None if rate is None else _sized(self.requests, max(1.0, rate / parts), rate / parts, now_s)
-        self.tokens = None if tokens is None else _sized(self.tokens, tokens / parts, tokens / 60 / parts, now_s)
-
-    @property
-    def most_running(self) -> int | None:
-        """This ingress' part of the requests at once, at least 1; None: any number."""
-        most = self.config.concurrent_requests
-        return None if most is None else max(1, most // self._ingresses)
-
-    def left(self, now_s: float) -> LimitsLeft | None:
-        """Return what the headers tell; None where there is nothing to tell."""
-        requests = tokens = None
-        if self.requests is not None and self.config.requests_per_second is not None:
-            here = int(max(0.0, self.requests.level(now_s)) + _LEAST)
-            limit = max(1, int(self.config.requests_per_second))
-            requests = Left(limit, min(limit, here * self._ingresses), self.requests.reset_s(now_s))
-        if self.tokens is not None and self.config.tokens_per_minute is not None:
-            limit = self.config.tokens_per_minute
-            everywhere = int(max(0.0, self.tokens.level(now_s)) * self._ingresses + _LEAST)
-            tokens = Left(limit, min(limit, everywhere), self.tokens.reset_s(now_s))
-        return LimitsLeft(requests, tokens) if requests or tokens else None
 
 
 class TenantLimits:
@@ -133,31 +99,46 @@ class TenantLimits:
 
     def configure(self, tenants: Sequence[TenantConfig]) -> None:
         """Go by other limits from now on; what has begun goes on, and counts."""
-        now_s = self._clock()
+        now_s, parts = self._clock(), self._ingresses
         before, self._tenants = self._tenants, {}
         for config in tenants:
-            known = self._tenants[config.name] = before.get(config.name) or _Tenant(config, self._ingresses, now_s)
-            known.configure(config, now_s)
+            tenant = self._tenants[config.name] = before.get(config.name) or _Tenant(config)
+            tenant.config = config
+            rate, tokens = config.requests_per_second, config.tokens_per_minute
+            requests, tokens_left = tenant.requests, tenant.tokens
+            tenant.requests = None if rate is None else _sized(requests, max(1.0, rate / parts), rate / parts, now_s)
+            tenant.tokens = None if tokens is None else _sized(tokens_left, tokens / parts, tokens / 60 / parts, now_s)
 
     def left(self, tenant: str) -> LimitsLeft | None:
         """Return what a tenant may still ask for; None where its requests and tokens have no limit."""
-        known = self._tenants.get(tenant)
-        return known.left(self._clock()) if known is not None else None
+        known, now_s = self._tenants.get(tenant), self._clock()
+        if known is None or (known.requests is None and known.tokens is None):
+            return None
+        requests = tokens = None
+        if known.requests is not None and known.config.requests_per_second is not None:
+            here = int(max(0.0, known.requests.level(now_s)) + _LEAST)  # a part of a request is none
+            requests = _left(
+                known.requests, max(1, int(known.config.requests_per_second)), here * self._ingresses, now_s
+            )
+        if known.tokens is not None and known.config.tokens_per_minute is not None:
+            everywhere = int(max(0.0, known.tokens.level(now_s)) * self._ingresses + _LEAST)
+            tokens = _left(known.tokens, known.config.tokens_per_minute, everywhere, now_s)
+        return LimitsLeft(requests, tokens)
 
     def begin(self, tenant: str) -> Allowance:
         """Count a request that has just come. Raises RateLimited, counting nothing, where it is one too many."""
         known = self._tenants.get(tenant)
         if known is None:
             return Allowance(None, self._clock)
-        most = known.most_running
-        if most is not None and known.running >= most:
-            wait_s = min(60.0, max(1.0, known.mean_s / most))
-            raise _refusal(f"requests at once, at most {most} here", wait_s)
+        config, now_s = known.config, self._clock()
+        if config.concurrent_requests is not None:
+            most = max(1, config.concurrent_requests // self._ingresses)
+            if known.running >= most:
+                raise _refusal(f"requests at once, at most {most} here", min(60.0, max(1.0, known.mean_s / most)))
         if known.requests is not None:
-            now_s = self._clock()
             wait_s = known.requests.wait_s(1, now_s)
             if wait_s:
-                raise _refusal(f"requests, at most {known.config.requests_per_second:g} a second", wait_s)
+                raise _refusal(f"requests, at most {config.requests_per_second:g} a second", wait_s)
             known.requests.take(1, now_s)
         return Allowance(known, self._clock)
 
@@ -218,6 +199,10 @@ def _sized(bucket: Bucket | None, most: float, per_s: float, now_s: float) -> Bu
         return Bucket(most, per_s, now_s)
     bucket.resize(most, per_s, now_s)
     return bucket
+
+
+def _left(bucket: Bucket, limit: int, everywhere: int, now_s: float) -> Left:
+    return Left(limit, min(limit, everywhere), bucket.wait_s(bucket.most, now_s))
 
 
 def _refusal(what: str, wait_s: float) -> RateLimited:

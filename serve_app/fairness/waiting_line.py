@@ -1,4 +1,4 @@
-"""One line by tenant for a bounded number of places; whose turn it is goes by deficit round robin over cost.
+"""One line by tenant for a bounded number of places, in turns by cost.
 
 Laws: places are conserved; a tenant within its share waits for nobody who borrows; with n tenants in line each gets a
 quantum of cost in n, whatever the length of its line. One asyncio loop uses it.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from serve_app.fairness.shares import Budget
+from serve_app.fairness.turns import Turns
 
 QUANTUM = 512
 """Cost a turn: the prompt tokens that a replica gives a tenant in its turn."""
@@ -20,15 +22,13 @@ _WEIGHT = 0.2
 """Of the newest start in a tenant's pace."""
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """What one request holds: ``units`` of the line's budget, given back one by one or all at once."""
 
-    __slots__ = ("_line", "tenant", "units")
-
-    def __init__(self, line: WaitingLine, tenant: str, units: int) -> None:
-        self._line = line
-        self.tenant = tenant
-        self.units = units
+    _line: WaitingLine
+    tenant: str
+    units: int
 
     def give_back(self, units: int | None = None) -> None:
         """Give units back, None: all that are left; harmless when none are."""
@@ -38,13 +38,11 @@ class Place:
             self._line._returned(self.tenant, units)
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    __slots__ = ("cost", "granted", "units")
-
-    def __init__(self, units: int, cost: int, granted: asyncio.Future[Place]) -> None:
-        self.units = units
-        self.cost = cost
-        self.granted = granted
+    units: int
+    cost: int
+    granted: asyncio.Future[Place]
 
 
 class WaitingLine:
@@ -52,10 +50,9 @@ class WaitingLine:
 
     def __init__(self, budget: Budget, quantum: int = QUANTUM, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
-        self._quantum = quantum
+        self._turns = Turns(lambda _: quantum)
         self._clock = clock
         self._lines: dict[str, deque[_Waiter]] = {}
-        self._credit: OrderedDict[str, int] = OrderedDict()
         self._pace_s: dict[str, float] = {}
         """By tenant, how long the first in line waited lately. Time without a line is nobody's wait."""
         self._first_since_s: dict[str, float] = {}
@@ -79,10 +76,10 @@ class WaitingLine:
         shares = self._budget.shares
         shares.touch(tenant)
         waiter = _Waiter(units, cost, asyncio.get_running_loop().create_future())
-        if self._lines or not self._fits(tenant, waiter):
+        if self._lines or self._budget.verdict(tenant, self._units(tenant, waiter)) != "granted":
             if tenant not in self._lines:
                 self._lines[tenant] = deque()
-                self._credit[tenant] = 0
+                self._turns.join(tenant)
                 self._first_since_s[tenant] = self._clock()
             self._lines[tenant].append(waiter)
             self._grant()
@@ -100,9 +97,6 @@ class WaitingLine:
 
     def _units(self, tenant: str, waiter: _Waiter) -> int:
         return min(waiter.units, self._budget.share(tenant))
-
-    def _fits(self, tenant: str, waiter: _Waiter) -> bool:
-        return self._budget.verdict(tenant, self._units(tenant, waiter)) == "granted"
 
     def _start(self, tenant: str, waiter: _Waiter) -> None:
         if waiter.granted.cancelled():  # whoever waited has left, and was not heard yet
@@ -122,25 +116,17 @@ class WaitingLine:
 
     def _drop_if_empty(self, tenant: str) -> None:
         if not self._lines[tenant]:
-            # Without work nobody has credit, nor debt.
-            del self._lines[tenant], self._credit[tenant], self._first_since_s[tenant]
+            del self._lines[tenant], self._first_since_s[tenant]
+            self._turns.leave(tenant)
 
     def _grant(self) -> None:
         """Start whoever can, in turns."""
         while able := self._able():
-            credit, quantum = self._credit, self._quantum
-            if all(credit[tenant] <= 0 for tenant in able):
-                # As many rounds at once as it takes until somebody has credit.
-                rounds = min(-credit[tenant] // quantum + 1 for tenant in able)
-                for tenant in able:
-                    credit[tenant] += rounds * quantum
-            tenant = next(tenant for tenant in able if credit[tenant] > 0)
+            tenant = self._turns.next(able)
             waiter = self._lines[tenant].popleft()
             self._note_pace(tenant)
             self._start(tenant, waiter)
-            credit[tenant] -= waiter.cost
-            if credit[tenant] <= 0:
-                credit.move_to_end(tenant)
+            self._turns.charge(tenant, waiter.cost)
             self._drop_if_empty(tenant)
 
     def _note_pace(self, tenant: str) -> None:
@@ -160,7 +146,7 @@ class WaitingLine:
         able: list[str] = []
         borrowers: set[str] = set()
         owed = False
-        for tenant in self._credit:
+        for tenant in self._turns.credit:
             units = self._units(tenant, self._lines[tenant][0])
             verdict = budget.verdict(tenant, units)
             within = budget.within(tenant, units)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from serve_app.api.format import FinishReason, ToldToken
 from serve_app.api.tool_calls import CallEvent
@@ -28,8 +29,7 @@ class TokenSource(Protocol):
         """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Text that one choice gained (maybe none), and then ``calls``. ``cached_tokens``, ``save``: in its first alone.
 
     ``logprobs``: of the tokens that begin within the text, where they were asked for. ``stop_sequence``: which stop
@@ -47,32 +47,52 @@ class Piece:
     stop_sequence: str = ""
 
 
-Pieces = AsyncGenerator[Piece, None]
+SplitPiece = Callable[[Piece], list[Piece]]
+"""Reads tool calls out of a piece's text; the last of what it returns may end the choice."""
+
+
+class ChoiceReader:
+    """Tokens of one choice become pieces, the last with a finish reason. ``split``: None where no calls are read."""
+
+    def __init__(self, index: int, generation: Generation, reader: AnswerReader, split: SplitPiece | None) -> None:
+        self._index = index
+        self._before = generation.echo
+        self._reader = reader
+        self._split = split
+
+    def read(self, tokens: Tokens) -> list[Piece]:
+        """Return the pieces that these tokens complete. Raises GenerationFailed where the generation broke off."""
+        reader = self._reader
+        text, taken, stopped = reader.read(tokens)
+        reason: FinishReason | None = None
+        if not stopped and tokens.finish_reason is not None:
+            if tokens.finish_reason not in ("stop", "length"):
+                raise GenerationFailed("The generation was broken off; send the request again.")
+            rest, stopped = reader.finish()
+            text += rest
+            reason = tokens.finish_reason
+        if stopped:
+            reason = "stop"
+        if self._before:
+            text, self._before = self._before + text, ""
+        told = reader.told(ended=reason is not None and not stopped)
+        ended_by = reader.stop_sequence if stopped else ""
+        piece = Piece(
+            self._index, text, taken, tokens.cached_tokens, reason, tokens.save, logprobs=told, stop_sequence=ended_by
+        )
+        return [piece] if self._split is None else self._split(piece)
 
 
 async def choice_pieces(
-    index: int, generation: Generation, source: TokenSource, reader: AnswerReader
+    generation: Generation, source: TokenSource, reader: ChoiceReader
 ) -> AsyncGenerator[Piece, None]:
-    """Yield one choice's pieces; the last has a finish reason. Closing it cancels the generation."""
-    before = generation.echo
+    """Yield one choice's pieces; closing it cancels the generation."""
     async with aclosing(source.generate(generation)) as stream:
         async for tokens in stream:
-            text, taken, stopped = reader.read(tokens)
-            reason: FinishReason | None = None
-            if not stopped and tokens.finish_reason is not None:
-                if tokens.finish_reason not in ("stop", "length"):
-                    raise GenerationFailed("The generation was broken off; send the request again.")
-                rest, stopped = reader.finish()
-                text += rest
-                reason = tokens.finish_reason
-            if stopped:
-                reason = "stop"
-            told = reader.told(ended=reason is not None and not stopped)
-            ended_by = reader.stop_sequence if stopped else ""
-            yield Piece(index, before + text, taken, tokens.cached_tokens, reason, tokens.save, (), told, ended_by)
-            before = ""
-            if reason is not None:
-                return
+            for piece in reader.read(tokens):
+                yield piece
+                if piece.finish_reason is not None:
+                    return
 
 
 async def answer_pieces(
@@ -81,19 +101,20 @@ async def answer_pieces(
     make_decoder: Callable[[], Detokenizer],
     stop: tuple[str, ...],
     place: Place,
-    reading: Callable[[Pieces], Pieces] = lambda pieces: pieces,
+    make_split: Callable[[], SplitPiece] | None = None,
     *,
     include_stop: bool = False,
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces of all choices as they come; as many run at once as ``place`` has units, which end with them.
 
-    ``reading``: what the pieces of each choice go through. ``include_stop``: a stop string is the last part of its
-    answer. One failing choice ends all; closing it cancels all.
+    ``make_split``: what reads tool calls out of a choice's text. ``include_stop``: a stop string is the last part of
+    its answer. One failing choice ends all; closing it cancels all.
     """
 
-    def begin(index: int, generation: Generation) -> Pieces:
+    def begin(index: int, generation: Generation) -> AsyncGenerator[Piece, None]:
         reader = AnswerReader(generation.sampling, make_decoder(), stop, include_stop=include_stop)
-        return reading(choice_pieces(index, generation, source, reader))
+        split = None if make_split is None else make_split()
+        return choice_pieces(generation, source, ChoiceReader(index, generation, reader, split))
 
     try:
         if len(generations) == 1:

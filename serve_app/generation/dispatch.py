@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import grpc
@@ -36,7 +36,7 @@ from serve_app.generation.reservation import Reservation
 from serve_app.ray_compat import cancel_call
 from serve_app.replica import messages as wire
 from serve_app.replica.token_channel import Arrivals, TokenInbox
-from serve_app.tracing.request import call_trace
+from serve_app.tracing.request import CallTrace, call_trace
 from serve_app.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,9 @@ class Dispatcher:
             reservation = Reservation(self._core, self._decisions, route)
             had = len(received)
             try:
-                async with aclosing(self._attempt(current, route, reservation)) as chunks:
-                    async for chunk in chunks:
+                async with self._call(current, route, reservation) as call:
+                    while True:
+                        chunk = await call.chunk()
                         if chunk.error == "unavailable":
                             raise _ReplicaLeaves(chunk.message)
                         if chunk.load is not None:
@@ -127,8 +128,6 @@ class Dispatcher:
                         yield Tokens(chunk.token_ids, first, chunk.finish_reason, chunk.save, chunk.logprobs)
                         if chunk.finish_reason is not None:
                             return
-                    else:
-                        raise _ReplicaLost("the stream ended without a finish reason")
             except (RateLimited, Overloaded) as error:
                 # The request was admitted, and other choices of it may be under way: this one waits for its replica.
                 # Where there is none, a client who has had nothing yet is told; one who has had a part cannot ask for
@@ -165,13 +164,14 @@ class Dispatcher:
             retry_after_s=2.0,
         )
 
-    async def _attempt(
+    @asynccontextmanager
+    async def _call(
         self, generation: Generation, route: RoutedRequest, reservation: Reservation
-    ) -> AsyncGenerator[wire.GenerateChunk, None]:
+    ) -> AsyncIterator[_Call]:
         """One call to one replica; ends its reservation at the first token, or at whatever ends the call."""
         started_s = time.perf_counter()
         trace = call_trace(self._tracer, generation.traceparent, route.request_id)
-        call = wire.GenerateCall(
+        message = wire.GenerateCall(
             request_id=route.request_id,
             caller=self._caller,
             reply_to=self._inbox.reply_to,
@@ -190,31 +190,23 @@ class Dispatcher:
             keep=generation.keep,
             traceparent="" if trace is None else trace.traceparent,
         )
-        answered = False
+
+        def first_token(chunk: wire.GenerateChunk, cached_tokens: int) -> None:
+            ttft_s = time.perf_counter() - started_s
+            reservation.delivered(cached_tokens, ttft_s)
+            if self._delivered is not None and reservation.decision is not None:
+                self._delivered(generation, reservation.decision, cached_tokens, ttft_s, chunk.save)
+
+        call: _Call | None = None
         with self._inbox.arrivals(route.request_id) as arrivals:
             try:
-                response = self._generate.remote(wire.encode(call), route=route, decision=None)
-            except Exception as error:
-                if trace is not None:
-                    trace.end(reservation.decision)
-                if isinstance(error, BackPressureError):
-                    raise _queue_full(1.0) from error
-                raise
-            end = asyncio.ensure_future(response)
-            self._ends.add(end)
-            end.add_done_callback(self._heard)
-            end.add_done_callback(lambda _: arrivals.wake())
-            try:
-                async for chunk in _chunks(arrivals, end):
-                    if chunk.cached_tokens is not None:
-                        ttft_s = time.perf_counter() - started_s
-                        reservation.delivered(chunk.cached_tokens, ttft_s)
-                        if self._delivered is not None and reservation.decision is not None:
-                            self._delivered(generation, reservation.decision, chunk.cached_tokens, ttft_s, chunk.save)
-                    if trace is not None:
-                        trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
-                    answered = bool(chunk.error or chunk.finish_reason)
-                    yield chunk
+                response = self._generate.remote(wire.encode(message), route=route, decision=None)
+                end = asyncio.ensure_future(response)
+                self._ends.add(end)
+                end.add_done_callback(self._heard)
+                end.add_done_callback(lambda _: arrivals.wake())
+                call = _Call(arrivals, end, first_token, trace)
+                yield call
             except BackPressureError as error:
                 raise _queue_full(1.0) from error
             except DeploymentUnavailableError as error:
@@ -230,9 +222,9 @@ class Dispatcher:
                 # Ray lost the call, not the replica's code: another replica can go on from what was received.
                 raise _ReplicaLost(type(error).__name__) from error
             finally:
-                if answered:
+                if call is not None and call.answered:
                     reservation.end()
-                else:
+                elif call is not None:
                     end.cancel()
                     cancel_call(response)
                     reservation.leave()
@@ -247,29 +239,57 @@ class Dispatcher:
             end.exception()  # nobody may ask any more, and then it is not logged as lost
 
 
-async def _chunks(arrivals: Arrivals, end: asyncio.Future[bytes]) -> AsyncGenerator[wire.GenerateChunk, None]:
-    """Yield a call's chunks; the last has a finish reason or an error. ``end``: what the call returns.
+class _Call:
+    """One call's chunks as they come. ``answered``: whether the last one was taken, or an error.
 
-    Raises _ReplicaLost where tokens were lost on the way, and whatever the call raises.
+    ``end``: what the call returns. ``first_token`` hears of the first chunk that has tokens, and of those cached.
     """
-    while True:
-        chunk = arrivals.take()
-        if chunk is not None:
-            yield chunk
-            if chunk.finish_reason is not None:
-                return
-        elif not end.done():
-            await arrivals.news()
-        else:
-            last = wire.decode_chunk(end.result())
-            if last.seq == arrivals.received:
-                yield last
-                return
-            try:
-                async with asyncio.timeout(LATE_S):
-                    await arrivals.news()
-            except TimeoutError:
-                raise _ReplicaLost("tokens were lost on the way") from None
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        end: asyncio.Future[bytes],
+        first_token: Callable[[wire.GenerateChunk, int], None],
+        trace: CallTrace | None,
+    ) -> None:
+        self.answered = False
+        self._arrivals = arrivals
+        self._end = end
+        self._first_token = first_token
+        self._trace = trace
+
+    async def chunk(self) -> wire.GenerateChunk:
+        """Wait for the next chunk; the last has a finish reason or an error.
+
+        Raises _ReplicaLost where tokens were lost on the way, and whatever the call raises.
+        """
+        chunk = self._arrivals.take()
+        while chunk is None:
+            if self._end.done():
+                chunk = await self._last()
+            else:
+                await self._arrivals.news()
+                chunk = self._arrivals.take()
+        if chunk.cached_tokens is not None:
+            self._first_token(chunk, chunk.cached_tokens)
+        if self._trace is not None:
+            self._trace.saw(chunk.cached_tokens, chunk.error or chunk.finish_reason)
+        self.answered = bool(chunk.error or chunk.finish_reason)
+        return chunk
+
+    async def _last(self) -> wire.GenerateChunk | None:
+        """Return what the call returned, once all that was sent before has come; None where more has come first."""
+        last = wire.decode_chunk(self._end.result())
+        if last.seq == self._arrivals.received:
+            if not last.error and last.finish_reason is None:
+                raise _ReplicaLost("the stream ended without a finish reason")
+            return last
+        try:
+            async with asyncio.timeout(LATE_S):
+                await self._arrivals.news()
+        except TimeoutError:
+            raise _ReplicaLost("tokens were lost on the way") from None
+        return self._arrivals.take()
 
 
 class _ReplicaLost(Exception):

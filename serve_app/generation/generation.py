@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from router.protocol.block_hash import PrefixScope, TokenArray
 from serve_app.engine.protocol import FinishReason, KeptPrefix, SamplingParams, Save, SaveResult, TokenLogprob
 
@@ -50,8 +52,7 @@ class Generation:
         return self.scope.public_blocks > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True):
     """New tokens of one sequence. ``cached_tokens`` is set once, in the first item, with ``save`` if asked for.
 
     ``logprobs``: one for each token, where they were asked for.

@@ -14,7 +14,7 @@ _NOT_SAVED = {
     "too_large": "not saved: it needs {needed_tokens} tokens of KV, and a replica's whole pin budget (pin_budget) is "
     "{budget_tokens}",
     "too_short": "not saved, because the system prompt does not fill a KV block",
-    "failed": "not saved, because its prefill failed",
+    "failed": "not saved, because vLLM did not hold it",
     "off": "not saved, because prefix caching is switched off, or it is vLLM's and has no pin budget (pin_budget)",
 }
 

@@ -36,16 +36,17 @@ from serve_app.ingress.broadcast import Broadcast
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.memory import return_large_buffers
+from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.prompts.admin import PromptAdmin
 from serve_app.ingress.prompts.warming import Warmer
 from serve_app.ingress.services import BODIES, Services, limits_of
-from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import LIVE_NOTICES, Live
-from serve_app.live.peers import Peers
 from serve_app.live.prefix_table import PrefixTable
 from serve_app.notices import read_kinds
 from serve_app.prompts.registry import Prompts
@@ -53,7 +54,6 @@ from serve_app.prompts.traffic import PromptTraffic
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.tenants.secret import load_secret
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import open_tracer
 from serve_app.usage.ledger import Ledger
@@ -78,7 +78,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     tokenizer, prompts = await asyncio.to_thread(_load_tokenizer, info.path, config, workers)
     adapters = AdapterRegistry(config.model_name, current=not config.allow_runtime_lora)
     adapters.merge(await asyncio.to_thread(configured_adapters, config.lora_adapters, config.max_lora_rank))
-    metrics, traffic, drain = IngressMetrics(), UsageTable(), Drain()
+    metrics, traffic, drain = IngressMetrics(), HitRates(), Drain()
     lengths = limits_of(config, max_model_len(config, info))
     limits = TenantLimits(config.tenants, config.ingress_replicas)
     preparer = Preparer(
@@ -105,7 +105,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
         PrefixTable(config.block_size, lambda: len(tenants.by_name)),
         lambda: about(services.config),
         partial(read_kinds, context.app_name, LIVE_NOTICES),
-        Peers(context.replica_id.unique_id, broadcast.ingresses),
+        broadcast.ingresses,
         count_dropped=metrics.dropped_events.inc,
     )
     dispatcher = Dispatcher(
@@ -119,9 +119,7 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
     prompt_admin = PromptAdmin(
         prompts, prompt_traffic, warmer, preparer, tokenizer, config.prompts_dir, broadcast.ingresses
     )
-    misses = MissDetector(
-        tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed, metrics.found_elsewhere
-    )
+    misses = MissDetector(tokenizer.text_of, workers, lambda: len(tenants.by_name), metrics.missed)
     front_door = FrontDoor(
         shares,
         places=lambda: places(services.config, len(core.replica_ids)),
@@ -162,19 +160,21 @@ async def make_services(config: AppConfig, args: AppConfig, replica: DeploymentH
             dispatcher,
             tokenizer,
             tool_calls_of(tokenizer, config.tool_parser),
-            metrics,
-            traffic,
-            front_door,
+            Counters(
+                metrics,
+                traffic,
+                front_door,
+                ledger,
+                prompt_traffic,
+                misses if config.explain_misses and config.enable_prefix_caching else None,
+            ),
             drain,
             request_timeout_s=config.request_timeout_s,
-            ledger=ledger,
-            prompts=prompt_traffic,
-            misses=misses if config.explain_misses and config.enable_prefix_caching else None,
         ),
         health=Health(core, asyncio.create_task(broadcast.connect(adapters, prompt_admin.learn))),
         drain=drain,
         history=MessageHistory(complete=config.ingress_replicas == 1),
-        usage=UsageBook(ledger, broadcast.ingresses),
+        usage=Ledgers(ledger, broadcast.ingresses),
         live=live,
         tracer=tracer,
         receiver=receiver,

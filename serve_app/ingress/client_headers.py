@@ -1,4 +1,6 @@
-"""Which headers clients may set: those that Ray Serve takes orders from are dropped before it reads them.
+"""Around all of Ray: which headers clients may set, and where an answer's bytes go without passing every layer.
+
+Headers that Ray Serve takes orders from are dropped before it reads them.
 
 Ray asks ``middlewares`` in every process that listens for HTTP, where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH
 names it: an application's own middleware would come after Ray. Knows no routes.
@@ -42,14 +44,27 @@ def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
     return kept
 
 
+_CONNECTION = "warmpath.connection"
+
+
+def connection_send(scope: Scope, send: Send) -> Send:
+    """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where it is not known.
+
+    What Ray and the application wrap around it looks at the start and the end of an answer alone.
+    """
+    direct: Send = scope.get(_CONNECTION, send)
+    return direct
+
+
 class ClientHeaders:
-    """ASGI middleware: the application behind it sees ``client_headers`` alone."""
+    """ASGI middleware, the outermost: the application behind it sees ``client_headers`` alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
+        scope[_CONNECTION] = send
         if "headers" in scope:
             scope["headers"] = client_headers(scope["headers"])
         await self._app(scope, receive, send)

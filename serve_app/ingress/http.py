@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Send
+from starlette.responses import Response
 
 from serve_app.errors import AuthenticationFailed, InvalidRequest, RequestTimeout, RequestTooLarge, WarmpathError
 from serve_app.ray_compat import serve_request_id
@@ -75,28 +73,6 @@ async def read_body(
     except TimeoutError as error:
         raise RequestTimeout(f"Only {len(body)} bytes of the request body arrived in time; send it again.") from error
     return bytes(body)
-
-
-class TimedStream(StreamingResponse):
-    """A stream that ends at its deadline, also where the client does not take what is sent.
-
-    ``content`` is closed then, and the answer left without its end. ``deadline_s``: on ``time.perf_counter``'s clock.
-    """
-
-    def __init__(
-        self, content: AsyncGenerator[bytes, None], headers: dict[str, str], *, media_type: str, deadline_s: float
-    ) -> None:
-        super().__init__(content, headers=headers, media_type=media_type)
-        self._content = content
-        self._deadline_s = deadline_s
-
-    async def stream_response(self, send: Send) -> None:
-        """Send it, until the deadline."""
-        try:
-            async with asyncio.timeout(self._deadline_s - time.perf_counter()):
-                await super().stream_response(send)
-        except TimeoutError:
-            await self._content.aclose()
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 from router.protocol.samples import Sample
 from serve_app.checkpoints.adapter_registry import AdapterEntry
 from serve_app.ingress.memory import do_without_torch
-from serve_app.live.peers import Batch, Cursors
+from serve_app.live.live import Batch
 from serve_app.prompts.cutover import Cutovers
 from serve_app.reconfigure import LiveSettings
 from serve_app.replica.engine_factory import refused_while_running
@@ -75,27 +75,23 @@ class Ingress:
 
     async def prompts_heard(self, warm: list[Warm]) -> bool:
         """Return whether this ingress' router knows who holds warm prompts, once it does or the time is over."""
-        return await self._services.prompt_admin.heard(warm)
+        return await self._services.prompt_admin.warmer.heard(warm)
 
-    async def take_cutovers(self, cutovers: Cutovers) -> str:
-        """Let names of prompts mean what another ingress was told; returns why that cannot be kept, or ""."""
-        return await self._services.prompt_admin.take(cutovers)
-
-    async def known_cutovers(self) -> Cutovers:
-        """Say what names of prompts mean here."""
-        return self._services.prompt_admin.known()
+    async def exchange_cutovers(self, cutovers: Cutovers) -> Cutovers:
+        """Take in what another ingress lets names of prompts mean, where it is newer; say what they mean here then."""
+        return await self._services.prompt_admin.exchange(cutovers)
 
     async def prompt_report(self) -> Report:
         """Say how prompts are used here."""
-        return self._services.prompt_admin.report()
+        return self._services.prompt_admin.traffic.report()
 
     async def usage(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
         """What this ingress' file says was used; called by whichever ingress is asked for /v1/usage."""
         return await self._services.usage.here(first_day, last_day, tenant)
 
-    async def recent_events(self, cursors: Cursors) -> Batch:
+    async def recent_events(self, numbers: dict[str, int]) -> Batch:
         """What was decided here since; called once a second by an ingress that somebody watches."""
-        return self._services.live.recent(cursors)
+        return self._services.live.recent(numbers)
 
     async def named_samples(self) -> tuple[str, list[Sample]]:
         """This ingress' name and samples; called by whichever ingress is asked for /metrics."""

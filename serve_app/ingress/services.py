@@ -34,21 +34,20 @@ from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
 from serve_app.ingress.http import credentials, read_body
+from serve_app.ingress.ledgers import Ledgers
 from serve_app.ingress.observe.autoscaling_stats import autoscaling_samples, ingress_figures
-from serve_app.ingress.observe.cache_state import NOTICES, cache_state
+from serve_app.ingress.observe.cache_state import NOTICES, HitRates, cache_state
 from serve_app.ingress.observe.explain import Explainer
 from serve_app.ingress.observe.health import Health
 from serve_app.ingress.observe.metrics import IngressMetrics, with_label
 from serve_app.ingress.observe.router_metrics import replica_samples, router_samples
 from serve_app.ingress.prompts.admin import PromptAdmin
-from serve_app.ingress.usage import UsageBook
 from serve_app.live.live import Live
 from serve_app.notices import read, read_kinds
 from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import version_samples
 from serve_app.replica.token_channel import TokenReceiver
 from serve_app.tenants.tenants import Tenant, Tenants
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 
@@ -79,7 +78,7 @@ class Services:
     preparer: Preparer
     core: RoutingCore
     metrics: IngressMetrics
-    traffic: UsageTable
+    traffic: HitRates
     guard: RouteGuard
     shares: Shares
     limits: TenantLimits
@@ -93,7 +92,7 @@ class Services:
     health: Health
     drain: Drain
     history: MessageHistory
-    usage: UsageBook
+    usage: Ledgers
     live: Live
     receiver: TokenReceiver
     tracer: Tracer | None = None
@@ -143,7 +142,7 @@ class Services:
         else:
             wanted = await self.workers.run(tenant.name, len(body), parse, body)
         if isinstance(wanted, ChatRequest) and wanted.chat_template_kwargs:
-            unread = self.tokenizer.unread_variables(wanted.chat_template_kwargs)
+            unread = self.tokenizer.template.unread(wanted.chat_template_kwargs)
             more = unknown_fields((f"chat_template_kwargs.{name}" for name in unread), ())
             wanted = replace(wanted, unknown=(*wanted.unknown, *more))
         if self.config.strict:
@@ -177,7 +176,7 @@ class Services:
         self.metrics.waiting.clear()
         for tenant, requests in self.front_door.waiting().items():
             self.metrics.waiting.labels(tenant).set(requests)
-        versions, _ = self.prompt_admin.report()
+        versions, _ = self.prompt_admin.traffic.report()
         return [*self.metrics.samples(), *version_samples(versions), *router_samples(self.core)]
 
     def autoscaling_stats(self) -> dict[str, float]:

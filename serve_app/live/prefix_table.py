@@ -8,7 +8,7 @@ what was there before: it costs a few dictionary operations a request. Not threa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,9 +38,9 @@ class Node:
     """
 
     kind: Kind
-    parent: bytes
-    parent_blocks: int
-    chain: bytes
+    parent: bytes = b""
+    parent_blocks: int = 0
+    chain: bytes = b""
     label: str = ""
     requests: int = 0
     hits: int = 0
@@ -63,48 +63,24 @@ class TenantPrefixes:
         self.prompt_tokens = 0
         self.cached_tokens = 0
 
-    def latest(self, most: int) -> Iterator[tuple[bytes, Node]]:
-        """Yield the nodes used last, parents before their children."""
-        for key in reversed(self.nodes):
-            if not most:
-                return
-            most -= 1
-            yield key, self.nodes[key]
-
     def touch(
-        self,
-        kind: Kind,
-        key: bytes,
-        parent: bytes,
-        parent_blocks: int,
-        chain: bytes,
-        blocks: int,
-        cached_blocks: int,
-        at_s: float,
+        self, key: bytes, kind: Kind, parent: bytes, parent_blocks: int, chain: bytes, cached_blocks: int
     ) -> Node:
-        """Note a use of a node of the chain's first ``blocks``; it may be new, or longer than before."""
+        """Note a use of a node, which may be new, or longer than before. ``chain``: its block hashes as of now."""
         node = self.nodes.get(key)
-        known_blocks = blocks
+        blocks = len(chain) // HASH_BYTES
         if node is None:
-            node = self.nodes[key] = Node(kind, parent, parent_blocks, chain[: blocks * HASH_BYTES])
+            node = self.nodes[key] = Node(kind)
             self.bytes += node.bytes
-        else:
-            self.nodes.move_to_end(key)
-            node.parent, node.parent_blocks = parent, parent_blocks
-            if kind == "conversation":
-                # A new turn was never there: all that can be had is all of the earlier ones.
-                known_blocks = min(len(node.chain) // HASH_BYTES, blocks)
-                self.bytes += len(chain) - len(node.chain)
-                node.chain = chain
+        elif kind == "conversation":
+            # A new turn was never there: all that can be had is all of the earlier ones.
+            blocks = min(len(node.chain) // HASH_BYTES, blocks)
+        self.nodes.move_to_end(key)
+        self.bytes += len(chain) - len(node.chain)
+        node.parent, node.parent_blocks, node.chain = parent, parent_blocks, chain
         node.requests += 1
-        node.hits += cached_blocks >= known_blocks
-        node.last_used_at_s = at_s
+        node.hits += cached_blocks >= blocks
         return node
-
-    def shrink(self, max_bytes: int) -> None:
-        """Forget the nodes used least recently until all fit."""
-        while self.nodes and (self.bytes > max_bytes or len(self.nodes) > MAX_TENANT_NODES):
-            self.bytes -= self.nodes.popitem(last=False)[1].bytes
 
 
 class PrefixTable:
@@ -133,38 +109,41 @@ class PrefixTable:
         ``chain``: the prompt's block hashes; ``label``: the registered prompt that it begins with; ``pinned``: whether
         a save of its system prompt is kept.
         """
-        room = self.rooms.get(tenant)
-        if room is None:
-            room = self._new_room(tenant)
+        tenants = max(1, self.tenants())
+        room = self.rooms.setdefault(tenant, TenantPrefixes())
         self.rooms.move_to_end(tenant)
+        while len(self.rooms) > tenants:  # tenants that are configured no more
+            self.rooms.popitem(last=False)
         room.requests += 1
         room.prompt_tokens += prompt_tokens
         room.cached_tokens += cached_tokens
-        size = self.block_size
-        blocks, cached_blocks = len(chain) // HASH_BYTES, cached_tokens // size
-        public_blocks, system_blocks = min(public_blocks, blocks), min(system_tokens // size, blocks)
+        size, blocks = self.block_size, len(chain) // HASH_BYTES
+        cached_blocks = cached_tokens // size
         if cached_blocks >= (prompt_tokens - 1) // size:
             cached_blocks = blocks  # the last prompt token is computed whatever is cached, and its block with it
-        public_key = b"p" + hash_at(chain, public_blocks - 1) if public_blocks else b""
-        parent, start = public_key, public_blocks
+        public_blocks, system_blocks = min(public_blocks, blocks), min(system_tokens // size, blocks)
+        public = b"p" + hash_at(chain, public_blocks - 1) if public_blocks else b""
+        parent, start = public, public_blocks
         if system_blocks > public_blocks:
             parent, start = b"s" + hash_at(chain, system_blocks - 1), system_blocks
-        deepest = parent
+        deepest, touched = parent, []
         # Children first: of two a parent is to be the one used later.
         if blocks > start:
             deepest = _conversation_key(room.nodes, chain, start, blocks)
-            room.touch("conversation", deepest, parent, start, chain, blocks, cached_blocks, at_s)
-        if parent is not public_key:
-            node = room.touch("system", parent, public_key, public_blocks, chain, start, cached_blocks, at_s)
-            node.pinned = node.pinned or pinned
-            if label and not public_blocks:
-                node.label = label
-        if public_blocks:
-            node = room.touch("public", public_key, b"", 0, chain, public_blocks, cached_blocks, at_s)
-            if label:
-                node.label = label
-        if room.bytes > self._max_bytes or len(room.nodes) > MAX_TENANT_NODES:
-            room.shrink(self._max_bytes)
+            touched.append(room.touch(deepest, "conversation", parent, start, chain, cached_blocks))
+        if parent != public:
+            head = chain[: start * HASH_BYTES]
+            touched.append(room.touch(parent, "system", public, public_blocks, head, cached_blocks))
+            touched[-1].pinned |= pinned
+        if public:
+            touched.append(room.touch(public, "public", b"", 0, chain[: public_blocks * HASH_BYTES], cached_blocks))
+        for node in touched:
+            node.last_used_at_s = at_s
+        if touched and label and touched[-1].kind != "conversation":
+            touched[-1].label = label
+        most_bytes = min(MAX_TENANT_BYTES, MAX_BYTES // tenants)
+        while room.nodes and (room.bytes > most_bytes or len(room.nodes) > MAX_TENANT_NODES):
+            room.bytes -= room.nodes.popitem(last=False)[1].bytes
         return deepest
 
     def forget_pins(self) -> None:
@@ -173,26 +152,12 @@ class PrefixTable:
             for node in room.nodes.values():
                 node.pinned = False
 
-    def _new_room(self, tenant: str) -> TenantPrefixes:
-        """Return a new tenant's room; those of tenants that are configured no more go."""
-        room = self.rooms[tenant] = TenantPrefixes()
-        while len(self.rooms) > max(1, self.tenants()):
-            self.rooms.popitem(last=False)
-        return room
-
-    @property
-    def _max_bytes(self) -> int:
-        return min(MAX_TENANT_BYTES, MAX_BYTES // max(1, self.tenants()))
-
 
 def _conversation_key(nodes: OrderedDict[bytes, Node], chain: bytes, start: int, blocks: int) -> bytes:
     """Return the key of a prompt's conversation: that of the earlier prompt with the most first blocks in common."""
     last = min(start + FIRST_BLOCKS, blocks) - 1
-    for index in range(last, start - 1, -1):
-        key = b"c" + hash_at(chain, index)
-        if key in nodes:
-            return key
-    return b"c" + hash_at(chain, last)
+    keys = [b"c" + hash_at(chain, index) for index in range(last, start - 1, -1)]
+    return next((key for key in keys if key in nodes), keys[0])
 
 
 def node_id(tenant: str, key: bytes) -> str:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from router.protocol.samples import Sample
 
 Row = dict[str, Any]
+Reports = Mapping[str, Sequence[Sample]]
+"""Samples by replica."""
 
 TENANTS_FIELDS = ("replica", "state", "engine", "simulated")
 """What a tenant sees of a replica: no count is its own there."""
 
+SILENT_S = 5.0
+"""A replica reports at least once a second; after this its feed counts as silent (docs/routing.md)."""
+
 _BLOCKS = {"used": "blocks_used", "cached": "blocks_reusable", "free": "blocks_free"}
+_EVICTED = "warmpath_prefix_cache_evicted_blocks_total"
+_PULLS = "warmpath_kv_pulls_total"
+_PULLED = "warmpath_kv_pulled_tokens_total"
 
 
-def replica_rows(
-    states: Iterable[Mapping[str, Any]], reports: Mapping[str, Sequence[Sample]], about: Mapping[str, Any]
-) -> dict[str, Row]:
+def replica_rows(states: Iterable[Mapping[str, Any]], reports: Reports, about: Mapping[str, Any]) -> dict[str, Row]:
     """Return the rows by replica. ``states``: as ``RoutingCore.state`` has them; ``about``: the instance."""
     return {state["replica_id"]: _row(state, reports.get(state["replica_id"], ()), about) for state in states}
 
@@ -25,9 +32,9 @@ def replica_rows(
 def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str, Any]) -> Row:
     blocks: dict[str, int] = {}
     for name, labels, value in samples:
-        of = dict(labels)
-        if name == "warmpath_kv_cache_blocks" and of.get("state") in _BLOCKS:
-            blocks[_BLOCKS[of["state"]]] = int(value)
+        pool_state = dict(labels).get("state")
+        if name == "warmpath_kv_cache_blocks" and pool_state in _BLOCKS:
+            blocks[_BLOCKS[pool_state]] = int(value)
         elif name == "warmpath_pinned_blocks":
             blocks["blocks_pinned"] = int(value)
     if blocks.keys() >= set(_BLOCKS.values()):
@@ -51,55 +58,42 @@ def _row(state: Mapping[str, Any], samples: Sequence[Sample], about: Mapping[str
 
 def changed(before: Row | None, after: Row) -> bool:
     """Whether a row says anything new: a report's age always moves, and matters once it is old."""
-    if before is None:
+    if before is None or before.keys() != after.keys():
         return True
-    ages = (before["report_age_s"] or 0.0) > SILENT_S, (after["report_age_s"] or 0.0) > SILENT_S
-    return ages[0] != ages[1] or {**before, "report_age_s": 0} != {**after, "report_age_s": 0}
-
-
-SILENT_S = 5.0
-"""A replica reports at least once a second; after this its feed counts as silent (docs/routing.md)."""
+    silent = [(row.get("report_age_s") or 0.0) > SILENT_S for row in (before, after)]
+    return silent[0] != silent[1] or any(before[name] != after[name] for name in after if name != "report_age_s")
 
 
 class Activity:
     """What replicas' counters say has happened between two looks, summed: no event a block, no event a pull."""
 
     def __init__(self) -> None:
-        self._before: dict[str, dict[str, float]] = {}
+        self._before: dict[str, Counter[str]] = {}
         self._looked_s = 0.0
 
-    def look(self, reports: Mapping[str, Sequence[Sample]], now_s: float) -> list[tuple[str, Row]]:
+    def look(self, reports: Reports, now_s: float) -> list[tuple[str, Row]]:
         """Return evictions and pulls since the last look, by event type; none of a replica that was not there then."""
-        seconds, self._looked_s = round(now_s - self._looked_s, 3), now_s
-        found: list[tuple[str, Row]] = []
         counts = {replica: _counts(samples) for replica, samples in reports.items()}
+        seconds = round(now_s - self._looked_s, 3)
+        events: list[tuple[str, Row]] = []
         for replica, now in counts.items():
-            before = self._before.get(replica)
-            if before is None:
-                continue
-            more = {name: int(value - before.get(name, 0.0)) for name, value in now.items()}
-            if more.get("evicted", 0) > 0:
-                found.append(("evictions", {"replica": replica, "blocks": more["evicted"], "seconds": seconds}))
-            pulls = {
-                name.removeprefix("pull "): count
-                for name, count in more.items()
-                if name.startswith("pull ") and count > 0
-            }
-            if pulls or more.get("pulled_tokens", 0) > 0:
-                tokens = more.get("pulled_tokens", 0)
-                found.append(("pulls", {"replica": replica, "pulls": pulls, "tokens": tokens, "seconds": seconds}))
-        self._before = counts
-        return found
+            more = now - self._before.get(replica, now)
+            blocks, tokens = more.pop(_EVICTED, 0), more.pop(_PULLED, 0)
+            if blocks:
+                events.append(("evictions", {"replica": replica, "blocks": blocks, "seconds": seconds}))
+            if more or tokens:
+                pulls = {"replica": replica, "pulls": dict(more), "tokens": tokens, "seconds": seconds}
+                events.append(("pulls", pulls))
+        self._before, self._looked_s = counts, now_s
+        return events
 
 
-def _counts(samples: Sequence[Sample]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _counts(samples: Sequence[Sample]) -> Counter[str]:
+    """Return evicted blocks and pulled tokens by their names, and pulls by outcome."""
+    counts: Counter[str] = Counter()
     for name, labels, value in samples:
-        match name:
-            case "warmpath_prefix_cache_evicted_blocks_total":
-                found["evicted"] = found.get("evicted", 0.0) + value
-            case "warmpath_kv_pulls_total":
-                found["pull " + dict(labels).get("outcome", "")] = value
-            case "warmpath_kv_pulled_tokens_total":
-                found["pulled_tokens"] = value
-    return found
+        if name in (_EVICTED, _PULLED):
+            counts[name] += int(value)
+        elif name == _PULLS:
+            counts[dict(labels).get("outcome", "")] += int(value)
+    return counts

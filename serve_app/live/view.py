@@ -7,19 +7,27 @@ docs/live.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from serve_app.live.nodes import Key, NodeRow, shown
+from router.protocol.request import Decision
+from serve_app.generation.generation import Generation
+from serve_app.live.nodes import NodeRow, Rows, shown
+from serve_app.live.prefix_table import node_id
 from serve_app.live.replicas import TENANTS_FIELDS, Row, changed
 from serve_app.live.watcher import Event, Watcher
 
 RECENT_DECISIONS = 50
 HIDDEN_FROM_TENANTS = frozenset({"estimated_ttft_s", "cold_ttft_s", "queued_tokens"})
 """Of a decision: they tell how busy others keep a replica."""
+
+SHOWN_MOVES = 16
+
+Board = Mapping[str, Sequence[Row]]
+"""Notices by kind."""
 
 Total = tuple[int, int, int]
 """Requests, prompt tokens, cached tokens."""
@@ -31,14 +39,14 @@ class Facts:
 
     about: Row = field(default_factory=dict)
     replicas: Mapping[str, Row] = field(default_factory=dict)
-    sources: Sequence[Mapping[Key, NodeRow]] = ()
+    sources: Sequence[Rows] = ()
     totals: Sequence[Mapping[str, Total]] = ()
     moves: Sequence[Row] = ()
     scale: Row | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Occurrence:
     """Something that happened. ``tenant``: whose it is, None: for operators alone."""
 
     type: str
@@ -54,66 +62,93 @@ class Picture:
     replicas: Mapping[str, Row]
     nodes: Mapping[str, NodeRow]
     totals: list[Row]
-    moves: list[Row]
-    scale: Row | None
+    moves: Sequence[Row] = ()
+    scale: Row | None = None
+
+
+def decision_row(
+    generation: Generation, decision: Decision, cached_tokens: int, ttft_s: float, key: bytes, rate: float | None
+) -> Row:
+    """Return what is told of a decision. ``key``: of its node, b"" for none. ``rate``: the replica's prefill rate."""
+    return {
+        "request": generation.request_id,
+        "tenant": generation.tenant,
+        "replica": decision.replica_id,
+        "reason": decision.reason,
+        "node": node_id(generation.tenant, key) if key else None,
+        "prompt_tokens": len(generation.token_ids),
+        "best_cached_tokens": decision.best_cached_tokens,
+        "selected_cached_tokens": decision.selected_cached_tokens,
+        "cached_tokens": cached_tokens,
+        "pull_from": decision.pull_from or None,
+        "pull_tokens": decision.pull_tokens,
+        "queued_tokens": decision.queued_tokens,
+        "estimated_ttft_s": round(decision.estimated_ttft_s, 6),
+        "ttft_s": round(ttft_s, 6),
+        "cold_ttft_s": round(ttft_s + cached_tokens / rate, 6) if rate else None,
+    }
+
+
+def moves_of(board: Board) -> list[Row]:
+    """Return the latest joins and leaves, the oldest first."""
+    rows = [
+        {"kind": kind, "replica": notice["replica_id"], **{k: v for k, v in notice.items() if k != "replica_id"}}
+        for kind in ("prewarm", "handover")
+        for notice in board.get(kind, ())
+    ]
+    return sorted(rows, key=lambda row: row["at_s"])[-SHOWN_MOVES:]
 
 
 def picture_of(facts: Facts, viewer: str | None) -> Picture:
     """Return what a viewer sees of the facts. ``viewer``: a tenant's name, None for an operator."""
     sums: dict[str, Total] = {}
     for totals in facts.totals:
-        for tenant, (requests, prompt_tokens, cached_tokens) in totals.items():
+        for tenant, total in totals.items():
             if viewer in (None, tenant):
-                known = sums.get(tenant, (0, 0, 0))
-                sums[tenant] = known[0] + requests, known[1] + prompt_tokens, known[2] + cached_tokens
+                requests, prompt_tokens, cached_tokens = sums.get(tenant, (0, 0, 0))
+                sums[tenant] = requests + total[0], prompt_tokens + total[1], cached_tokens + total[2]
     rows = [
         {"tenant": tenant, "requests": requests, "prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens}
         for tenant, (requests, prompt_tokens, cached_tokens) in sorted(sums.items())
     ]
     nodes = shown(facts.sources, viewer)
     if viewer is None:
-        return Picture(facts.replicas, nodes, rows, list(facts.moves), facts.scale)
+        return Picture(facts.replicas, nodes, rows, facts.moves, facts.scale)
     replicas = {name: {key: row[key] for key in TENANTS_FIELDS} for name, row in facts.replicas.items()}
-    return Picture(replicas, nodes, rows, [], None)
+    return Picture(replicas, nodes, rows)
 
 
-def visible(told: Told, viewer: str | None) -> Row | None:
+def visible(occurrence: Occurrence, viewer: str | None) -> Row | None:
     """Return what a viewer sees of something that happened, None for nothing."""
-    body = told.body
+    body = occurrence.body
     if viewer is not None:
-        if told.tenant != viewer:
+        if occurrence.tenant != viewer:
             return None
         body = {key: value for key, value in body.items() if key not in HIDDEN_FROM_TENANTS}
-    return {"type": told.type, "at_s": told.at_s, **body}
+    return {"type": occurrence.type, "at_s": occurrence.at_s, **body}
 
 
 def difference(before: Picture, after: Picture, at_s: float) -> list[Row]:
     """Return the events that make one picture the other."""
-    head = {"at_s": at_s}
     events: list[Row] = [
-        {"type": "replica", **head, **row}
+        {"type": "replica", "at_s": at_s, **row}
         for name, row in after.replicas.items()
-        if _differs(before.replicas.get(name), row)
+        if changed(before.replicas.get(name), row)
     ]
-    events += [
-        {"type": "replica_left", **head, "replica": name} for name in before.replicas if name not in after.replicas
-    ]
-    gone = [name for name in before.nodes if name not in after.nodes]
-    if gone:
-        events.append({"type": "prefixes_gone", **head, "ids": gone})
-    new = [row for name, row in after.nodes.items() if before.nodes.get(name) != row]
-    if new:
-        events.append({"type": "prefixes", **head, "nodes": new})
+    left = [name for name in before.replicas if name not in after.replicas]
+    events += [{"type": "replica_left", "at_s": at_s, "replica": name} for name in left]
+    ids = [name for name in before.nodes if name not in after.nodes]
+    if ids:
+        events.append({"type": "prefixes_gone", "at_s": at_s, "ids": ids})
+    nodes = [row for name, row in after.nodes.items() if before.nodes.get(name) != row]
+    if nodes:
+        events.append({"type": "prefixes", "at_s": at_s, "nodes": nodes})
     if after.totals != before.totals:
-        events.append({"type": "totals", **head, "totals": after.totals})
+        events.append({"type": "totals", "at_s": at_s, "totals": after.totals})
     events += [{"type": "move", **row} for row in after.moves if row not in before.moves]
     if after.scale is not None and after.scale != before.scale:
         events.append({"type": "scale", **after.scale})
     return events
-
-
-def _differs(before: Row | None, after: Row) -> bool:
-    return changed(before, after) if "report_age_s" in after else before != after
 
 
 class View:
@@ -146,29 +181,25 @@ class View:
     def update(self, facts: Facts, at_s: float) -> None:
         """Take new facts, and tell the watchers what has changed."""
         before, self._picture, self._about = self._picture, picture_of(facts, self.viewer), facts.about
-        for body in difference(before, self._picture, at_s):
-            self._offer(encoded(body))
+        events = [encoded(body) for body in difference(before, self._picture, at_s)]
         for watcher in self.watchers:
+            for event in events:
+                watcher.offer(event)
             if watcher.skipped:
                 watcher.offer(encoded({"type": "skipped", "at_s": at_s, "decisions": watcher.skipped}))
                 watcher.skipped = 0
 
-    def tell(self, told: Iterable[Told]) -> None:
+    def tell(self, occurrences: Iterable[Occurrence]) -> None:
         """Tell the watchers what happened, as far as they may know."""
-        for each in told:
-            body = visible(each, self.viewer)
+        for occurrence in occurrences:
+            body = visible(occurrence, self.viewer)
             if body is None:
                 continue
-            if each.type == "decision":
+            event, decision = encoded(body), occurrence.type == "decision"
+            if decision:
                 self._decisions.append(body)
-                self._offer(encoded(body), Watcher.may_take_decision)
-            else:
-                self._offer(encoded(body))
-
-    def _offer(self, event: Event, wanted: Callable[[Watcher], bool] = lambda _: True) -> None:
-        for watcher in self.watchers:
-            if wanted(watcher):
-                watcher.offer(event)
+            for watcher in self.watchers:
+                (watcher.offer_decision if decision else watcher.offer)(event)
 
 
 def encoded(body: Mapping[str, Any]) -> Event:

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from serve_app.fairness.rate_limits import Bucket
+
 End = Literal["key", "stopping", "gone"]
 
 QUEUE_EVENTS = 512
 QUEUE_BYTES = 1 << 20
 DECISIONS_PER_S = 20.0
-BURST_DECISIONS = 20.0
 GATHER_S = 0.1
 """Events are sent together where they come this closely: a write for each would cost more than all else."""
 
@@ -42,8 +43,7 @@ class Watcher:
         self._queue: deque[Event] = deque()
         self._bytes = 0
         self._clock_s = clock_s
-        self._allowed = BURST_DECISIONS
-        self._allowed_at_s = clock_s()
+        self._decisions = Bucket(DECISIONS_PER_S, DECISIONS_PER_S, clock_s())
         self._ready = asyncio.Event()
 
     def offer(self, event: Event) -> None:
@@ -55,16 +55,14 @@ class Watcher:
             self.dropped += 1
         self._ready.set()
 
-    def may_take_decision(self) -> bool:
-        """Tell whether one more decision is within the rate, and count it: among the skipped where it is not."""
+    def offer_decision(self, event: Event) -> None:
+        """Add a decision, or count it among the skipped where it is beyond the rate."""
         now_s = self._clock_s()
-        self._allowed = min(BURST_DECISIONS, self._allowed + (now_s - self._allowed_at_s) * DECISIONS_PER_S)
-        self._allowed_at_s = now_s
-        if self._allowed < 1.0:
+        if self._decisions.level(now_s) < 1.0:
             self.skipped += 1
-            return False
-        self._allowed -= 1.0
-        return True
+        else:
+            self._decisions.take(1.0, now_s)
+            self.offer(event)
 
     def end(self, reason: End) -> None:
         """End the stream, at once where its reader takes nothing."""

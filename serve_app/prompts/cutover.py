@@ -25,10 +25,6 @@ class Cutover(msgspec.Struct, frozen=True, omit_defaults=True):
     promoted: str
     previous: str = ""
 
-    def versions(self) -> frozenset[str]:
-        """Return the versions that are named here."""
-        return frozenset(filter(None, (self.promoted, self.previous)))
-
 
 class Cutovers(msgspec.Struct, frozen=True):
     """All names' cut-overs. ``serial`` grows with each change; ``by`` tells two changes made at once apart."""
@@ -43,9 +39,7 @@ class Cutovers(msgspec.Struct, frozen=True):
 
     def promoted(self, name: str, version: str) -> Cutovers:
         """Return what is so once a version is what the name means."""
-        before = self.names.get(name)
-        if before is None:
-            return self._with(name, Cutover(version))
+        before = self.names.get(name, Cutover(""))
         previous = before.promoted if before.promoted != version else before.previous
         return self._with(name, Cutover(version, previous))
 
@@ -56,14 +50,16 @@ class Cutovers(msgspec.Struct, frozen=True):
             raise InvalidRequest(f"There is no earlier version of {name[:64]!r} to go back to.", param="prompt_ref")
         return self._with(name, Cutover(before.previous))
 
+    def refs(self, name: str) -> list[str]:
+        """Return the versions of a name that are in use, as requests call them, the promoted one first."""
+        cutover = self.names.get(name, Cutover(""))
+        return [f"{name}@{version}" for version in (cutover.promoted, cutover.previous) if version]
+
     def check(self, refs: Collection[str]) -> None:
-        """Raise PromptError where a version that is named here is not among ``refs``."""
-        for name, each in self.names.items():
-            for version in sorted(each.versions()):
-                if f"{name}@{version}" not in refs:
-                    raise PromptError(
-                        f"{name}@{version} is in use ({STATE}) and not locked; put it back, or roll back first"
-                    )
+        """Raise PromptError where a version that is in use is not among ``refs``."""
+        missing = [ref for name in self.names for ref in self.refs(name) if ref not in refs]
+        if missing:
+            raise PromptError(f"{missing[0]} is in use ({STATE}) and not locked; put it back, or roll back first")
 
     def _with(self, name: str, cutover: Cutover) -> Cutovers:
         return Cutovers(self.serial + 1, secrets.token_hex(4), {**self.names, name: cutover})

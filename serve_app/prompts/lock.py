@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, AnyStr
 
 import yaml
 
@@ -32,26 +32,22 @@ class PromptError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLock:
-    """What the lock says of one version. ``tenant`` None: public; ``digest``: ``sha256:`` and 64 hex digits."""
+class Prompt:
+    """One version. ``tenant``: whose alone it is, None: public. ``digest``: ``sha256:`` and 64 hex digits.
+
+    Without ``digest`` it came with the settings; without ``text`` it is what the lock says.
+    """
 
     name: str
     version: str
-    tenant: str | None
-    digest: str
+    text: str = ""
+    tenant: str | None = None
+    digest: str = ""
 
     @property
     def ref(self) -> str:
         """What a request calls it."""
         return f"{self.name}@{self.version}"
-
-
-@dataclass(frozen=True, slots=True)
-class LockedPrompt:
-    """A version whose bytes are those that were locked."""
-
-    lock: PromptLock
-    text: str
 
 
 class PromptDirectory:
@@ -60,33 +56,31 @@ class PromptDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def locks(self) -> list[PromptLock]:
+    def locks(self) -> list[Prompt]:
         """Return what ``prompts.lock`` says, nothing where there is none. Raises PromptError."""
         file = self._path / LOCK
         if not self._path.is_dir():
             raise PromptError(f"there is no directory {self._path}")
         try:
-            raw = read_bounded(file, MAX_LOCK_BYTES)
-            entries = yaml.safe_load(raw.decode())
+            entries = yaml.safe_load(read_bounded(file, MAX_LOCK_BYTES).decode())
+            locks = list(_locks_of({} if entries is None else entries))
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except OSError as error:
             raise PromptError(f"cannot read {file}: {error}") from error
-        try:
-            found = list(_locks_of({} if entries is None else entries))
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
             raise PromptError(f"{file} is no lock of prompts ({error}); take it from version control") from error
-        if len(found) > MAX_PROMPTS:
-            raise PromptError(f"{file} has {len(found)} prompts; at most {MAX_PROMPTS}")
-        return found
+        if len(locks) > MAX_PROMPTS:
+            raise PromptError(f"{file} has {len(locks)} prompts; at most {MAX_PROMPTS}")
+        return locks
 
-    def read(self) -> list[LockedPrompt]:
+    def read(self) -> list[Prompt]:
         """Return all prompts. Raises PromptError for the first that is not what was locked."""
-        found = [LockedPrompt(lock, self._bytes(lock).decode()) for lock in self.locks()]
-        total = sum(len(prompt.text.encode()) for prompt in found)
+        contents = [(lock, self._bytes(lock)) for lock in self.locks()]
+        total = sum(len(raw) for _, raw in contents)
         if total > MAX_TOTAL_BYTES:
             raise PromptError(f"the prompts in {self._path} have {total} bytes together; at most {MAX_TOTAL_BYTES}")
-        return found
+        return [replace(lock, text=raw.decode()) for lock, raw in contents]
 
     def text(self, ref: str) -> str:
         """Return one version's text. Raises PromptError."""
@@ -97,21 +91,20 @@ class PromptDirectory:
 
     def problems(self) -> list[str]:
         """Return what is wrong: files that are not what was locked, or not locked at all. Raises PromptError."""
-        locks = self.locks()
-        found: list[str] = []
+        locks, problems = self.locks(), []
         for lock in locks:
             try:
                 self._bytes(lock)
             except PromptError as error:
-                found.append(str(error))
+                problems.append(str(error))
         known = {self._file(lock) for lock in locks}
         for file in sorted(self._path.glob("*/*.txt")):
             if file not in known and not file.parent.name.startswith("."):
                 ref = f"{file.parent.name}@{file.stem}"
-                found.append(f"prompt {ref}: {file} is not in {LOCK} (run: warmpath prompts add {ref})")
-        return found
+                problems.append(f"prompt {ref}: {file} is not in {LOCK} (run: warmpath prompts add {ref})")
+        return problems
 
-    def add(self, ref: str, source: Path | None, tenant: str | None) -> PromptLock:
+    def add(self, ref: str, source: Path | None, tenant: str | None) -> Prompt:
         """Lock a version: the bytes of ``source``, else of the file that lies at its place.
 
         ``tenant``: whose alone it is; None: as the name's other versions, public where it is the first. Raises
@@ -124,59 +117,57 @@ class PromptDirectory:
             raise PromptError("a tenant's name has 1 to 64 letters, digits and _ . -")
         self._path.mkdir(parents=True, exist_ok=True)
         locks = self.locks()
-        siblings = [lock for lock in locks if lock.name == name]
-        if siblings and tenant is None:
-            tenant = siblings[0].tenant
-        if siblings and siblings[0].tenant != tenant:
-            owner = f"the tenant {siblings[0].tenant}'s" if siblings[0].tenant else "public"
+        sibling = next((lock for lock in locks if lock.name == name), None)
+        if sibling is not None and tenant not in (None, sibling.tenant):
+            owner = f"the tenant {sibling.tenant}'s" if sibling.tenant else "public"
             raise PromptError(f"{name} is {owner}, with all its versions; take another name")
-        place = self._path / name / f"{version}.txt"
-        raw = _prompt_bytes(ref, source or place)
-        digest = f"sha256:{sha256(raw).hexdigest()}"
-        lock = PromptLock(name, version, tenant, digest)
-        before = next((other for other in siblings if other.version == version), None)
-        if before is not None and before.digest != digest:
+        lock = Prompt(name, version, "", sibling.tenant if sibling is not None else tenant)
+        raw = _prompt_bytes(ref, source or self._file(lock))
+        lock = replace(lock, digest=_digest(raw))
+        before = next((other for other in locks if other.ref == ref), None)
+        if before is not None and before != lock:
             where = self._difference(before, raw)
-            raise PromptError(f"{ref} is locked as {before.digest}, and this is {digest}; {where}. Take a new version")
-        place.parent.mkdir(exist_ok=True)
-        write_atomically(place, raw)
-        (self._path / COPIES).mkdir(exist_ok=True)
-        write_atomically(self._copy(lock), raw)
+            raise PromptError(
+                f"{ref} is locked as {before.digest}, and this is {lock.digest}; {where}. Take a new version"
+            )
+        if before is None and len(locks) == MAX_PROMPTS:
+            raise PromptError(f"there are {MAX_PROMPTS} prompts already; take versions out of {LOCK} that nobody uses")
+        for file in (self._file(lock), self._copy(lock)):
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, raw)
         if before is None:
-            _check_room([*locks, lock])
             write_atomically(self._path / LOCK, (_HEADER + _dumped([*locks, lock])).encode())
         return lock
 
-    def _file(self, lock: PromptLock) -> Path:
+    def _file(self, lock: Prompt) -> Path:
         return self._path / lock.name / f"{lock.version}.txt"
 
-    def _copy(self, lock: PromptLock) -> Path:
+    def _copy(self, lock: Prompt) -> Path:
         return self._path / COPIES / lock.digest.removeprefix("sha256:")
 
-    def _bytes(self, lock: PromptLock) -> bytes:
+    def _bytes(self, lock: Prompt) -> bytes:
         file = self._file(lock)
         raw = _prompt_bytes(lock.ref, file)
-        found = f"sha256:{sha256(raw).hexdigest()}"
-        if found != lock.digest:
+        if _digest(raw) != lock.digest:
             where = self._difference(lock, raw)
-            raise PromptError(f"prompt {lock.ref}: {file} has {found}, and {LOCK} has {lock.digest}; {where}")
+            raise PromptError(f"prompt {lock.ref}: {file} has {_digest(raw)}, and {LOCK} has {lock.digest}; {where}")
         return raw
 
-    def _difference(self, lock: PromptLock, raw: bytes) -> str:
+    def _difference(self, lock: Prompt, raw: bytes) -> str:
         """Say where bytes differ from those that were locked, as far as a true copy of these is there."""
         copy = self._copy(lock)
         try:
             locked = read_bounded(copy, MAX_PROMPT_BYTES)
         except OSError:
             return f"which byte differs cannot be told: there is no copy of what was locked, {copy}"
-        if f"sha256:{sha256(locked).hexdigest()}" != lock.digest:
+        if _digest(locked) != lock.digest:
             return f"which byte differs cannot be told: {copy} was changed, too"
         at = first_difference(locked, raw)
         return f"the first differing byte is {at}: {_shown(locked, at)} was locked, {_shown(raw, at)} is there"
 
 
-def first_difference(one: bytes, other: bytes) -> int:
-    """Return the offset of the first byte that differs, counted from 0; the length where one begins the other."""
+def first_difference(one: AnyStr, other: AnyStr) -> int:
+    """Return the offset of the first character or byte that differs; the length where one begins the other."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -215,16 +206,15 @@ def _prompt_bytes(ref: str, file: Path) -> bytes:
     return raw
 
 
+def _digest(raw: bytes) -> str:
+    return f"sha256:{sha256(raw).hexdigest()}"
+
+
 def _shown(raw: bytes, at: int) -> str:
     return repr(raw[at : at + _SHOWN_BYTES])[1:] if at < len(raw) else "the end"
 
 
-def _check_room(locks: list[PromptLock]) -> None:
-    if len(locks) > MAX_PROMPTS:
-        raise PromptError(f"there are {MAX_PROMPTS} prompts already; take versions out of {LOCK} that nobody uses")
-
-
-def _locks_of(entries: Mapping[str, Any]) -> Iterable[PromptLock]:
+def _locks_of(entries: Mapping[str, Any]) -> Iterable[Prompt]:
     for name, entry in entries.items():
         tenant = entry.get("tenant")
         for version, digest in entry["versions"].items():
@@ -233,10 +223,10 @@ def _locks_of(entries: Mapping[str, Any]) -> Iterable[PromptLock]:
                 raise ValueError(f"{name!r} {version!r} has a name that is none")
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
                 raise ValueError(f"the digest of {name}@{version} is none")
-            yield PromptLock(name, version, tenant, digest)
+            yield Prompt(name, version, "", tenant, digest)
 
 
-def _dumped(locks: Iterable[PromptLock]) -> str:
+def _dumped(locks: Iterable[Prompt]) -> str:
     entries: dict[str, dict[str, Any]] = {}
     for lock in locks:
         entry = entries.setdefault(lock.name, {"tenant": lock.tenant} if lock.tenant is not None else {})

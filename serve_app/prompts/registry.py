@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from serve_app.config.prompts import PublicPromptConfig
 from serve_app.errors import InvalidRequest, NotFound
 from serve_app.prompts.cutover import Cutovers, read_cutovers
-from serve_app.prompts.lock import LockedPrompt, PromptDirectory, PromptError
+from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
 
 if TYPE_CHECKING:
     from serve_app.tokenization.tokenizer import PromptTokenizer
@@ -31,22 +30,6 @@ class PromptNotFound(NotFound):
     code = "prompt_not_found"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One version. ``tenant``: whose alone it is, None: public. ``digest`` "": it came with the settings."""
-
-    name: str
-    version: str
-    text: str
-    tenant: str | None = None
-    digest: str = ""
-
-    @property
-    def ref(self) -> str:
-        """What a request calls it."""
-        return f"{self.name}@{self.version}"
-
-
 class Prompts:
     """All prompts of a deployment, and the formatted texts of the public ones for one tokenizer.
 
@@ -57,7 +40,7 @@ class Prompts:
     def __init__(
         self,
         configs: Iterable[PublicPromptConfig] = (),
-        locked: Iterable[LockedPrompt] = (),
+        locked: Iterable[Prompt] = (),
         cutovers: Cutovers | None = None,
         *,
         today: Callable[[], date] = date.today,
@@ -65,7 +48,7 @@ class Prompts:
         self._configs, self._locked = tuple(configs), tuple(locked)
         self._prompts = _merged(self._configs, self._locked)
         self.cutovers = cutovers or Cutovers()
-        self.cutovers.check(_refs(self._locked))
+        self.cutovers.check({prompt.ref for prompt in self._locked})
         self._today = today
         self._tokens: dict[str, int] = {}
         self._formatted: tuple[str, ...] = ()
@@ -111,13 +94,14 @@ class Prompts:
         cutover = self.cutovers.names.get(name)
         if not separator and cutover is not None:
             version = cutover.promoted
-        found = self._prompts.get(f"{name}@{version}")
-        if found is None or found.tenant not in (None, tenant):
-            seen = [each.ref for each in self._prompts.values() if each.name == name and each.tenant in (None, tenant)]
+        prompt = self._prompts.get(f"{name}@{version}")
+        if prompt is None or prompt.tenant not in (None, tenant):
+            versions = [other for other in self._prompts.values() if other.name == name]
+            visible = [other.ref for other in versions if other.tenant in (None, tenant)]
             what = "known versions" if separator else "none of it is promoted; name a version"
-            hint = f"{what}: {', '.join(seen[:8])}" if seen else "no version of it is registered"
+            hint = f"{what}: {', '.join(visible[:8])}" if visible else "no version of it is registered"
             raise PromptNotFound(f"There is no prompt {ref[:160]!r}; {hint}.", param="prompt_ref")
-        return found
+        return prompt
 
     def is_public(self, system_text: str) -> bool:
         """Tell whether a formatted system prompt is a registered public one and nothing else."""
@@ -127,7 +111,7 @@ class Prompts:
         self,
         tokenizer: PromptTokenizer,
         configs: Sequence[PublicPromptConfig] | None = None,
-        locked: Sequence[LockedPrompt] | None = None,
+        locked: Sequence[Prompt] | None = None,
     ) -> None:
         """Register these prompts in the place of those from the same source; answers under way keep what they have.
 
@@ -135,12 +119,12 @@ class Prompts:
         """
         async with self._lock:
             now = (
-                self._configs if configs is None else tuple(configs),
-                self._locked if locked is None else tuple(locked),
+                tuple(self._configs if configs is None else configs),
+                tuple(self._locked if locked is None else locked),
             )
             if now != (self._configs, self._locked):
                 prompts = _merged(*now)
-                self.cutovers.check(_refs(now[1]))
+                self.cutovers.check({prompt.ref for prompt in now[1]})
                 await asyncio.to_thread(self._install, prompts, tokenizer)
                 self._configs, self._locked = now
 
@@ -151,7 +135,7 @@ class Prompts:
         """
         if not cutovers.newer_than(self.cutovers):
             return False
-        cutovers.check(_refs(self._locked))
+        cutovers.check({prompt.ref for prompt in self._locked})
         self.cutovers = cutovers
         return True
 
@@ -173,33 +157,27 @@ class Prompts:
         formatted = (*chats, *public.values())
         # What the tokenizer remembers of these calls is under a root that nobody has.
         root = secrets.token_bytes(16)
-        if prompts != self._prompts or not self._tokens:
+        if (prompts, formatted) != (self._prompts, self._formatted) or self._formatted_on is None:
             bare = {
                 ref: tokenizer.encode(prompt.text, root, add_special_tokens=True).token_ids
                 for ref, prompt in prompts.items()
             }
             self._tokens = {ref: len(ids) for ref, ids in bare.items()}
-        if formatted != self._formatted:
-            ids = [tokenizer.encode(text, root).token_ids for text in chats]
-            ids += [tokenizer.encode(text, root, add_special_tokens=True).token_ids for text in public.values()]
-            tokenizer.set_public(ids)
-            self._formatted = formatted
+            if formatted != self._formatted:
+                of_chats = (tokenizer.encode(text, root).token_ids for text in chats)
+                tokenizer.set_public([*of_chats, *(bare[ref] for ref in public)])
+                self._formatted = formatted
         self._prompts = prompts
         self._formatted_on = today
 
 
-def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[LockedPrompt]) -> dict[str, Prompt]:
-    found = {config.ref: Prompt(config.name, config.version, config.text or "") for config in configs}
-    for each in locked:
-        lock = each.lock
-        if lock.ref in found:
-            raise PromptError(f"{lock.ref} is in public_prompts and in prompts_dir; take one out")
-        found[lock.ref] = Prompt(lock.name, lock.version, each.text, lock.tenant, lock.digest)
-    return found
-
-
-def _refs(locked: Iterable[LockedPrompt]) -> frozenset[str]:
-    return frozenset(each.lock.ref for each in locked)
+def _merged(configs: Iterable[PublicPromptConfig], locked: Iterable[Prompt]) -> dict[str, Prompt]:
+    prompts = {config.ref: Prompt(config.name, config.version, config.text or "") for config in configs}
+    for prompt in locked:
+        if prompt.ref in prompts:
+            raise PromptError(f"{prompt.ref} is in public_prompts and in prompts_dir; take one out")
+        prompts[prompt.ref] = prompt
+    return prompts
 
 
 def _chat_text(tokenizer: PromptTokenizer, ref: str, text: str) -> str:

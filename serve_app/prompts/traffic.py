@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ MIN_WARM = 5
 _TIMES = 256
 _USES = 16
 _VERSIONS = 1024
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Use(NamedTuple):
@@ -37,24 +40,33 @@ class Use(NamedTuple):
 
 @dataclass(slots=True)
 class Figures:
-    """Of one version. ``warm_ttft_s``: of the latest requests that found all of it in the cache."""
+    """Of one version. ``warm_ttft_s``: of requests that found all of it in the cache, the latest ones."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     warm_requests: int = 0
-    warm_ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMES))
+    warm_ttft_s: deque[float] = field(default_factory=deque)
+
+    def add(self, other: Figures) -> None:
+        """Add what another has counted."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.warm_requests += other.warm_requests
+        self.warm_ttft_s.extend(other.warm_ttft_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return what an operator is shown; times only where there are enough."""
-        told = len(self.warm_ttft_s) >= MIN_WARM
-        p50, p99 = np.percentile(self.warm_ttft_s, (50, 99)).tolist() if told else (None, None)
+        p50 = p99 = None
+        if len(self.warm_ttft_s) >= MIN_WARM:
+            p50, p99 = np.percentile(self.warm_ttft_s, (50, 99)).round(4).tolist()
         return {
             "requests": self.requests,
             "cold_requests": self.requests - self.warm_requests,
             "hit_rate": round(self.cached_tokens / self.prompt_tokens, 4) if self.prompt_tokens else None,
-            "warm_ttft_p50_s": p50 and round(p50, 4),
-            "warm_ttft_p99_s": p99 and round(p99, 4),
+            "warm_ttft_p50_s": p50,
+            "warm_ttft_p99_s": p99,
         }
 
 
@@ -71,33 +83,29 @@ class PromptTraffic:
 
     def add(self, ref: str, prompt_tokens: int, cached_tokens: int, ttft_s: float) -> None:
         """Count one answered request."""
-        figures = self._figures.setdefault(ref, Figures())
-        self._figures.move_to_end(ref)
-        if len(self._figures) > _VERSIONS:
-            self._figures.popitem(last=False)
-        figures.requests += 1
-        figures.prompt_tokens += prompt_tokens
-        figures.cached_tokens += cached_tokens
-        if cached_tokens >= max(1, self._least_tokens(ref)):
-            figures.warm_requests += 1
-            figures.warm_ttft_s.append(ttft_s)
+        warm = [ttft_s] if cached_tokens >= max(1, self._least_tokens(ref)) else []
+        figures = self._figures.get(ref) or Figures(warm_ttft_s=deque(maxlen=_TIMES))
+        figures.add(Figures(1, prompt_tokens, cached_tokens, len(warm), deque(warm)))
+        _put(self._figures, ref, figures, _VERSIONS)
 
     def add_use(self, ref: str, use: Use, *, public: bool) -> None:
         """Remember how a prompt is asked for; of a public one KV is the same for all tenants and salts."""
         name = ref.partition("@")[0]
-        uses = self._uses.setdefault(name, OrderedDict())
-        self._uses.move_to_end(name)
-        if len(self._uses) > _VERSIONS:
-            self._uses.popitem(last=False)
-        key = use._replace(tenant="", cache_salt=None) if public else use
-        uses[key] = use
-        uses.move_to_end(key)
-        if len(uses) > _USES:
-            uses.popitem(last=False)
+        uses = self._uses.get(name) or OrderedDict()
+        _put(uses, use._replace(tenant="", cache_salt=None) if public else use, use, _USES)
+        _put(self._uses, name, uses, _VERSIONS)
 
     def report(self) -> tuple[dict[str, Figures], dict[str, list[Use]]]:
         """Return the figures by version, and the ways each name is asked for, the latest last."""
         return dict(self._figures), {name: list(uses.values()) for name, uses in self._uses.items()}
+
+
+def _put(table: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """Put a value at a table's end; the first one goes where there are too many."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)
 
 
 def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
@@ -110,13 +118,8 @@ def version_samples(report: Mapping[str, Figures]) -> Iterable[Sample]:
 
 def merged(reports: Iterable[Mapping[str, Figures]]) -> dict[str, Figures]:
     """Return the figures of several ingresses as one's."""
-    found: dict[str, Figures] = {}
+    totals: dict[str, Figures] = {}
     for report in reports:
-        for ref, one in report.items():
-            total = found.setdefault(ref, Figures(warm_ttft_s=deque()))
-            total.requests += one.requests
-            total.prompt_tokens += one.prompt_tokens
-            total.cached_tokens += one.cached_tokens
-            total.warm_requests += one.warm_requests
-            total.warm_ttft_s.extend(one.warm_ttft_s)
-    return found
+        for ref, figures in report.items():
+            totals.setdefault(ref, Figures()).add(figures)
+    return totals

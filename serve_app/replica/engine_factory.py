@@ -138,7 +138,6 @@ def _settings(config: AppConfig, info: CheckpointInfo, num_blocks: int, drafter:
         tenant_shares=config.cache_shares,
         dtype=config.dtype,
         device=config.device,
-        attention_backend=config.attention_backend,
         model_fingerprint=info.fingerprint,
         speculative_fingerprint=weights_fingerprint(drafter) if drafter else "",
         tiers=TierSettings(

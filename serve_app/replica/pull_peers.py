@@ -16,8 +16,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from router.protocol.request import NoReplicaLeft
+from router.serve.core_registry import running_replicas
 from router.serve.request_router import deployment_key
-from router.serve.running_replicas import running_replicas
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.config.app import AppConfig

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from ray import serve
 
-from router.feed import FeedPublisher, FeedPublisherThread
+from router.feed import FeedPublisher
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import PrefixScope
 from router.protocol.request import Decision, RoutedRequest
@@ -47,7 +47,7 @@ from serve_app.replica.lifecycle.prewarm import HotOffer
 from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
-from serve_app.replica.reporter import load_now, report, tell_caches
+from serve_app.replica.reporter import Reporter, load_now, tell_caches
 from serve_app.replica.running_calls import RunningCalls
 from serve_app.replica.token_channel import TokenSender
 from serve_app.replica.token_streams import TokenStream
@@ -81,7 +81,7 @@ class Replica:
             self._ending.push_async_callback(asyncio.to_thread, self._tracer.close)
         peers = open_peers()
         info = await asyncio.to_thread(load_served_model, self._config)
-        self._feed = FeedPublisherThread(FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address()))
+        self._feed = FeedPublisher(self._replica_id, host=ray.util.get_node_ip_address())
         self._ending.push_async_callback(asyncio.to_thread, self._feed.stop)
         self._feed.start()
         self._engine = await asyncio.to_thread(make_engine, self._config, info, self._feed.put)
@@ -99,14 +99,7 @@ class Replica:
         self._lifecycle = Lifecycle(
             self._config, self._engine, self._adapters, peers, self._end_calls, lambda: bool(self._running)
         )
-        await self._adapters.preload()
-        self._engine.start()
-        pool = self._config.num_blocks
-        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
-        tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
-        await self._warm_up(max(1, tokens), info.vocab_size)
-        await self._lifecycle.join()
-        reports = report(
+        self._reporter = Reporter(
             self._engine,
             self._adapters,
             self._puller,
@@ -115,7 +108,14 @@ class Replica:
             self._config.load_report_interval_s,
             lambda: self._live.refused,
         )
-        self._ending.callback(asyncio.create_task(reports).cancel)
+        await self._adapters.preload()
+        self._engine.start()
+        pool = self._config.num_blocks
+        room = pool - pin_budget_blocks(self._config, pool) if pool else WARM_UP_TOKENS
+        tokens = min(WARM_UP_TOKENS, max_model_len(self._config, info) - 4, room * self._config.block_size - 4)
+        await self._warm_up(max(1, tokens), info.vocab_size)
+        await self._lifecycle.join()
+        self._ending.callback(asyncio.create_task(self._reporter.run()).cancel)
         self._ending.callback(asyncio.create_task(tell_caches(self._engine, self._feed)).cancel)
         self._calls = CallTracker(self._engine.cancel)
         self._ending.callback(asyncio.create_task(self._calls.watch()).cancel)
@@ -237,6 +237,7 @@ class Replica:
         try:
             try:
                 await self._adapters.submit(request, call.lora_path, self._on_outputs)
+                self._reporter.prefills_changed()
                 if trace is not None:
                     trace.submitted()
             except (EngineError, ValueError) as error:
@@ -265,7 +266,12 @@ class Replica:
         self._running.break_off(_STOPPING)
 
     def _on_outputs(self, outputs: Sequence[EngineOutput]) -> None:
-        self._loop.call_soon_threadsafe(self._running.deliver, outputs)
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        self._running.deliver(outputs)
+        if any(output.cached_tokens is not None for output in outputs):
+            self._reporter.prefills_changed()
 
     def _refusal(self, error: Exception) -> wire.GenerateChunk:
         if isinstance(error, QueueFull):

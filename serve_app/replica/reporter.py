@@ -7,10 +7,11 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from msgspec import structs
 
-from router.feed import FeedPublisherThread
+from router.feed import FeedPublisher
 from router.protocol.events import Event, LoadReport, StatsReport, pack_adapters
 from router.protocol.samples import Sample
 from serve_app.engine.protocol import Engine
@@ -20,50 +21,77 @@ from serve_app.replica.pull import Puller
 
 logger = logging.getLogger(__name__)
 
+NEWS_PAUSE_S = 0.001
+"""Prefills that start and end within it are told together."""
 STATS_INTERVAL_S = 0.5
 HEARTBEAT_S = 1.0
 DIGEST_INTERVAL_S = 5.0
 _LAST_PAUSE_S = 600.0
 
 
-async def report(
-    engine: Engine,
-    adapters: ReplicaAdapters,
-    puller: Puller,
-    moves: MoveMeters,
-    feed: FeedPublisherThread,
-    interval_s: float,
-    refused: Callable[[], int],
-) -> None:
-    """Hand reports to ``feed`` until cancelled.
+class Reporter:
+    """Hands reports to ``feed`` while ``run`` runs. ``refused``: user_configs that could not be used."""
 
-    Load goes out when it changed, at most every ``interval_s`` and at least every heartbeat. ``refused``: user_configs
-    that could not be used.
-    """
-    last_load: LoadReport | None = None
-    last_load_s = last_stats_s = float("-inf")
-    while True:
-        now_s = time.monotonic()
-        events: list[Event] = []
-        load = load_now(engine, adapters, puller)
-        if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
-            events.append(load)
-            last_load, last_load_s = load, now_s
-        if now_s - last_stats_s >= STATS_INTERVAL_S:
-            pulls = puller.meters.samples((), puller.tokens_per_s)
-            beside: tuple[Sample, ...] = (
-                ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
-                ("warmpath_refused_configurations_total", (), float(refused())),
-                ("warmpath_feed_mirror_drift_total", (), float(feed.mirror_drifts)),
-            )
-            events.append(StatsReport((*engine.stats().samples, *pulls, *moves.samples(), *beside)))
-            last_stats_s = now_s
-        if events:
-            feed.put(events)
-        await asyncio.sleep(interval_s)
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: ReplicaAdapters,
+        puller: Puller,
+        moves: MoveMeters,
+        feed: FeedPublisher,
+        interval_s: float,
+        refused: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._puller = puller
+        self._moves = moves
+        self._feed = feed
+        self._interval_s = interval_s
+        self._refused = refused
+        self._prefills_changed = asyncio.Event()
+
+    def prefills_changed(self) -> None:
+        """Let routers know at once that a prefill has come, or has ended; call it in the loop that runs ``run``."""
+        self._prefills_changed.set()
+
+    async def run(self) -> None:
+        """Report until cancelled.
+
+        Load goes out when prefills change; otherwise when it changed, at most every ``interval_s``, and at least every
+        heartbeat.
+        """
+        last_load: LoadReport | None = None
+        last_load_s = last_stats_s = float("-inf")
+        while True:
+            now_s = time.monotonic()
+            events: list[Event] = []
+            load = load_now(self._engine, self._adapters, self._puller)
+            if _differs(load, last_load) or now_s - last_load_s >= HEARTBEAT_S:
+                events.append(load)
+                last_load, last_load_s = load, now_s
+            if now_s - last_stats_s >= STATS_INTERVAL_S:
+                events.append(self._stats())
+                last_stats_s = now_s
+            if events:
+                self._feed.put(events)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._prefills_changed.wait()
+                await asyncio.sleep(NEWS_PAUSE_S)
+                self._prefills_changed.clear()
+
+    def _stats(self) -> StatsReport:
+        pulls = self._puller.meters.samples((), self._puller.tokens_per_s)
+        beside: tuple[Sample, ...] = (
+            ("warmpath_replica_info", (("pid", str(os.getpid())),), 1.0),
+            ("warmpath_refused_configurations_total", (), float(self._refused())),
+            ("warmpath_feed_mirror_drift_total", (), float(self._feed.mirror_drifts)),
+        )
+        return StatsReport((*self._engine.stats().samples, *pulls, *self._moves.samples(), *beside))
 
 
-async def tell_caches(engine: Engine, feed: FeedPublisherThread, interval_s: float = DIGEST_INTERVAL_S) -> None:
+async def tell_caches(engine: Engine, feed: FeedPublisher, interval_s: float = DIGEST_INTERVAL_S) -> None:
     """Let the engine tell what its caches hold, as a digest, every ``interval_s`` until cancelled.
 
     Where other blocks than those were published it tells all anew: the next time at once, then ever more rarely.

@@ -27,20 +27,15 @@ def load_secret(env: str = "WARMPATH_SECRET", secret_file: Path | None = None, s
     if given is not None:
         return _normalized(given.encode("utf-8", "surrogateescape"), f"${env}")
     if secret_file is not None:
-        if not secret_file.exists():
-            raise SecretError(f"there is no secret file {secret_file}; make it, or leave secret_file out")
         return _read_secret(secret_file)
-    path = (state_dir if state_dir is not None else _default_state_dir()) / "secret"
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
+    path = (base if state_dir is None else state_dir) / "secret"
     try:
         if not path.is_file():
             _create_secret(path)
     except OSError as error:
         raise SecretError(f"cannot make the secret file {path} ({error.strerror}); set ${env} instead") from error
     return _read_secret(path)
-
-
-def _default_state_dir() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "warmpath"
 
 
 def _create_secret(path: Path) -> None:
@@ -62,6 +57,8 @@ def _read_secret(path: Path) -> bytes:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read()
+    except FileNotFoundError:
+        raise SecretError(f"there is no secret file {path}; make it, or leave secret_file out") from None
     except OSError as error:
         raise SecretError(f"cannot read the secret file {path} ({error.strerror})") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):

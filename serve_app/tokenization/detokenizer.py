@@ -93,7 +93,7 @@ class Detokenizer:
 
     def __init__(self, texts: TokenTexts, shown: Mapping[int, str] | None = None) -> None:
         self._texts = texts
-        self._special = shown or {}
+        self._shown = {token_id: text.encode() for token_id, text in (shown or {}).items()}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._shown_ids: list[int] = []
         self._held_ids: list[int] = []
@@ -106,15 +106,7 @@ class Detokenizer:
         """Return the text that ``token_ids`` complete; the beginning of a character is kept for later."""
         texts = self._texts
         if texts.byte_level:
-            if not self._special:
-                return self._utf8.decode(b"".join(map(texts.token_bytes, token_ids)))
-            parts = (self._special.get(token_id) for token_id in token_ids)
-            return self._utf8.decode(
-                b"".join(
-                    texts.token_bytes(token_id) if part is None else part.encode()
-                    for token_id, part in zip(token_ids, parts, strict=True)
-                )
-            )
+            return self._utf8.decode(b"".join(self._shown.get(i) or texts.token_bytes(i) for i in token_ids))
         return "".join(map(self._push_one, token_ids))
 
     def flush(self) -> str:
@@ -124,8 +116,8 @@ class Detokenizer:
         return self._show(self._window_text()) if self._held_ids else ""
 
     def _push_one(self, token_id: int) -> str:
-        if token_id in self._special:
-            return self.flush() + self._special[token_id]
+        if token_id in self._shown:
+            return self.flush() + self._shown[token_id].decode()
         if self._texts.is_special(token_id):
             return ""
         self._held_ids.append(token_id)

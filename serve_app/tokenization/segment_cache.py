@@ -1,4 +1,4 @@
-"""What the tokenizer remembers: token ids by segment of text, block hashes by conversation so far; LRU in bytes.
+"""What the tokenizer remembers of conversations, segment by segment: token ids and block hashes; LRU in bytes.
 
 Whoever makes the keys decides who shares what. Callers hold ``lock``, once around all calls of a look-up.
 """
@@ -12,18 +12,21 @@ from threading import Lock
 
 from router.protocol.block_hash import TokenArray
 
-IDS_ENTRY_BYTES = 300
-"""Charged for an entry of token ids besides the ids: key, array object, entry object, table slot (CPython 3.11)."""
-CHAIN_ENTRY_BYTES = 230
-"""The same for an entry of block hashes, which has no array and shares its second key."""
+ENTRY_BYTES = 320
+"""Charged for a segment besides ids and hashes: key, array, entry and bytes objects, table slot (CPython 3.11)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainLink:
-    """One segment of one conversation: where its ids are, and the packed hashes of the blocks completed in it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """One segment of one conversation: its token ids, and the packed hashes of the blocks completed in it."""
 
-    ids_key: bytes
+    ids: TokenArray
     block_hashes: bytes
+
+    @property
+    def charge(self) -> int:
+        """Bytes that it takes."""
+        return ENTRY_BYTES + self.ids.nbytes + len(self.block_hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class SegmentCacheStats:
 
 
 class SegmentCache:
-    """Two maps under one byte bound and one order of use; the least recently used entry of either goes first."""
+    """Segments by key under one byte bound; the least recently used goes first."""
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
@@ -46,52 +49,35 @@ class SegmentCache:
         self.lock = Lock()
         self._capacity_bytes = capacity_bytes
         self._bytes = 0
-        self._entries: OrderedDict[bytes, TokenArray | ChainLink] = OrderedDict()
+        self._segments: OrderedDict[bytes, Segment] = OrderedDict()
         self._hits = 0
         self._misses = 0
 
-    def link(self, key: bytes) -> ChainLink | None:
-        """Return what is known of a conversation up to a segment, without touching its place in the order."""
-        entry = self._entries.get(key)
-        return entry if type(entry) is ChainLink else None
+    def get(self, keys: list[bytes]) -> list[Segment | None]:
+        """Return what is known of the segments of one conversation, from its beginning on, and count that.
 
-    def ids(self, key: bytes) -> TokenArray | None:
-        """Return the token ids of a segment, without touching their place in the order."""
-        entry = self._entries.get(key)
-        return None if entry is None or type(entry) is ChainLink else entry  # type: ignore[return-value]
-
-    def count(self, hits: int, misses: int) -> None:
-        """Add to the counters."""
-        self._hits += hits
+        The beginning is used most: of what is known it is the last to go.
+        """
+        found = [self._segments.get(key) for key in keys]
+        for key, segment in zip(reversed(keys), reversed(found), strict=True):
+            if segment is not None:
+                self._segments.move_to_end(key)
+        misses = found.count(None)
         self._misses += misses
+        self._hits += len(found) - misses
+        return found
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Make ``keys`` the most recently used, the last one most of all; unknown keys are ignored."""
-        entries = self._entries
-        move = entries.move_to_end
-        for key in keys:
-            if key in entries:
-                move(key)
-
-    def put(self, key: bytes, entry: TokenArray | ChainLink) -> None:
-        """Remember ``entry`` and evict until the bound holds; an entry over the bound is not kept."""
-        charge = _charge(entry)
-        if charge > self._capacity_bytes:
-            return
-        self._bytes += charge - _charge(self._entries.pop(key, None))
-        self._entries[key] = entry
-        while self._bytes > self._capacity_bytes:
-            _, evicted = self._entries.popitem(last=False)
-            self._bytes -= _charge(evicted)
+    def put(self, segments: Iterable[tuple[bytes, Segment]]) -> None:
+        """Remember segments, the last one longest, evicting until the bound holds; one over the bound is not kept."""
+        for key, segment in segments:
+            if segment.charge > self._capacity_bytes:
+                continue
+            replaced = self._segments.pop(key, None)
+            self._bytes += segment.charge - (replaced.charge if replaced is not None else 0)
+            self._segments[key] = segment
+            while self._bytes > self._capacity_bytes:
+                self._bytes -= self._segments.popitem(last=False)[1].charge
 
     def stats(self) -> SegmentCacheStats:
         """Return size and counters."""
-        return SegmentCacheStats(self._bytes, self._capacity_bytes, len(self._entries), self._hits, self._misses)
-
-
-def _charge(entry: TokenArray | ChainLink | None) -> int:
-    if entry is None:
-        return 0
-    if isinstance(entry, ChainLink):
-        return CHAIN_ENTRY_BYTES + len(entry.block_hashes)
-    return IDS_ENTRY_BYTES + entry.nbytes
+        return SegmentCacheStats(self._bytes, self._capacity_bytes, len(self._segments), self._hits, self._misses)

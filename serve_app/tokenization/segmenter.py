@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -30,9 +29,7 @@ class Segmenter:
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
         cutting = [token for token in added if not token.normalized]
         contents = sorted((token.content for token in cutting), key=lambda content: (-len(content), content))
-        raw = [content.encode() for content in contents]
-        self._pattern = re.compile(b"|".join(map(re.escape, raw)))
-        self._skips = not _may_overlap(raw)
+        self._pattern = re.compile(b"|".join(re.escape(content.encode()) for content in contents))
         self.exact = (
             bool(contents)
             and not any(token.lstrip or token.rstrip or token.single_word for token in added)
@@ -48,36 +45,14 @@ class Segmenter:
         that grows keeps its earlier segments.
         """
         ends: list[int] = []
-        if self.exact and self._skips:
-            search, earliest = self._pattern.search, MIN_SEGMENT_BYTES
-            while match := search(raw, earliest):
+        earliest = MIN_SEGMENT_BYTES
+        for match in self._pattern.finditer(raw) if self.exact else ():
+            if match.start() >= earliest:
                 ends.append(match.start())
                 earliest = match.start() + MIN_SEGMENT_BYTES
-        elif self.exact:
-            earliest = MIN_SEGMENT_BYTES
-            for match in self._pattern.finditer(raw):
-                cut = match.start()
-                if cut >= earliest:
-                    ends.append(cut)
-                    earliest = cut + MIN_SEGMENT_BYTES
         if raw:
             ends.append(len(raw))
         return ends
-
-
-def _may_overlap(tokens: list[bytes]) -> bool:
-    """Return whether one token may begin inside another: then what is found depends on where a search begins."""
-    ordered = sorted(tokens)
-    whole = set(tokens)
-    for token in tokens:
-        for start in range(1, len(token)):
-            rest = token[start:]
-            after = bisect_left(ordered, rest)
-            if after < len(ordered) and ordered[after].startswith(rest):
-                return True
-            if any(rest[:end] in whole for end in range(1, len(rest))):
-                return True
-    return False
 
 
 def component_state(component: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,29 +24,24 @@ def longest_token_chars(tokenizer: Tokenizer) -> int | None:
     a token may stand for any length: an unknown word, a swallowed neighbourhood, text that is left out.
     """
     model = component_state(tokenizer.model) or {}
-    added = tokenizer.get_added_tokens_decoder().values()
-    if model.get("type") != "BPE" or any(token.lstrip or token.rstrip for token in added):
-        return None
     splitters = list(_parts(component_state(tokenizer.pre_tokenizer)))
     normalizers = list(_parts(component_state(tokenizer.normalizer)))
-    by_byte = any(part["type"] == "ByteLevel" for part in (*splitters, *normalizers))
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    if not (model.get("byte_fallback") or (by_byte and all(letter in vocabulary for letter in ByteLevel.alphabet()))):
-        return None
-    if any(part["type"] not in _SPLITTERS or part.get("behavior") == "Removed" for part in splitters):
-        return None
-    shrinks = 1
-    for part in normalizers:
-        replaced = part.get("pattern", {}).get("String", "") if part["type"] == "Replace" else ""
-        if part["type"] not in _SHRINKS or (part["type"] == "Replace" and not _keeps_length(replaced, part)):
-            return None
-        shrinks *= _SHRINKS[part["type"]]
+    by_byte = any(part["type"] == "ByteLevel" for part in (*splitters, *normalizers))
+    bounded = (
+        model.get("type") == "BPE"
+        and (model.get("byte_fallback") or (by_byte and all(letter in vocabulary for letter in ByteLevel.alphabet())))
+        and not any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        and all(part["type"] in _SPLITTERS and part.get("behavior") != "Removed" for part in splitters)
+        and all(part["type"] in _SHRINKS and (part["type"] != "Replace" or _keeps_length(part)) for part in normalizers)
+    )
     # A letter of a byte-level token is a byte, and no character has fewer.
-    return shrinks * max(map(len, vocabulary))
+    return prod(_SHRINKS[part["type"]] for part in normalizers) * max(map(len, vocabulary)) if bounded else None
 
 
-def _keeps_length(replaced: str, part: dict[str, Any]) -> bool:
-    return bool(replaced) and len(part.get("content", "")) >= len(replaced)
+def _keeps_length(replacement: dict[str, Any]) -> bool:
+    replaced = replacement.get("pattern", {}).get("String", "")
+    return bool(replaced) and len(replacement.get("content", "")) >= len(replaced)
 
 
 def _parts(state: Any) -> Iterator[dict[str, Any]]:

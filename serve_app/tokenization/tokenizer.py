@@ -1,6 +1,6 @@
 """Text to token ids and block hashes: a conversation whose history is known costs hashing, not tokenizing.
 
-Owns the checkpoint's tokenizer and SegmentCache. What is remembered is keyed under the scope root: it
+Owns the checkpoint's tokenizer and SegmentCache. A segment's key is of all text up to its end, under the scope root: it
 holds no KV, but a hit is faster than a miss, and no tenant may learn by timing what another sent. Keys are
 xxh3_128 with a seed of this process, so they are neither stable nor predictable outside it.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,8 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 from serve_app.tokenization.chat_template import ChatTemplate, RenderedPrompt
 from serve_app.tokenization.detokenizer import Detokenizer, TokenTexts
-from serve_app.tokenization.lookup import Lookup, key_prefix
 from serve_app.tokenization.public_tokens import PublicTokens
-from serve_app.tokenization.segment_cache import SegmentCache, SegmentCacheStats
+from serve_app.tokenization.segment_cache import Segment, SegmentCache, SegmentCacheStats
 from serve_app.tokenization.segmenter import Segmenter
 from serve_app.tokenization.token_bounds import longest_token_chars
 
@@ -52,6 +51,25 @@ class EncodedPrompt:
     token_ids: TokenArray
     block_hashes: bytes
     public_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """One UTF-8 text, where its segments end, their keys, and what is known of each."""
+
+    root: bytes
+    public_root: bytes
+    public: PublicTokens
+    raw: bytes
+    ends: list[int]
+    keys: list[bytes]
+    segments: list[Segment | None]
+
+    @property
+    def missing(self) -> list[tuple[int, bytes]]:
+        """The segments of which nothing is known, by index, with their texts."""
+        parts = zip([0, *self.ends], self.ends, self.segments, strict=False)
+        return [(i, self.raw[start:end]) for i, (start, end, segment) in enumerate(parts) if segment is None]
 
 
 class PromptTokenizer:
@@ -85,7 +103,8 @@ class PromptTokenizer:
         self._texts = TokenTexts(backend)
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self._template = ChatTemplate(self._tokenizer)
+        self.template = ChatTemplate(self._tokenizer)
+        """The checkpoint's own chat template."""
         self.longest_token_chars = longest_token_chars(backend)
         self._workers = workers or FairWorkers(Shares({}))
         self._in_flight: dict[bytes, asyncio.Future[None]] = {}
@@ -104,11 +123,6 @@ class PromptTokenizer:
         """The special tokens' texts."""
         return self._texts.special_tokens
 
-    @property
-    def template(self) -> ChatTemplate:
-        """The checkpoint's own chat template."""
-        return self._template
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -120,13 +134,9 @@ class PromptTokenizer:
         **template_kwargs: Any,
     ) -> RenderedPrompt:
         """Apply the checkpoint's own chat template; see ``ChatTemplate.render``. ``offered``: tools."""
-        return self._template.render(
+        return self.template.render(
             messages, add_generation_prompt, template_kwargs, offered, continue_final_message=continue_final_message
         )
-
-    def unread_variables(self, names: Iterable[str]) -> Iterator[str]:
-        """Yield what the chat template does not read; see ``ChatTemplate.unread``."""
-        return self._template.unread(names)
 
     def encode(
         self, text: str, root: bytes, *, public_root: bytes = b"", add_special_tokens: bool = False
@@ -146,24 +156,14 @@ class PromptTokenizer:
         chars: int,
         offered: Sequence[Mapping[str, Any]] = (),
         /,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
+        **options: Any,
     ) -> RenderedPrompt:
         """Like ``render_chat``, but what is long is rendered in a thread, when it is the tenant's turn.
 
         ``chars``: of all contents and tools.
         """
         size = chars + MESSAGE_CHARS * len(messages)
-        render = partial(
-            self.render_chat,
-            messages,
-            offered,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **template_kwargs,
-        )
+        render = partial(self.render_chat, messages, offered, **options)
         return render() if size <= INLINE_RENDER_CHARS else await self._workers.run(tenant, size, render)
 
     async def encode_async(
@@ -175,17 +175,18 @@ class PromptTokenizer:
         """
         while True:
             lookup = self._look_up(text, root, public_root, add_special_tokens)
-            if lookup.missing_bytes <= INLINE_BYTES:
+            missing = lookup.missing
+            missing_bytes = sum(len(text) for _, text in missing)
+            if missing_bytes <= INLINE_BYTES:
                 return self._complete(lookup, add_special_tokens)
-            longest = max(lookup.missing, key=lambda index: len(lookup.segment(index)))
-            key = lookup.ids_keys[longest]
+            key = lookup.keys[missing[0][0]]
             leader = self._in_flight.get(key)
             if leader is not None:
                 await asyncio.wait([leader])
                 continue
             ended = self._in_flight[key] = asyncio.get_running_loop().create_future()
             try:
-                return await self._workers.run(tenant, lookup.missing_bytes, self._complete, lookup, add_special_tokens)
+                return await self._workers.run(tenant, missing_bytes, self._complete, lookup, add_special_tokens)
             finally:  # also when this caller left: the next one takes its place
                 del self._in_flight[key]
                 ended.set_result(None)
@@ -240,64 +241,57 @@ class PromptTokenizer:
                 return np.array(full[:start], dtype=np.int32), np.array(suffix, dtype=np.int32)
         raise ValueError("the tokenizer's post-processor changes the text's own tokens; it cannot be served")
 
-    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> Lookup:
+    def _look_up(self, text: str, root: bytes, public_root: bytes, add_special_tokens: bool) -> _Lookup:
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
-        public = self._public
-        lookup = Lookup(root, public_root, public, raw, self._segmenter.cut(raw))
-        view = memoryview(raw)
-        seed, ids_scope = self._seed, key_prefix(root, b"ids")
+        public, ends, keys = self._public, self._segmenter.cut(raw), []
         generation = b"%d" % public.generation if public_root else b""
-        kind = b"chain with special tokens" if add_special_tokens else b"chain"
-        chain_scope = key_prefix(root, kind, generation, public_root)
-        so_far = xxhash.xxh3_128(chain_scope, seed)
-        chain_keys, ids_keys, ids, hashes = lookup.chain_keys, lookup.ids_keys, lookup.ids, lookup.hashes
-        cache = self._cache
-        start = 0
-        with cache.lock:
-            for end in lookup.ends:
-                so_far.update(view[start:end])
-                chain_key = so_far.digest()
-                link = cache.link(chain_key)
-                ids_key = xxhash.xxh3_128_digest(ids_scope + raw[start:end], seed) if link is None else link.ids_key
-                segment_ids = cache.ids(ids_key)
-                if segment_ids is None:
-                    lookup.missing.append(len(ids))
-                chain_keys.append(chain_key)
-                ids_keys.append(ids_key)
-                ids.append(segment_ids)
-                hashes.append(None if link is None else link.block_hashes)
-                start = end
-            cache.count(len(ids) - len(lookup.missing), len(lookup.missing))
-            cache.touch(reversed(chain_keys))  # the beginning is used most: it must be the last to go
-            cache.touch(reversed(ids_keys))
-        return lookup
+        kind = b"with special tokens" if add_special_tokens else b""
+        so_far = xxhash.xxh3_128(_key_prefix(root, kind, generation, public_root), self._seed)
+        for start, end in zip([0, *ends], ends, strict=False):
+            so_far.update(memoryview(raw)[start:end])
+            keys.append(so_far.digest())
+        with self._cache.lock:
+            segments = self._cache.get(keys)
+        return _Lookup(root, public_root, public, raw, ends, keys, segments)
 
-    def _complete(self, lookup: Lookup, add_special_tokens: bool) -> EncodedPrompt:
+    def _complete(self, lookup: _Lookup, add_special_tokens: bool) -> EncodedPrompt:
         """Tokenize and hash what the look-up lacks, remember it, and put everything together."""
-        if lookup.missing:
-            texts = [lookup.segment(index).decode() for index in lookup.missing]
-            for index, encoding in zip(
-                lookup.missing, self._backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
-            ):
-                lookup.ids[index] = np.array(encoding.ids, dtype=np.int32)
-        known = [segment for segment in lookup.ids if segment is not None]
+        missing = lookup.missing
+        texts = [text.decode() for _, text in missing]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False) if missing else ()
+        new_ids = {
+            i: np.array(encoding.ids, dtype=np.int32) for (i, _), encoding in zip(missing, encodings, strict=True)
+        }
+        ids = [new_ids[i] if segment is None else segment.ids for i, segment in enumerate(lookup.segments)]
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
-        token_ids: TokenArray = np.concatenate((prefix, *known, suffix))
+        token_ids: TokenArray = np.concatenate((prefix, *ids, suffix))
         public_blocks = lookup.public.count(token_ids) // self.block_size if lookup.public_root else 0
         root = lookup.public_root + lookup.root if public_blocks else lookup.root
 
-        def hash_from(chain: bytes | bytearray, end: int) -> bytes:
+        def next_hashes_to(end: int) -> bytes:
             """Return the hashes that follow ``chain`` for the blocks that are full at token ``end``."""
             done, last = len(chain) // HASH_BYTES, bytes(chain[-HASH_BYTES:])
             return next_hashes(root, public_blocks, token_ids[:end], self.block_size, done, last)
 
-        new_hashes = lookup.fill_hashes(known, len(prefix), hash_from)
-        if lookup.missing or new_hashes:
-            lookup.remember(self._cache, known, new_hashes)
-        chain = b"".join(part for part in lookup.hashes if part is not None)
+        chain, end = bytearray(), len(prefix)
+        new: list[tuple[bytes, Segment]] = []
+        for key, segment, segment_ids in zip(lookup.keys, lookup.segments, ids, strict=True):
+            end += len(segment_ids)
+            if segment is None:
+                segment = Segment(segment_ids, next_hashes_to(end))
+                new.append((key, segment))
+            chain += segment.block_hashes
+        if new:
+            with self._cache.lock:
+                self._cache.put(reversed(new))
         if len(suffix):
-            chain += hash_from(chain, len(token_ids))
-        return EncodedPrompt(token_ids, chain, public_blocks)
+            chain += next_hashes_to(len(token_ids))
+        return EncodedPrompt(token_ids, bytes(chain), public_blocks)
+
+
+def _key_prefix(*fields: bytes) -> bytes:
+    """Return what a key begins with: a text that follows can say nothing that one of the fields says."""
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from router.protocol.request import Decision
 from serve_app.api.format import Usage
-from serve_app.tracing.tracer import Tracer, traceparent_of
+from serve_app.tracing.tracer import Attributes, Headers, Tracer, traceparent_of
 
 
 class RequestTrace:
     """One request from its arrival to its answer's last byte; ``traceparent`` is "" where it is not sampled."""
 
-    def __init__(self, tracer: Tracer, method: str, route: str, headers: Mapping[str, str], request_id: str) -> None:
+    def __init__(self, tracer: Tracer, method: str, route: str, headers: Headers, request_id: str) -> None:
         attributes = {"http.request.method": method, "http.route": route, "warmpath.request_id": request_id}
         self._tracer = tracer
         self._at_ns = time.time_ns()
@@ -33,17 +32,16 @@ class RequestTrace:
         self._tracer.record(name, self._span, began_ns, self._at_ns)
 
     def used(self, model: str, usage: Usage) -> None:
-        """Tell what was asked, and what it took."""
-        if not self._span.is_recording():
-            return  # pieces that nobody took may end after the request
-        self._span.set_attributes(
-            {
-                "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": usage.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
-                "gen_ai.usage.output_tokens": usage.completion_tokens,
-            }
-        )
+        """Tell what was asked, and what it took; nothing where pieces that nobody took end after the request."""
+        if self._span.is_recording():
+            self._span.set_attributes(
+                {
+                    "gen_ai.request.model": model,
+                    "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                    "gen_ai.usage.output_tokens": usage.completion_tokens,
+                }
+            )
 
     def failed(self, code: str) -> None:
         """Tell what broke the answer off."""
@@ -56,12 +54,12 @@ class RequestTrace:
         self._span.set_attribute("warmpath.tenant", tenant or "none")
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)
-            if status >= 400:
+            if status >= 500:
+                self.failed(str(status))
+            elif status >= 400:
                 self._span.set_attribute("error.type", str(status))
         if not whole:
             self.failed("unfinished")
-        elif status is not None and status >= 500:
-            self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 
 
@@ -74,16 +72,16 @@ class CallTrace:
     def __init__(self, tracer: Tracer, traceparent: str, call_id: str) -> None:
         self._tracer = tracer
         self._began_ns = time.time_ns()
-        attributes = {"warmpath.call_id": call_id}
-        self._span = tracer.begin("call", {"traceparent": traceparent}, SpanKind.CLIENT, self._began_ns, attributes)
-        self._delivered_tokens: int | None = None
+        headers, attributes = {"traceparent": traceparent}, {"warmpath.call_id": call_id}
+        self._span = tracer.begin("call", headers, SpanKind.CLIENT, self._began_ns, attributes)
+        self._delivered: Attributes = {}
         self._outcome = ""
         self.traceparent = traceparent_of(self._span)
 
     def saw(self, cached_tokens: int | None, outcome: str | None) -> None:
         """Tokens came, or what ended the call: ``cached_tokens`` with the first ones, ``outcome`` with the last."""
         if cached_tokens is not None:
-            self._delivered_tokens = cached_tokens
+            self._delivered = {"warmpath.delivered_cached_tokens": cached_tokens}
             self._span.add_event("first_token")
         self._outcome = outcome or self._outcome
 
@@ -99,18 +97,18 @@ class CallTrace:
         if decision is not None:
             # The router's clock is this process's monotonic one.
             decided_ns = now_ns - int((time.monotonic() - decision.decided_s) * 1e9)
-            attributes: dict[str, str | int | float | bool] = {
+            pull: Attributes = {
+                "warmpath.pull_from": decision.pull_from, "warmpath.pull_tokens": decision.pull_tokens,
+            }  # fmt: skip
+            attributes: Attributes = {
                 "warmpath.replica": decision.replica_id,
                 "warmpath.reason": decision.reason,
                 "warmpath.best_cached_tokens": decision.best_cached_tokens,
                 "warmpath.selected_cached_tokens": decision.selected_cached_tokens,
                 "warmpath.estimated_ttft_s": decision.estimated_ttft_s,
+                **self._delivered,
+                **(pull if decision.pull_from else {}),
             }
-            if self._delivered_tokens is not None:
-                attributes["warmpath.delivered_cached_tokens"] = self._delivered_tokens
-            if decision.pull_from:
-                attributes["warmpath.pull_from"] = decision.pull_from
-                attributes["warmpath.pull_tokens"] = decision.pull_tokens
             self._tracer.record("decision", self._span, self._began_ns, decided_ns, attributes)
         self._span.end(now_ns)
 

@@ -18,8 +18,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-TRACES_PATH = "/v1/traces"
-
 EXPORT_TIMEOUT_S = 5.0
 """Of one batch, the time in which it is tried again included."""
 
@@ -27,8 +25,7 @@ CLOSE_TIMEOUT_S = 2.0
 """A process that ends waits so long for what it has not sent yet."""
 
 Attributes = Mapping[str, str | int | float | bool]
-Parent = Span | Mapping[str, str]
-"""A span of this process, or headers that may name one of another."""
+Headers = Mapping[str, str]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -43,12 +40,15 @@ class Tracer:
     def begin(
         self,
         name: str,
-        parent: Parent,
+        parent: Span | Headers,
         kind: SpanKind = SpanKind.INTERNAL,
         start_ns: int | None = None,
         attributes: Attributes | None = None,
     ) -> Span:
-        """Begin a span, now or at a moment that is over (``time.time_ns``); it records nothing unless it is sampled."""
+        """Begin a span, now or at a moment that is over (``time.time_ns``); it records nothing unless it is sampled.
+
+        ``parent``: a span of this process, or headers that may name one of another.
+        """
         if isinstance(parent, Span):
             context = set_span_in_context(parent, Context())
         else:
@@ -80,14 +80,14 @@ def open_tracer(otlp_endpoint: str | None, role: str, instance: str) -> Tracer |
     named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "warmpath"}
     resource = Resource.create({**named, "service.instance.id": instance, "warmpath.role": role})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(otlp_endpoint.rstrip("/") + TRACES_PATH, timeout=EXPORT_TIMEOUT_S)
+    exporter = OTLPSpanExporter(otlp_endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider)
 
 
 def traceparent_of(span: Span) -> str:
     """Return a span as W3C's ``traceparent`` has it, for its children in other processes; "" if it is not sampled."""
-    context = span.get_span_context()
-    if not context.trace_flags.sampled:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    headers: dict[str, str] = {}
+    if span.get_span_context().trace_flags.sampled:
+        _PROPAGATOR.inject(headers, set_span_in_context(span, Context()))
+    return headers.get("traceparent", "")

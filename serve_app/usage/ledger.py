@@ -1,45 +1,74 @@
 """Usage by day in a SQLite file, or in memory: one row for each tenant, model and registered prompt.
 
-Owns the file, which several ingresses may share. ``Usage`` counts in the event loop; ``read`` and ``flush`` wait for
+Owns the file, which several ingresses may share. ``Ledger`` counts in the event loop; ``read`` and ``flush`` wait for
 the disk, and belong in a thread.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import astuple
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 from uuid import uuid4
-
-from serve_app.usage.counts import Counts, UsageKey
 
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
 """Between two writes: what a crash can lose."""
 KEPT_DAYS = 400
-MAX_ROWS_A_DAY = 10_000
-OTHERS = "(other)"
-"""The prompt of what is counted when a day has ``MAX_ROWS_A_DAY``."""
 
-_COUNTS = ("requests", "reused_requests", "prompt_tokens", "cached_tokens", "written_tokens", "output_tokens")
+
+class UsageKey(NamedTuple):
+    """``day``: YYYY-MM-DD in UTC; ``prompt``: NAME@VERSION that a request referred to, "" for none."""
+
+    day: str
+    tenant: str
+    model: str
+    prompt: str
+
+
+class Counts(NamedTuple):
+    """Requests that had a first token, those of them that read from the cache, and their tokens.
+
+    A prompt counts once, however many choices it has. ``written_tokens``: computed in whole blocks that stay cached.
+    """
+
+    requests: int = 0
+    reused_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    written_tokens: int = 0
+    output_tokens: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        """Return what both have counted."""
+        return Counts(*map(operator.add, self, other))
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Prompt tokens neither read from the cache nor written to it."""
+        return self.prompt_tokens - self.cached_tokens - self.written_tokens
+
+
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS file (id TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS usage (
     day TEXT NOT NULL, tenant TEXT NOT NULL, model TEXT NOT NULL, prompt TEXT NOT NULL,
-    {", ".join(f"{name} INTEGER NOT NULL" for name in _COUNTS)},
+    {", ".join(f"{name} INTEGER NOT NULL" for name in Counts._fields)},
     PRIMARY KEY (day, tenant, model, prompt)
 ) WITHOUT ROWID;
-"""
+INSERT INTO file SELECT '{{}}' WHERE NOT EXISTS (SELECT 1 FROM file)
+"""  # noqa: S608 (of names that stand above)
 _ADD = f"""
-INSERT INTO usage VALUES ({", ".join("?" * (4 + len(_COUNTS)))})
-ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in _COUNTS)}
+INSERT INTO usage VALUES ({", ".join("?" * len(UsageKey._fields + Counts._fields))})
+ON CONFLICT DO UPDATE SET {", ".join(f"{name} = {name} + excluded.{name}" for name in Counts._fields)}
 """  # noqa: S608 (of names that stand above)
 
 
@@ -61,7 +90,6 @@ class Ledger:
         self._new: dict[UsageKey, Counts] = {}
         self._lock = Lock()
         self._counting = Lock()
-        self._cleaned = ""
         try:
             if file is not None:  # it names tenants
                 file = file.expanduser()
@@ -69,13 +97,9 @@ class Ledger:
             self._database = sqlite3.connect(file or ":memory:", timeout=10, check_same_thread=False)
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
-                for statement in filter(str.strip, _TABLES.split(";")):
+                for statement in _TABLES.format(uuid4().hex).split(";"):
                     self._database.execute(statement)
-                self._database.execute(
-                    "INSERT INTO file SELECT ? WHERE NOT EXISTS (SELECT 1 FROM file)", (uuid4().hex,)
-                )
-            with closing(self._database.execute("SELECT id FROM file")) as found:
-                self.file_id: str = found.fetchone()[0]
+            self.file_id: str = self._database.execute("SELECT id FROM file").fetchone()[0]
         except (OSError, sqlite3.Error) as error:
             raise LedgerError(f"cannot keep usage in {file} ({error}); name another usage_file") from error
 
@@ -88,15 +112,13 @@ class Ledger:
         """
         whole = prompt_tokens // self._block_size * self._block_size if self._block_size and stored else 0
         written_tokens = max(0, whole - cached_tokens)
-        self._add(
-            UsageKey(self._today, tenant, model, prompt),
-            Counts(0, int(cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens, 0),
-        )
+        counts = Counts(0, int(cached_tokens > 0), prompt_tokens, cached_tokens, written_tokens)
+        self._add(UsageKey(self._day(), tenant, model, prompt), counts)
         return written_tokens
 
     def answer(self, tenant: str, model: str, prompt: str, output_tokens: int) -> None:
         """Count the end of a request of which at least one token came."""
-        self._add(UsageKey(self._today, tenant, model, prompt), Counts(requests=1, output_tokens=output_tokens))
+        self._add(UsageKey(self._day(), tenant, model, prompt), Counts(requests=1, output_tokens=output_tokens))
 
     def flush(self) -> None:
         """Write what was counted; where that fails it is kept, and tried again with what comes later."""
@@ -106,9 +128,8 @@ class Ledger:
             try:
                 with self._database:
                     self._database.execute("BEGIN IMMEDIATE")
-                    self._clean()
-                    for key, counts in new.items():
-                        self._database.execute(_ADD, (*self._bounded(key), *astuple(counts)))
+                    self._database.execute("DELETE FROM usage WHERE day < ?", (self._day(-KEPT_DAYS),))
+                    self._database.executemany(_ADD, [(*key, *counts) for key, counts in new.items()])
             except sqlite3.Error:
                 logger.exception("usage was not written; it is tried again")
                 for key, counts in new.items():
@@ -117,16 +138,11 @@ class Ledger:
     def read(self, first_day: str, last_day: str, tenant: str | None) -> list[tuple[UsageKey, Counts]]:
         """Return what was used from one day to another, by everybody or one tenant, in the order of the keys."""
         self.flush()
-        with (
-            self._lock,
-            closing(
-                self._database.execute(
-                    "SELECT * FROM usage WHERE day BETWEEN ? AND ? AND (? IS NULL OR tenant = ?) "
-                    "ORDER BY day, tenant, model, prompt",
-                    (first_day, last_day, tenant, tenant),
-                )
-            ) as rows,
-        ):
+        query = (
+            "SELECT * FROM usage WHERE day BETWEEN ? AND ? AND (? IS NULL OR tenant = ?) "
+            "ORDER BY day, tenant, model, prompt"
+        )
+        with self._lock, closing(self._database.execute(query, (first_day, last_day, tenant, tenant))) as rows:
             return [(UsageKey(*row[:4]), Counts(*row[4:])) for row in rows]
 
     def close(self) -> None:
@@ -134,27 +150,9 @@ class Ledger:
         self.flush()
         self._database.close()
 
-    @property
-    def _today(self) -> str:
-        return self._now().date().isoformat()
+    def _day(self, offset_days: int = 0) -> str:
+        return (self._now() + timedelta(offset_days)).date().isoformat()
 
     def _add(self, key: UsageKey, counts: Counts) -> None:
         with self._counting:  # never held while the disk is waited for
-            self._new.setdefault(key, Counts()).add(counts)
-
-    def _clean(self) -> None:
-        """Forget days that are too old, once a day."""
-        today = self._now().date()
-        if self._cleaned != today.isoformat():
-            before = (today - timedelta(days=KEPT_DAYS)).isoformat()
-            self._database.execute("DELETE FROM usage WHERE day < ?", (before,))
-            self._cleaned = today.isoformat()
-
-    def _bounded(self, key: UsageKey) -> UsageKey:
-        known = self._database.execute(
-            "SELECT 1 FROM usage WHERE day = ? AND tenant = ? AND model = ? AND prompt = ?", key
-        ).fetchone()
-        if known is not None:
-            return key
-        (rows,) = self._database.execute("SELECT COUNT(*) FROM usage WHERE day = ?", (key.day,)).fetchone()
-        return key if rows < MAX_ROWS_A_DAY else key._replace(model=OTHERS, prompt=OTHERS)
+            self._new[key] = self._new.get(key, Counts()).plus(counts)

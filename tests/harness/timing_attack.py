@@ -36,28 +36,14 @@ SECRET = b"a benchmark's secret, 32 bytes.."
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """What an attacker can see of one request. The tokens that were computed are what time is made of."""
-
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def computed_tokens(self) -> int:
-        """Prompt tokens that were not cached."""
-        return self.prompt_tokens - self.cached_tokens
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    """Probes of prompts that the victim had sent, and of prompts that nobody had."""
+    """Cached tokens, of prompts that the victim had sent and of prompts that nobody had: what time is made of.
 
-    sent: list[Probe]
-    unsent: list[Probe]
+    All prompts are equally long, so that the fewer are cached the more are computed.
+    """
 
-    def auc(self) -> float:
-        """Return the attacker's score: of prompts that were sent, fewer tokens are computed."""
-        return auc([-p.computed_tokens for p in self.sent], [-p.computed_tokens for p in self.unsent])
+    sent: list[int]
+    unsent: list[int]
 
 
 def auc(positive: Sequence[float], negative: Sequence[float]) -> float:
@@ -102,8 +88,8 @@ class Stage:
         """Return the prompt of this number, as secret as any; all have the same number of tokens."""
         return "".join(random.Random(number).choices(self._words, k=self._guess_tokens))  # a workload, not a secret
 
-    def ask(self, tenant: str, text: str) -> Probe:
-        """Send one chat and wait for its first token."""
+    def ask(self, tenant: str, text: str) -> int:
+        """Send one chat, wait for its first token, and return how many were cached."""
         messages = [{"role": "user", "content": text}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -117,7 +103,7 @@ class Stage:
             generation.block_hashes, tenant,
         )  # fmt: skip
         collector.answer_all(self._engine, [request])
-        return Probe(len(generation.token_ids), collector.cached_tokens[request.request_id])
+        return collector.cached_tokens[request.request_id]
 
 
 def attack(stage: Stage, trials: int, seed: int) -> Outcome:

@@ -10,20 +10,26 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import openai
+import psutil
 import pytest
 from filelock import FileLock
-from openai import OpenAI
+
+from benchmarks.common.server import NO_CERTIFICATES
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0
 """Longer than anything takes on a machine that does much else; nothing waits so long unless it is going to fail."""
 _RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+HTTP = httpx.Client(
+    timeout=PATIENCE_S, verify=NO_CERTIFICATES, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+)
+"""A connection of its own for each request, which any ingress may get."""
 START = FileLock(Path(tempfile.gettempdir()) / f"warmpath-tests-{_RUN}.lock")
 """Held by whichever of a run's workers is starting an instance."""
 
@@ -47,13 +53,6 @@ def alone(start: AbstractContextManager[Started]) -> Iterator[Started]:
         yield started
 
 
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[OpenAI]:
-    """The real OpenAI client, without retries of its own."""
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
-        yield made
-
-
 def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait until something holds. What cannot be asked just now does not hold."""
     deadline_s = time.monotonic() + within_s
@@ -65,65 +64,64 @@ def eventually(holds: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
         except (httpx.HTTPError, openai.APIError, KeyError) as error:  # an error's body has no such keys
             refused = error
         assert time.monotonic() < deadline_s, f"it did not happen in time: {refused!r}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def wait_until_cached(
-    url: str, body: Mapping[str, Any], tokens: int = 100, headers: Mapping[str, str] | None = None
+    url: str, body: Mapping[str, Any], tokens: int = 100, headers: Mapping[str, str] | None = None, ingresses: int = 1
 ) -> None:
-    """Wait until the router has heard that a replica holds so many tokens of a request's prompt.
+    """Wait until routers have heard that a replica holds so many tokens of a request's prompt.
 
     What a replica stored travels beside its answer, not in it. ``headers``: the operator's key where there are tenants.
     """
 
-    def held() -> bool:
-        answer = httpx.post(f"{url}/v1/cache/explain", json=body, headers=headers, timeout=PATIENCE_S)
-        answer.raise_for_status()
+    def held(_: int) -> bool:
+        answer = HTTP.post(f"{url}/v1/cache/explain", json=body, headers=headers).raise_for_status()
         return int(answer.json()["prompts"][0]["best_cached_tokens"]) >= tokens
 
-    eventually(held)
+    eventually(lambda: all(map(held, range(ingresses * ingresses))))
 
 
-def cache_state(url: str) -> dict[str, Any]:
+def cache_state(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What the operator's state endpoint says."""
-    response = httpx.get(f"{url}/v1/cache/state", timeout=PATIENCE_S)
-    response.raise_for_status()
-    state: dict[str, Any] = response.json()
+    state: dict[str, Any] = HTTP.get(f"{url}/v1/cache/state", headers=headers).raise_for_status().json()
     return state
 
 
-def replicas_of(url: str) -> dict[str, dict[str, Any]]:
+def metric(url: str, name: str, headers: Mapping[str, str] | None = None) -> float:
+    """The sum of the samples whose lines begin so."""
+    lines = HTTP.get(f"{url}/metrics", headers=headers).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+
+def replicas_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The state endpoint's replicas, by id."""
-    return {replica["replica_id"]: replica for replica in cache_state(url)["replicas"]}
+    return {replica["replica_id"]: replica for replica in cache_state(url, headers)["replicas"]}
 
 
-def workers_of(url: str, name: bytes) -> list[int]:
+def workers_of(url: str, name: str) -> list[int]:
     """The processes of an instance's Ray workers that are called so: they have the replicas' parent."""
-    parent = _parent_of(next(int(replica["pid"]) for replica in replicas_of(url).values()))
+    parent = psutil.Process(next(int(replica["pid"]) for replica in replicas_of(url).values())).parent()
+    assert parent is not None
     found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            ours = entry.name.isdecimal() and _parent_of(int(entry.name)) == parent
-            if ours and name in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue  # it has just ended
+    for worker in parent.children():
+        with suppress(psutil.Error):  # it has just ended
+            if name in " ".join(worker.cmdline()):
+                found.append(worker.pid)
     return found
 
 
-def _parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def wait_for_replicas(url: str, count: int, without: Collection[str] = ()) -> None:
+def wait_for_replicas(
+    url: str, count: int, without: Collection[str] = (), headers: Mapping[str, str] | None = None
+) -> None:
     """Wait until the router knows so many replicas, has heard of each, and of none ``without``.
 
     Those that were just killed: until their death is noticed they are known too, and so there are enough.
     """
 
     def known() -> bool:
-        replicas = replicas_of(url)
-        told = all("pid" in replica for replica in replicas.values())
-        return told and len(replicas) == count and not replicas.keys() & set(without)
+        replicas = replicas_of(url, headers)
+        heard = all("pid" in replica for replica in replicas.values())
+        return heard and len(replicas) == count and not replicas.keys() & set(without)
 
     eventually(known)

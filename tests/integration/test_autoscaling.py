@@ -11,15 +11,15 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.common.server import instance
 from tests.integration.conftest import (
-    PATIENCE_S,
+    HTTP,
     alone,
     cache_state,
     eventually,
+    metric,
     replicas_of,
     wait_for_replicas,
     workers_of,
@@ -27,7 +27,7 @@ from tests.integration.conftest import (
 
 pytestmark = pytest.mark.integration
 
-SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 2, downscale_delay_s: 10}"
+SETTINGS = "{min_replicas: 1, max_replicas: 3, target_ttft_s: 0.5, upscale_delay_s: 1, downscale_delay_s: 10}"
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,9 @@ def load(url: str) -> Iterator[list[int]]:
     stop, numbers, statuses = threading.Event(), count(), list[int]()
 
     def client() -> None:
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
-            while not stop.is_set():
-                prompt = f"{next(numbers)} " + "word " * 3000
-                answer = http.post("/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 2})
-                statuses.append(answer.status_code)
+        while not stop.is_set():
+            body = {"model": "demo", "prompt": f"{next(numbers)} " + "word " * 3000, "max_tokens": 2}
+            statuses.append(HTTP.post(f"{url}/v1/completions", json=body).status_code)
 
     threads = [threading.Thread(target=client) for _ in range(8)]
     for thread in threads:
@@ -67,10 +65,6 @@ def decisions(url: str) -> list[dict[str, Any]]:
     return found
 
 
-def controllers(url: str) -> list[int]:
-    return workers_of(url, b"ServeController")
-
-
 def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
     """Under load there are three replicas, the same ones after a SIGKILL of the controller, and without load one.
 
@@ -79,20 +73,22 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
     wait_for_replicas(url, 1)
     with load(url) as statuses:
         wait_for_replicas(url, 3)
-        grown = [each for each in decisions(url) if each["target"] > each["from"]]
+        grown = [decision for decision in decisions(url) if decision["target"] > decision["from"]]
         assert grown
         assert grown[0]["reason"] in ("work", "backlog", "ttft")
         assert "replicas" in grown[0]["why"]
 
         before = set(replicas_of(url))
-        (killed,) = controllers(url)
+        (killed,) = workers_of(url, "ServeController")
         killed_s = time.time()
         os.kill(killed, signal.SIGKILL)
-        eventually(lambda: controllers(url) not in ([], [killed]))
-        # It looks again, first without anything to look at, and holds.
-        eventually(lambda: any(each["reason"] == "hold" and each["at_s"] > killed_s for each in decisions(url)))
-        held = next(each for each in decisions(url) if each["reason"] == "hold" and each["at_s"] > killed_s)
-        assert held["target"] == 3
+        eventually(lambda: workers_of(url, "ServeController") not in ([], [killed]))
+
+        def held() -> list[dict[str, Any]]:
+            return [each for each in decisions(url) if each["reason"] == "hold" and each["at_s"] > killed_s]
+
+        eventually(lambda: bool(held()))  # it looks again, first without anything to look at, and holds
+        assert held()[-1]["target"] == 3
         answered = len(statuses)
         eventually(lambda: len(statuses) > answered + 16)
         assert set(replicas_of(url)) == before
@@ -102,5 +98,4 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
     eventually(lambda: decisions(url)[0]["target"] == 1)
     shrunk = decisions(url)[0]
     assert (shrunk["from"] > 1, shrunk["reason"]) == (True, "load_fell")
-    text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    assert 'warmpath_autoscaling_target_replicas{reason="load_fell"} 1' in text
+    assert metric(url, 'warmpath_autoscaling_target_replicas{reason="load_fell"}') == 1

@@ -1,4 +1,4 @@
-"""The same app from a Serve config file and from `serve run`, on a Ray cluster that was there before."""
+"""The same app from Serve config files, on a Ray cluster that was there before; live settings change it in place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -18,48 +19,106 @@ import pytest
 import yaml
 
 from benchmarks.common.client import stream_events
+from benchmarks.common.server import NO_CERTIFICATES
+from serve_app.cli.checks.catalog import problems
+from serve_app.cli.checks.finding import Case
 from serve_app.cli.local_ray import held_port
-from serve_app.cli.preflight import problems
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
-from tests.integration.conftest import PATIENCE_S, START, eventually
+from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric, wait_until_cached
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+KEYS = {name: make_api_key() for name in ("acme", "zeta", "operator")}
+CHAT = {
+    "model": "demo",
+    "messages": [{"role": "system", "content": "You are a clerk. " * 40}, {"role": "user", "content": "Count."}],
+    "max_tokens": 100,
+    "seed": 7,
+    "temperature": 1.0,
+}
+
+
+class Cluster:
+    """A one-node Ray cluster, and the app that is deployed on it. ``env``: what reaches it, for commands."""
+
+    def __init__(self, dashboard: str, env: dict[str, str], port: int) -> None:
+        self.env = env
+        self.url = f"http://127.0.0.1:{port}"
+        self._dashboard = dashboard
+        self._port = port
+
+    def serve(self, verb: str, config: dict[str, Any] | None = None) -> Any:
+        """PUT, GET or DELETE, as `serve deploy`, `status` and `shutdown` do: a command takes seconds to start."""
+        url, key = (
+            f"{self._dashboard}/api/serve/applications/",
+            {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"},
+        )
+        response = HTTP.request(verb, url, headers=key, json=config)
+        assert response.status_code == 200, response.text
+        return response.json() if verb == "GET" else None
+
+    def config(self, *applications: dict[str, Any]) -> dict[str, Any]:
+        """A Serve config file of these applications, on this cluster's port."""
+        http = {"host": "127.0.0.1", "port": self._port}
+        return {"proxy_location": "HeadOnly", "http_options": http, "applications": list(applications)}
+
+    def deploy_args(self, args: dict[str, Any], user_config: dict[str, Any] | None = None) -> None:
+        """Deploy the app with settings, and live ones."""
+        app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
+        live = [{"name": name, "user_config": user_config} for name in ("Ingress", "Replica")] if user_config else []
+        self.serve("PUT", self.config({**app, "deployments": live}))
+
+    def messages(self) -> list[str]:
+        """What `serve status` tells of the app and of its deployments."""
+        app = self.serve("GET")["applications"]["warmpath"]
+        return [app["message"], *(deployment["message"] for deployment in app["deployments"].values())]
+
+    def wait_for_replicas(self, count: int) -> None:
+        """Wait until the ingress' router knows so many. While the app changes it may not answer."""
+        try:
+            eventually(lambda: HTTP.get(f"{self.url}/health").raise_for_status().json()["replicas"] == count, 300)
+        except AssertionError as error:
+            raise AssertionError(f"never {count} replicas: {self.messages()}") from error
+
+    def chat(self, name: str, **body: object) -> httpx.Response:
+        return HTTP.post(f"{self.url}/v1/chat/completions", json={**CHAT, **body}, headers=bearer(name))
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[name][0]}"}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[dict[str, str]]:
-    """A one-node Ray cluster started with `ray start`, as an operator would; yields the environment to reach it."""
-    with held_port() as port, held_port() as dashboard:
-        address = f"127.0.0.1:{port}"
+def ray() -> Iterator[Cluster]:
+    """Ray started with `ray start`, as an operator would."""
+    with held_port() as port, held_port() as dashboard, held_port() as app:
         # Ray 2.60 starts clusters with token authentication; its command line reads the token only when told to.
-        env = {
-            **os.environ,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "PATH": f"{BIN}:{os.environ['PATH']}",
-        }
-        token = subprocess.run(
-            ["ray", "get-auth-token", "--generate"], env=env, check=True, timeout=300, stdout=subprocess.PIPE, text=True
-        )
+        path = f"{BIN}:{os.environ['PATH']}"
+        env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "PATH": path}
+        token = subprocess.check_output(["ray", "get-auth-token", "--generate"], env=env, timeout=300, text=True)
         start = ["ray", "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4", "--block"]
         start += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-        process = started(start, env)
+        process, api = started(start, env), f"http://127.0.0.1:{dashboard}"
+        env |= {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_API_SERVER_ADDRESS": api, "RAY_AUTH_TOKEN": token.split()[-1]}
         try:
-            eventually(lambda: listens(f"http://127.0.0.1:{dashboard}/api/version"))
-            yield {
-                **env,
-                "RAY_ADDRESS": address,
-                "RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{dashboard}",
-                "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}",
-                "RAY_AUTH_TOKEN": token.stdout.split()[-1],
-            }
+            eventually(lambda: HTTP.get(f"{api}/api/version").status_code > 0)
+            made = Cluster(api, {**env, "RAY_DASHBOARD_ADDRESS": api}, app)
+            yield made
+            made.serve("DELETE")  # else the node waits half a minute for Serve to end
         finally:
             end(process, 30)
+
+
+@pytest.fixture
+def cluster(ray: Cluster) -> Iterator[Cluster]:
+    """The cluster; afterwards it has no application."""
+    yield ray
+    ray.serve("PUT", ray.config())
+    eventually(lambda: not ray.serve("GET")["applications"])
 
 
 def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -79,103 +138,14 @@ def started(start: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Ask a process to end, and end its group where it does not."""
     process.terminate()  # not SIGINT: a shell has its background jobs ignore that
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        return
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def listens(url: str) -> bool:
-    """Whether anything at all answers."""
-    try:
-        httpx.get(url, timeout=PATIENCE_S)
-    except httpx.HTTPError:
-        return False
-    return True
-
-
-def serve(cluster: dict[str, str], verb: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
-    """PUT, GET or DELETE, as `serve deploy`, `status` and `shutdown` do: a command takes seconds to start."""
-    response = httpx.request(
-        verb,
-        f"{cluster['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/",
-        headers={"Authorization": f"Bearer {cluster['RAY_AUTH_TOKEN']}"},
-        json=config,
-        timeout=300,
-    )
-    assert response.status_code == 200, response.text
-    found: dict[str, Any] = response.json() if verb == "GET" else {}
-    return found
-
-
-def wait_for_replicas(url: str, count: int, cluster: dict[str, str]) -> None:
-    """Wait until the ingress' router knows so many; while the app changes it may not answer. Or say what Serve says."""
-    seen: object = None
-
-    def all_are_known() -> bool:
-        nonlocal seen
-        try:
-            response = httpx.get(f"{url}/health", timeout=PATIENCE_S)
-            seen = response.json()["replicas"] if response.status_code == 200 else response.status_code
-        except (httpx.HTTPError, KeyError, ValueError) as error:
-            seen = error
-        return seen == count
-
-    try:
-        eventually(all_are_known, within_s=300)
-    except AssertionError:
-        raise AssertionError(f"{url}: never {count} replicas but {seen!r}: {messages(cluster)}") from None
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port for the app."""
-    with held_port() as held:
-        yield held
-
-
-@pytest.fixture
-def shut_down(cluster: dict[str, str]) -> Iterator[None]:
-    """Leave the cluster without Serve, whatever the test did: the next one brings its own HTTP options."""
-    yield
-    serve(cluster, "DELETE")
-
-
-def answer(url: str, model: str = "demo") -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
-    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
-    assert response.status_code == 200, response.text
-    return str(response.json()["choices"][0]["message"]["content"])
-
-
-@pytest.mark.usefixtures("shut_down")
-def test_serve_deploy_of_the_config_file(cluster: dict[str, str], port: int, tmp_path: Path) -> None:
-    """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place."""
-    config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
-    config["http_options"]["port"] = port
-    file = tmp_path / "serve_config.yaml"
-    file.write_text(yaml.safe_dump(config))
-    subprocess.run(["serve", "deploy", str(file)], env=cluster, cwd=ROOT, check=True, timeout=300)
-    url = f"http://127.0.0.1:{port}"
-    replicas = config["applications"][0]["args"]["replicas"]
-    wait_for_replicas(url, replicas, cluster)
-    before = answer(url)
-
-    config["applications"][0]["args"]["replicas"] = replicas - 1
-    serve(cluster, "PUT", config)
-    wait_for_replicas(url, replicas - 1, cluster)
-    assert answer(url) == before
-
-
-def messages(cluster: dict[str, str]) -> list[str]:
-    """What `serve status` tells of the app and of its deployments."""
-    app = serve(cluster, "GET")["applications"]["warmpath"]
-    return [app["message"], *(one["message"] for one in app["deployments"].values())]
-
-
-@pytest.mark.usefixtures("shut_down")
-def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int) -> None:
+def test_serve_status_says_what_a_start_would(cluster: Cluster) -> None:
     """A typo in settings, a model that is not there: the message ends with the sentence that `warmpath serve` has.
 
     docs/starting.md
@@ -185,180 +155,143 @@ def test_serve_status_says_what_a_start_would(cluster: dict[str, str], port: int
         app_config({"polcy": "sglang"})
     for args, sentence in (
         ({"polcy": "sglang"}, str(typo.value)),
-        (missing, problems(app_config(missing)).sentences[0]),
+        (missing, problems("start", Case(app_config(missing)))[0]),
     ):
-        config = live_config(port, {})
-        config["applications"][0]["args"] = args
-        serve(cluster, "PUT", config)
-        eventually(lambda sentence=sentence: sentence in map(innermost, messages(cluster)))
+        cluster.deploy_args(args)
+        eventually(lambda sentence=sentence: sentence in map(innermost, cluster.messages()))
 
 
-@pytest.mark.usefixtures("shut_down")
-def test_serve_run_of_a_checkpoint_at_a_path(cluster: dict[str, str], tiny_model_path: Path) -> None:
-    """`serve run serve_app.app:build_app model=PATH` serves a Llama-style checkpoint on a running cluster."""
-    process = subprocess.Popen(
-        ["serve", "run", "serve_app.app:build_app", f"model={tiny_model_path}", "replicas=1"],
-        env=cluster,
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for_replicas("http://127.0.0.1:8000", 1, cluster)
-        assert answer("http://127.0.0.1:8000", tiny_model_path.name)
-    finally:
-        end(process, 60)  # the fixture shuts Serve down
+def test_serve_deploy_of_the_config_file(cluster: Cluster, tmp_path: Path) -> None:
+    """`serve deploy cluster/serve_config.yaml` serves, and deploying again with other args changes the app in place.
+
+    Here Ray Serve is in its own mode, not in the one that `warmpath serve` sets; requests find their prefix in it, too.
+    """
+    config = yaml.safe_load((ROOT / "cluster" / "serve_config.yaml").read_text())
+    config["http_options"] = cluster.config()["http_options"]
+    args = config["applications"][0]["args"]
+    args["engine"] = "simulated"  # the file has no other setting that takes as long
+    file = tmp_path / "serve_config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    subprocess.run(["serve", "deploy", str(file)], env=cluster.env, cwd=ROOT, check=True, timeout=300)
+    cluster.wait_for_replicas(args["replicas"])
+    before = cluster.chat("acme", max_tokens=4).json()["choices"]
+    wait_until_cached(cluster.url, CHAT)
+    again = [cluster.chat("acme", max_tokens=1).json()["usage"]["prompt_tokens_details"] for _ in range(8)]
+    assert min(details["cached_tokens"] for details in again) >= 100, "a request went to who has not its prefix"
+    args["replicas"] -= 1
+    cluster.serve("PUT", config)
+    cluster.wait_for_replicas(args["replicas"])
+    assert cluster.chat("acme", max_tokens=4).json()["choices"] == before
 
 
-KEYS = {name: make_api_key() for name in ("acme", "zeta", "operator")}
-OPERATOR = {"Authorization": f"Bearer {KEYS['operator'][0]}"}
-CHAT = {
-    "model": "demo",
-    "messages": [{"role": "system", "content": "You are a clerk. " * 40}, {"role": "user", "content": "Count."}],
-    "max_tokens": 160,
-    "seed": 7,
-    "temperature": 1.0,
-}
-
-
-def tenant(name: str) -> dict[str, Any]:
+def tenant(name: str, **limits: object) -> dict[str, Any]:
     """A tenant as a settings file names it."""
-    return {"name": name, "key_sha256": [KEYS[name][1]]}
+    return {"name": name, "key_sha256": [KEYS[name][1]], **limits}
 
 
-def live_config(port: int, user_config: dict[str, Any]) -> dict[str, Any]:
-    """A Serve config of simulated replicas whose answers take some seconds, with these live settings."""
-    deployments = [{"name": name, "user_config": user_config} for name in ("Ingress", "Replica")]
-    args = {"model": "demo", "engine": "simulated", "replicas": 2, "simulated_decode_step_s": 0.05}
-    app = {"name": "warmpath", "route_prefix": "/", "import_path": "serve_app.app:build_app", "args": args}
-    http = {"host": "127.0.0.1", "port": port}
-    return {"proxy_location": "HeadOnly", "http_options": http, "applications": [app | {"deployments": deployments}]}
-
-
-class Instance:
-    """What operators and tenants see of a deployed app."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def state(self) -> dict[str, Any]:
-        response = httpx.get(f"{self.url}/v1/cache/state", headers=OPERATOR, timeout=PATIENCE_S)
-        found: dict[str, Any] = response.raise_for_status().json()
-        return found
-
-    def chat(self, name: str, **body: object) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {KEYS[name][0]}"}
-        return httpx.post(f"{self.url}/v1/chat/completions", json={**CHAT, **body}, headers=headers, timeout=PATIENCE_S)
-
-    async def stream(self, begun: Event) -> str:
-        """Return a streamed answer's text; ``begun`` is set with its first piece."""
-        headers, text = {"Authorization": f"Bearer {KEYS['acme'][0]}"}, ""
-        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            async for event in stream_events(
-                client, f"{self.url}/v1/chat/completions", {**CHAT, "stream": True}, headers
-            ):
-                text += event["choices"][0]["delta"].get("content") or ""
-                begun.set()
-        return text
-
-    def processes(self) -> tuple[str, dict[str, int]]:
-        """Who the ingress and the replicas are."""
-        state = self.state()
-        return state["router_id"], {replica["replica_id"]: replica["pid"] for replica in state["replicas"]}
-
-    def cached_tokens(self) -> int:
-        """How much of the chat's prompt the router believes cached, for acme."""
-        answer = httpx.post(
-            f"{self.url}/v1/cache/explain", json={**CHAT, "tenant": "acme"}, headers=OPERATOR, timeout=PATIENCE_S
-        )
-        return int(answer.raise_for_status().json()["prompts"][0]["best_cached_tokens"])
-
-    def count(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        text = httpx.get(f"{self.url}/metrics", headers=OPERATOR, timeout=PATIENCE_S).text
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
-
-
-@pytest.mark.usefixtures("shut_down")
-def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: dict[str, str], port: int) -> None:
+def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) -> None:
     """Under a running stream: policy, tenants, keys, prompts and limits change, and no process, cache or byte does.
 
     A user_config with a mistake changes nothing either, is shown, and goes with the next good one.
 
     docs/cluster.md
     """
-    instance = Instance(f"http://127.0.0.1:{port}")
+    operators = [KEYS["operator"][1]]
 
     def deploy(**user_config: object) -> None:
-        serve(cluster, "PUT", live_config(port, user_config))
+        # Simulated replicas whose answers take some seconds.
+        args = {"model": "demo", "engine": "simulated", "replicas": 2, "simulated_decode_step_s": 0.05}
+        cluster.deploy_args(args, {"operator_key_sha256": operators, **user_config})
 
-    operators = [KEYS["operator"][1]]
-    deploy(tenants=[tenant("acme")], operator_key_sha256=operators, policy="sglang")
-    wait_for_replicas(instance.url, 2, cluster)
-    assert instance.state()["policy"] == "sglang"
-    assert instance.chat("zeta").status_code == 401
-    undisturbed = asyncio.run(instance.stream(Event()))
-    eventually(lambda: instance.cached_tokens() >= 100)
-    eventually(lambda: len(instance.processes()[1]) == 2)
-    before, snapshots = instance.processes(), instance.count("warmpath_feed_snapshots_total")
+    def state() -> dict[str, Any]:
+        return cache_state(cluster.url, bearer("operator"))
 
-    begun = Event()
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(asyncio.run, instance.stream(begun))
-        assert begun.wait(PATIENCE_S)
-        good = {
-            "tenants": [tenant("zeta"), {**tenant("acme"), "cache_share": 3.0}],
-            "operator_key_sha256": operators,
-            "policy": "lmetric",
-            "public_prompts": [{"name": "pirate", "version": "1", "text": "You are a pirate. " * 40}],
-            "default_max_tokens": 4,
-        }
-        deploy(**good)
-        eventually(lambda: instance.state()["policy"] == "lmetric")
-        assert stream.result() == undisturbed != ""
-    eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
-    assert instance.processes() == before
-    assert instance.cached_tokens() >= 100
+    def processes() -> tuple[str, dict[str, int]]:
+        """Who the ingress and the replicas are."""
+        found = state()
+        return found["router_id"], {replica["replica_id"]: replica["pid"] for replica in found["replicas"]}
+
+    def nobody_is_away() -> bool:
+        return not any(replica["away"] for replica in state()["replicas"])
+
+    def cached_tokens() -> int:
+        """How much of the chat's prompt the router believes cached, for acme."""
+        asked = {**CHAT, "tenant": "acme"}
+        answer = HTTP.post(f"{cluster.url}/v1/cache/explain", json=asked, headers=bearer("operator"))
+        return int(answer.raise_for_status().json()["prompts"][0]["best_cached_tokens"])
+
+    def counted(name: str) -> float:
+        return metric(cluster.url, name, bearer("operator"))
+
+    def stream_beside(change: dict[str, Any], applied: str) -> str:
+        """Return a streamed answer of acme's during which settings change, so that the policy is another one then."""
+        begun = Event()
+
+        async def stream() -> str:
+            text = ""
+            async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE_S, verify=NO_CERTIFICATES) as client:
+                body = {**CHAT, "stream": True}
+                async for event in stream_events(client, "/v1/chat/completions", body, bearer("acme")):
+                    text += event["choices"][0]["delta"].get("content") or ""
+                    begun.set()
+            return text
+
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(asyncio.run, stream())
+            assert begun.wait(PATIENCE_S)
+            deploy(**change)
+            eventually(lambda: state()["policy"] == applied)
+            return answer.result()
+
+    deploy(tenants=[tenant("acme")], policy="sglang")
+    cluster.wait_for_replicas(2)
+    assert state()["policy"] == "sglang"
+    assert cluster.chat("zeta").status_code == 401
+    undisturbed = cluster.chat("acme").json()["choices"][0]["message"]["content"]
+    eventually(lambda: cached_tokens() >= 100)
+    eventually(lambda: len(processes()[1]) == 2)
+    before, snapshots = processes(), counted("warmpath_feed_snapshots_total")
+    good = {
+        "tenants": [tenant("zeta"), tenant("acme", cache_share=3.0)],
+        "policy": "lmetric",
+        "public_prompts": [{"name": "pirate", "version": "1", "text": "You are a pirate. " * 40}],
+        "default_max_tokens": 4,
+    }
+    assert stream_beside(good, "lmetric") == undisturbed != ""
+    eventually(nobody_is_away)
+    assert processes() == before
+    assert cached_tokens() >= 100
     for policy in ("sglang", "lmetric") * 3:
-        if policy == "sglang" and instance.count("warmpath_feed_snapshots_total") == snapshots:
+        if policy == "sglang" and counted("warmpath_feed_snapshots_total") == snapshots:
             break
         # A feed that was silent for 5 s, on a machine that stood still, is asked again too: other changes tell.
-        snapshots = instance.count("warmpath_feed_snapshots_total")
+        snapshots = counted("warmpath_feed_snapshots_total")
         deploy(**{**good, "policy": policy})
-        eventually(lambda policy=policy: instance.state()["policy"] == policy)
-        eventually(lambda: not any(replica["away"] for replica in instance.state()["replicas"]))
+        eventually(lambda policy=policy: state()["policy"] == policy)
+        eventually(nobody_is_away)
     else:
-        assert instance.count("warmpath_feed_snapshots_total") == snapshots, "a router learns caches again"
-    answer = instance.chat("zeta", messages=CHAT["messages"][1:], prompt_ref="pirate@1", max_tokens=None)  # type: ignore[index]
+        assert counted("warmpath_feed_snapshots_total") == snapshots, "a router learns caches again"
+    question = [{"role": "user", "content": "Count."}]
+    answer = cluster.chat("zeta", messages=question, prompt_ref="pirate@1", max_tokens=None)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 4
-    assert instance.state()["notices"]["configuration"] == []
+    assert state()["notices"]["configuration"] == []
 
     deploy(**{**good, "tenants": [], "polcy": "sglang"})
-    eventually(lambda: len(instance.state()["notices"]["configuration"]) == 3)
-    for notice in instance.state()["notices"]["configuration"]:
+    eventually(lambda: len(state()["notices"]["configuration"]) == 3)
+    for notice in state()["notices"]["configuration"]:
         assert notice["accepted"] is False and "did you mean policy?" in notice["why"]
-    eventually(lambda: instance.count("warmpath_refused_configurations_total") == 3)
-    assert instance.processes() == before
-    assert instance.state()["policy"] == "lmetric"
-    assert instance.chat("zeta", max_tokens=2).status_code == 200
+    eventually(lambda: counted("warmpath_refused_configurations_total") == 3)
+    assert processes() == before
+    assert state()["policy"] == "lmetric"
+    assert cluster.chat("zeta", max_tokens=2).status_code == 200
 
-    deploy(**{**good, "tenants": [tenant("acme")]})
-    eventually(lambda: instance.chat("zeta", max_tokens=2).status_code == 401)
-    eventually(lambda: instance.state()["notices"]["configuration"] == [])
-    assert instance.processes() == before
-    assert instance.chat("acme").json()["choices"][0]["message"]["content"] == undisturbed
-
-    begun = Event()
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(asyncio.run, instance.stream(begun))
-        assert begun.wait(PATIENCE_S)
-        revoked = {"name": "acme", "key_sha256": [{"sha256": KEYS["acme"][1], "revoked": True}]}
-        deploy(**{**good, "tenants": [revoked, {**tenant("zeta"), "tokens_per_minute": 500}]})
-        eventually(lambda: "revoked" in instance.chat("acme", max_tokens=2).text)
-        assert stream.result() == undisturbed, "what has begun goes on"
-    assert instance.chat("acme", max_tokens=2).status_code == 401
-    too_many = instance.chat("zeta", max_tokens=400)
+    revoked = {"name": "acme", "key_sha256": [{"sha256": KEYS["acme"][1], "revoked": True}]}
+    limited = {**good, "policy": "sglang", "tenants": [revoked, tenant("zeta", tokens_per_minute=500)]}
+    assert stream_beside(limited, "sglang") == undisturbed, "what has begun goes on"
+    eventually(lambda: "revoked" in cluster.chat("acme", max_tokens=2).text)
+    eventually(lambda: state()["notices"]["configuration"] == [])
+    assert cluster.chat("acme", max_tokens=2).status_code == 401
+    too_many = cluster.chat("zeta", max_tokens=400)
     assert (too_many.status_code, too_many.headers["x-ratelimit-limit-tokens"]) == (429, "500")
-    assert instance.processes() == before
+    assert processes() == before

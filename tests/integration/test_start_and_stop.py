@@ -7,34 +7,25 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from serve_app.cli.address import check_address
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.processes import descendants
-from tests.integration.conftest import PATIENCE_S, START, eventually
+from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric
 
-STEP_S = 0.1
-SIMULATED = [
-    "--model",
-    "demo",
-    "--engine",
-    "simulated",
-    "--replicas",
-    "1",
-    "--set",
-    f"simulated_decode_step_s={STEP_S}",
-]
+CHAT = "/v1/chat/completions"
+SIMULATED = "--model demo --engine simulated --replicas 1 --set simulated_decode_step_s=0.1".split()
+SECRET = {"WARMPATH_SECRET": "a secret of the test's own"}
 NO_PROXY = "http://127.0.0.1:9"
 """As in many a company's environment; but nothing listens there, and nothing of an instance may ask it."""
 RAYS_WORDS = ("raylet", "GCS", "ray.kill", "Traceback", "rpc_client")
@@ -44,7 +35,6 @@ class Serving:
     """``warmpath serve`` in a process of its own, as a terminal sees it."""
 
     def __init__(self, port: int, *arguments: str) -> None:
-        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.output = ""
         self.process = subprocess.Popen(
@@ -52,7 +42,7 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "http_proxy": NO_PROXY, "HTTP_PROXY": NO_PROXY},
+            env={**os.environ, "http_proxy": NO_PROXY, "HTTP_PROXY": NO_PROXY, **SECRET},
             start_new_session=True,
         )
 
@@ -71,18 +61,11 @@ class Serving:
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
         self.process.wait(PATIENCE_S)
-        eventually(lambda: not family & descendants(1) and not any(map(_runs, family)))
-        check_address("127.0.0.1", self.port)
+        eventually(lambda: not family & descendants(1) and not any(map(psutil.pid_exists, family)))
+        with pytest.raises(httpx.ConnectError):
+            HTTP.get(self.url)
         assert not [word for word in RAYS_WORDS if word in self.output], self.output
         return self.output
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @contextmanager
@@ -94,6 +77,15 @@ def serving(*arguments: str) -> Iterator[Serving]:
         finally:
             made.process.kill()
             made.process.wait()
+
+
+@contextmanager
+def serving_once_started(*arguments: str) -> Iterator[Serving]:
+    with ExitStack() as ending:
+        with START:
+            instance = ending.enter_context(serving(*arguments))
+            instance.wait_for("Stop: Ctrl-C")
+        yield instance
 
 
 @pytest.mark.parametrize(
@@ -132,64 +124,75 @@ def test_what_fails_in_a_replica_is_said() -> None:
         assert "logs of Serve: /" in output
 
 
-def test_a_stop_lets_streams_finish_and_ends_those_that_do_not() -> None:
+def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path: Path) -> None:
     """What comes meanwhile is refused; a stream that is short is whole, and a long one ends with an error event.
 
-    docs/starting.md
+    The pool is too small for two prompts: what was evicted is on disk, and with the same secret it is there again.
+
+    docs/starting.md, docs/caching.md
     """
+    settings = {"shutdown_timeout_s": 15, "num_blocks": 96, "tier_load_ratio": 1000, "disk_cache_bytes": 100000000}
+    flags = [f"--set={name}={value}" for name, value in settings.items()] + [f"--set=disk_cache_dir={tmp_path}"]
+
+    def prompts(url: str) -> dict[str, tuple[int, str]]:
+        """Of three prompts how many tokens were cached, and the answer."""
+        found = {}
+        for words in ("Some words. ", "Other words! ", "Third words? "):
+            answer = HTTP.post(url + CHAT, json={**body(4, words * 120), "stream": False}).raise_for_status().json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            found[words] = cached, answer["choices"][0]["message"]["content"]
+        return found
+
     with ExitStack() as ending:
-        with START:
-            instance = ending.enter_context(serving("--set", "shutdown_timeout_s=15"))
-            instance.wait_for("Stop: Ctrl-C")
-        short, long = Stream(instance.url, max_tokens=20), Stream(instance.url, max_tokens=2000)
-        for stream in (short, long):
-            stream.first()
+        instance = ending.enter_context(serving_once_started(*flags))
+        first = prompts(instance.url)
+        assert {cached for cached, _ in first.values()} == {0}
+        short, long = (events(ending, instance.url, max_tokens) for max_tokens in (20, 1000))
+        assert next(short) and next(long)
         instance.process.send_signal(signal.SIGINT)
         instance.wait_for("stopping: answers under way have 15 s")
-        eventually(lambda: httpx.get(f"{instance.url}/health", timeout=PATIENCE_S).json()["status"] == "stopping")
-        refused = httpx.post(f"{instance.url}/v1/chat/completions", json=body(1), timeout=PATIENCE_S)
+        eventually(lambda: HTTP.get(f"{instance.url}/health").json()["status"] == "stopping")
+        refused = HTTP.post(instance.url + CHAT, json=body(1))
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_stopping"
         assert refused.headers["retry-after"]
-        assert short.events()[-1] == "[DONE]"
-        (*_, error) = long.events()
+        assert [*short][-1] == "[DONE]"
+        (*_, error) = long
         assert json.loads(error)["error"]["code"] == "server_stopping"
         output = instance.end()
         assert "1 answers were not whole after 15 s" in output
         assert output.endswith("stopped\n")
         assert instance.process.returncode == 0
+    assert list(tmp_path.glob("slot-0/*.kv"))
+    with serving_once_started(*flags) as instance:
+        for words, (cached, text) in prompts(instance.url).items():
+            assert cached > 100, words
+            assert text == first[words][1]
+        eventually(lambda: metric(instance.url, "warmpath_kv_tier_hits_total{") > 0)
+        # What this life found on disk, and what came and went since, is what its router knows.
+        checks = metric(instance.url, "warmpath_directory_checks_total{")
+        eventually(lambda: metric(instance.url, "warmpath_directory_checks_total{") > checks)
+        (replica,) = cache_state(instance.url)["replicas"]
+        assert replica["blocks"]["disk"] > 0 and replica["drift"] == {}
+        assert metric(instance.url, "warmpath_feed_mirror_drift_total{") == 0
+        instance.process.send_signal(signal.SIGTERM)
+        assert instance.end().endswith("stopped\n")
 
 
-def body(max_tokens: int) -> dict[str, Any]:
+def body(max_tokens: int, text: str = "Hello") -> dict[str, Any]:
     """A streamed chat."""
-    messages = [{"role": "user", "content": "Hello"}]
-    return {"model": "demo", "stream": True, "max_tokens": max_tokens, "ignore_eos": True, "messages": messages}
+    messages = [{"role": "user", "content": text}]
+    return {
+        "model": "demo",
+        "stream": True,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "seed": 1,
+        "messages": messages,
+    }
 
 
-class Stream:
-    """A streamed chat that a thread reads."""
-
-    def __init__(self, url: str, max_tokens: int) -> None:
-        self._events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(url, max_tokens), daemon=True).start()
-
-    def first(self) -> str:
-        """Return the next event."""
-        event = self._events.get(timeout=PATIENCE_S)
-        assert event is not None
-        return event
-
-    def events(self) -> list[str]:
-        """Return the events to the end."""
-        return list(iter(lambda: self._events.get(timeout=PATIENCE_S), None))
-
-    def _read(self, url: str, max_tokens: int) -> None:
-        try:
-            with httpx.stream(
-                "POST", f"{url}/v1/chat/completions", json=body(max_tokens), timeout=PATIENCE_S
-            ) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        self._events.put(line.removeprefix("data: "))
-        finally:
-            self._events.put(None)
+def events(ending: ExitStack, url: str, max_tokens: int) -> Iterator[str]:
+    """The events of a streamed chat, which nobody reads meanwhile."""
+    answer = ending.enter_context(HTTP.stream("POST", url + CHAT, json=body(max_tokens)))
+    return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))

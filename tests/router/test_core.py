@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from random import Random
 from threading import Thread
 
 import pytest
+from msgspec import structs
 
 from router.core import RoutingCore
 from router.load.load_table import RESERVATION_TTL_S
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, LoadReport, StatsReport
+from router.protocol.events import BlocksRemoved, BlocksStored, LoadReport, StatsReport
 from router.protocol.request import Decision, RoutedRequest
 from router.serve.core_registry import core_for
 from router.settings import PolicySettings, RouterSettings
@@ -62,13 +62,24 @@ def test_decision_predicts_and_counts() -> None:
     assert core.counters.decision_s.count == 1
 
 
-def test_last_prompt_token_is_never_predicted_as_cached() -> None:
-    """A prompt of exactly ten blocks can reuse nine of them."""
-    core = core_of("a")
+def test_who_gets_a_request() -> None:
+    """The last prompt token is never cached; a full or blocked replica gets nothing, an avoided one if all else is."""
+    core = core_of("a", "b")
     core.apply("a", "e", [BlocksStored(CHAIN)])
-    assert decided(core, ask(tokens=160)).selected_cached_tokens == 144
-    assert decided(core, ask(tokens=161)).selected_cached_tokens == 160
-    assert decided(core, ask(tokens=0)).selected_cached_tokens == 0
+    for tokens, cached in ((160, 144), (161, 160), (0, 0)):
+        core.release(decision := decided(core, ask(tokens=tokens)))
+        assert decision.best_cached_tokens == cached
+    failed = RoutedRequest("q", CHAIN, 165, b"k", avoid=("a",))
+    core.release(decision := decided(core, failed))
+    assert decision.replica_id == "b"
+    core.release(decision := decided(core, structs.replace(failed, avoid=("a", "b"))))
+    assert decision.replica_id == "a"
+    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0, 0.0)])
+    assert core.decide(ask(), blocked=["b"]) is None
+    assert (core.counters.all_full, core.state()["open_reservations"]) == (1, 0)
+    assert core.decide_unkeyed(["b"]) is None
+    assert core.decide_unkeyed() == "b"
+    assert RoutingCore("x").decide(ask()) is None
 
 
 def test_reservation_spreads_simultaneous_unrelated_prompts() -> None:
@@ -103,20 +114,8 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
     assert core.loads.queue_ahead("a") > 0
     clock.now_s = RESERVATION_TTL_S + 1.0
     core.release(decided(core, ask(3)))
-    assert core.loads.queue_ahead("a") == 0
+    assert core.loads.queue_ahead("a") == core.loads.open_reservations == 0
     assert len(core._known.pending) == 0
-
-
-def test_none_when_every_replica_is_full() -> None:
-    """With all replicas full or blocked nothing is reserved, and the wait is counted."""
-    core = core_of("a", "b")
-    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0, 0.0)])
-    assert core.decide(ask(), blocked=["b"]) is None
-    assert core.counters.all_full == 1
-    assert core.state()["open_reservations"] == 0
-    assert core.decide_unkeyed(["b"]) is None
-    assert core.decide_unkeyed() == "b"
-    assert RoutingCore("x").decide(ask()) is None
 
 
 def test_update_replicas_reports_differences() -> None:
@@ -126,38 +125,13 @@ def test_update_replicas_reports_differences() -> None:
     decision = decided(core, ask())
     assert core.update_replicas(["b", "a"]) == ((), ())
     assert core.update_replicas(["b", "c"]) == (("c",), ("a",))
+    assert core.loads.open_reservations == 0
     assert core.stats() == {}
     core.release(decision)
     core.apply("a", "e", [BlocksStored(CHAIN), IDLE])
     assert decided(core, ask()).best_cached_tokens == 0
     core.drop_replica("b")
     assert core.replica_ids == ("c",)
-
-
-def test_avoided_replicas_are_a_last_resort() -> None:
-    """A replica that failed the request gets it again only if there is no other."""
-    core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN)])
-    failed = RoutedRequest("q", CHAIN, 165, b"k", avoid=("a",))
-    assert decided(core, failed).replica_id == "b"
-    core.drop_replica("b")
-    assert decided(core, failed).replica_id == "a"
-
-
-def test_state_is_json_and_tells_the_truth() -> None:
-    """``state`` survives JSON and shows blocks, load and bounds."""
-    core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN), BlocksStored(CHAIN[:32], "host")])
-    core.apply("b", "e", [LoadReport(500, 3, 2, 8, 16, 1000.0, 0.01), StatsReport((("x", (("l", "v"),), 1.0),))])
-    state = json.loads(json.dumps(core.state()))
-    assert state["directory"]["blocks"] == 10
-    assert 0 < state["directory"]["bytes"] < 10_000_000
-    shown = {replica["replica_id"]: replica for replica in state["replicas"]}
-    assert shown["a"]["blocks"] == {"pool": 10, "host": 2}
-    assert shown["b"]["queued_prefill_tokens"] == 500
-    assert core.stats()["b"].samples == (("x", (("l", "v"),), 1.0),)
-    core.apply("a", "e", [CacheCleared()])
-    assert core.state()["replicas"][0]["blocks"] == {}
 
 
 def test_settings_from_json_and_reconfiguration() -> None:
@@ -170,7 +144,10 @@ def test_settings_from_json_and_reconfiguration() -> None:
         RouterSettings.from_json({"polcy": "lmetric"})
     core = core_of("a")
     core.apply("a", "e", [BlocksStored(CHAIN)])
+    decided(core, ask(1))
     core.configure(RouterSettings(policy="round_robin"))
+    decided(core, ask(2))
+    assert [shown["decisions"] for shown in core.state()["regret"].values()] == [1, 1], "each under its own policy"
     assert core.directory.num_blocks == 10
     core.configure(RouterSettings(block_size=32))
     assert core.directory.num_blocks == 0
@@ -265,15 +242,3 @@ def test_estimates_are_compared_with_what_came(policy: str) -> None:
     assert shown == {"requests": 2, "estimated_s": 0.33, "actual_s": 0.395, "late_s": 0.165, "early_s": 0.1}
     ratio = core.counters.by_policy[policy].estimates.ratio
     assert ratio.total == pytest.approx(0.395 / 0.165)
-
-
-def test_counts_belong_to_the_policy_that_decided() -> None:
-    """After a change of policy the next decisions are counted under the new one."""
-    core = core_of("a", "b")
-    decided(core, ask(1))
-    core.configure(RouterSettings("round_robin"))
-    decided(core, ask(2))
-    assert {policy: shown["decisions"] for policy, shown in core.state()["regret"].items()} == {
-        "estimated_ttft": 1,
-        "round_robin": 1,
-    }

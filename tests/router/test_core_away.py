@@ -76,6 +76,7 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
             caches[name].clear()
             core.drop_replica(name)
         core.update_replicas(here, away)
+        assert {row["replica_id"] for row in core.state()["replicas"] if row["away"]} == away
         assert set(core.replica_ids) == here
         for number, chain in enumerate(CHAINS):
             holders = {name for name in NAMES if number in caches[name]}
@@ -86,27 +87,6 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
                 core.release(decision)
         unkeyed = core.decide_unkeyed()
         assert unkeyed in here if here else unkeyed is None
-
-
-def test_what_is_known_of_a_replica_that_is_away_is_used_once_it_returns() -> None:
-    """Its blocks, its load and its reservations are those of before, and what its feed said meanwhile counts."""
-    core = RoutingCore("me", clock=lambda: 0.0, rng=Random(0))
-    core.update_replicas("ab")
-    for name in "ab":
-        core.apply(name, "e", [IDLE])
-    core.apply("a", "e", [BlocksStored(CHAINS[0])])
-    first = core.decide(asked(CHAINS[0]))
-    assert first is not None and first.replica_id == "a"
-    assert core.update_replicas("b", away="a") == ((), ())
-    assert [(row["replica_id"], row["away"]) for row in core.state()["replicas"]] == [("a", True), ("b", False)]
-    elsewhere = core.decide(asked(CHAINS[0]))
-    assert elsewhere is not None and elsewhere.replica_id == "b"
-    core.apply("a", "e", [BlocksStored(CHAINS[1])])
-    assert core.update_replicas("ab") == ((), ())
-    assert core.loads.queue_ahead("a") == 1  # reserved before it left
-    for chain in CHAINS[:2]:
-        back = core.decide(asked(chain))
-        assert back is not None and (back.replica_id, back.reason) == ("a", "cached")
 
 
 def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from router.core import RoutingCore
 from router.load.silent_feeds import SILENT_S
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksStored, LoadReport, RouterShare
+from router.protocol.events import BlocksStored, CacheCleared, LoadReport, RouterShare
 from router.protocol.request import Decision, RoutedRequest
 
-CHAIN = bytes(range(HASH_BYTES)) * 4
+CHAIN = bytes(range(4 * HASH_BYTES))
 SHARES = (RouterShare("me", 1, 0), RouterShare("you", 1, 0))
 
 
@@ -75,3 +75,36 @@ def test_requests_that_come_back_do_not_hide_that_a_feed_is_silent() -> None:
         case.now_s += SILENT_S / 5
     assert case.decide("b").selected_cached_tokens == 0
     assert case.core.directory.match(CHAIN) == {}
+
+
+def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None:
+    """Meanwhile the replica gets its share by load, and what its answers show is believed. (docs/failures.md)"""
+    case = Case()
+    core = case.core
+    case.tell("a", 500_000)
+    case.now_s += SILENT_S
+    case.tell("b")
+    case.decide("a")  # only decisions look at the time
+    assert (core.directory.match(CHAIN), core.loads.queue_ahead("a")) == ({}, 0)
+    cold = [RoutedRequest(f"q{n}", b"", 65, bytes([n]) * 16) for n in range(40)]
+    chosen = {decision.replica_id for request in cold if (decision := core.decide(request)) is not None}
+    assert {"a", "b"} <= chosen
+    core.record_delivered(case.decide("b"), 64, 0.1, CHAIN)
+    assert core.directory.match(CHAIN) == {"a": 64}
+    core.apply("a", "e", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
+    assert core.directory.match(CHAIN) == {"a": 16}
+    assert core.loads.queue_ahead("a") >= 500_000
+
+
+def test_a_replica_that_reports_and_one_that_never_had_a_feed_are_not_silent() -> None:
+    """What is told without a feed (in simulations) is believed as long as nothing else is told."""
+    case = Case()
+    case.core = RoutingCore("me", clock=lambda: case.now_s)
+    case.core.update_replicas("abc")
+    case.core.apply("a", "1", [BlocksStored(CHAIN), load(0, 0.0)])
+    for is_live in (None, lambda replica_id: True):
+        if is_live is not None:
+            case.core.follow(is_live)
+        case.now_s += 1000.0
+        case.decide()
+        assert case.core.directory.match(CHAIN) == {"a": 64}

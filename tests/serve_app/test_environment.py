@@ -1,4 +1,4 @@
-"""What importing the package sets in a process."""
+"""What importing the package loads and sets in a process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import serve_app
+
+
+def printed_by(script: str, *arguments: str, **options: Any) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout
+
+
+def test_deploying_loads_no_model_library() -> None:
+    """torch and transformers take seconds, and only ingresses and replicas need them."""
+    assert printed_by("import sys, serve_app.app; print(*{'torch', 'transformers'} & {*sys.modules})") == "\n"
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, serve_app.SPIN_COUNT), ("7", "7")])
@@ -27,8 +38,7 @@ def test_openmp_is_told_how_long_to_spin_before_torch_loads_it(given: str | None
         "builtins.__import__ = watch\n"
         "import serve_app.replica.replica, serve_app.replica.pool_size\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{found}\n"
+    assert printed_by(script, env=environment) == f"{found}\n"
 
 
 def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_path: Path) -> None:
@@ -54,6 +64,4 @@ def test_a_simulated_replica_loads_neither_torch_nor_transformers(demo_model_pat
         "engine.stop()\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    command = [sys.executable, "-c", script, str(demo_model_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert printed_by(script, str(demo_model_path)) == "[]\n"

@@ -81,15 +81,12 @@ def test_ray_still_has_what_is_used(place: object, words: str) -> None:
     assert any(words in inspect.getsource(part) for part in sources if part.__module__.startswith("ray"))  # type: ignore
 
 
-def test_serves_router_still_has_what_ours_reads() -> None:
+def test_serves_router_still_has_what_ours_reads_and_replaces() -> None:
     source = "".join(inspect.getsource(part) for part in RequestRouter.__mro__ if part.__module__.startswith("ray"))
     for name in ("_deployment_id", "_replicas", "_replica_queue_len_cache"):
         assert re.search(rf"self\.{name}\b.* = ", source), name
     for name in ("_event_loop", "_replicas_updated_event"):
         assert isinstance(getattr(RequestRouter, name), property), name
-
-
-def test_serves_router_still_calls_what_ours_replaces() -> None:
     for name in ("_choose_replica_for_request", "_backoff", "update_replicas", "on_replica_actor_died"):
         assert callable(getattr(RequestRouter, name)), name
 

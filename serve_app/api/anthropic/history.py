@@ -1,6 +1,7 @@
 """Why a prompt's prefix could not be read from the cache: what a request was compared with what an earlier one was.
 
-Remembers digests under a key of this process, never texts, of each tenant's latest messages, by id.
+Remembers digests under a key of this process, never texts, of each tenant's latest messages, by id. Answers before the
+first token, from the request alone; ``serve_app/cache_diagnostics/`` says after it which token differs.
 """
 
 from __future__ import annotations
@@ -28,22 +29,14 @@ _encode = msgspec.json.Encoder().encode
 class Asked:
     """Digests of a request. ``messages``: of its first ones, of one up to all.
 
-    ``compares``: whether ``previous_id`` names the message to compare with.
+    ``previous_id`` names the message to compare with, None: none.
     """
 
     model: bytes
     system: bytes
     tools: bytes
     messages: tuple[bytes, ...]
-    compares: bool = False
-    previous_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    asked: Asked
-    count: int
-    prompt_tokens: int
+    previous_id: str | None = None
 
 
 def digest(value: Any) -> bytes:
@@ -53,59 +46,46 @@ def digest(value: Any) -> bytes:
 
 def digests(values: Iterable[Any]) -> tuple[bytes, ...]:
     """Return the digests of the first value, of the first two, and so on."""
-    so_far = blake2b(digest_size=16, key=_KEY)
-    found: list[bytes] = []
+    first = blake2b(digest_size=16, key=_KEY)
+    prefixes: list[bytes] = []
     for value in values:
-        so_far.update(digest(value))
-        found.append(so_far.digest())
-    return tuple(found)
+        first.update(digest(value))
+        prefixes.append(first.digest())
+    return tuple(prefixes)
 
 
-class TenantHistory:
-    """One tenant's latest messages. ``complete``: no other ingress answered any."""
+class MessageHistory:
+    """All tenants' latest messages, each in a room of its own. ``complete``: no other ingress answered any."""
 
     def __init__(self, *, complete: bool = True) -> None:
         self._complete = complete
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._rooms: OrderedDict[str, OrderedDict[str, tuple[Asked, int, int]]] = OrderedDict()
 
-    def compare(self, message_id: str, asked: Asked, usage: Usage) -> dict[str, Any] | None:
+    def compare(self, tenant: str, message_id: str, asked: Asked, usage: Usage) -> dict[str, Any] | None:
         """Remember a request; return its ``diagnostics``, None where it goes on as the one before it."""
-        before = self._known.get(asked.previous_id)
-        last = asked.messages[-1:]
-        short = Asked(asked.model, asked.system, asked.tools, last)
-        self._known[message_id] = _Known(short, len(asked.messages), usage.prompt_tokens)
-        if len(self._known) > MAX_MESSAGES:
-            self._known.popitem(last=False)
-        if not asked.compares:
+        room = self._rooms.setdefault(tenant, OrderedDict())
+        self._rooms.move_to_end(tenant)
+        if len(self._rooms) > MAX_TENANTS:
+            self._rooms.popitem(last=False)
+        before = room.get(asked.previous_id or "")
+        last = Asked(asked.model, asked.system, asked.tools, asked.messages[-1:])
+        room[message_id] = last, len(asked.messages), usage.prompt_tokens
+        if len(room) > MAX_MESSAGES:
+            room.popitem(last=False)
+        if asked.previous_id is None:
             return None
         if before is None:
             kind = "previous_message_not_found" if self._complete else "unavailable"
             return {"cache_miss_reason": {"type": kind}}
-        was = before.asked
-        changed = (
-            "model_changed" if asked.model != was.model
-            else "system_changed" if asked.system != was.system
-            else "tools_changed" if asked.tools != was.tools
-            else "messages_changed" if asked.messages[before.count - 1 : before.count] != was.messages
-            else ""
-        )  # fmt: skip
-        if not changed:
+        was, count, prompt_tokens = before
+        changes = {
+            "model_changed": asked.model != was.model,
+            "system_changed": asked.system != was.system,
+            "tools_changed": asked.tools != was.tools,
+            "messages_changed": asked.messages[count - 1 : count] != was.messages,
+        }
+        changed = next((kind for kind, differs in changes.items() if differs), None)
+        if changed is None:
             return None
-        missed = max(0, min(before.prompt_tokens, usage.prompt_tokens) - usage.cached_tokens)
+        missed = max(0, min(prompt_tokens, usage.prompt_tokens) - usage.cached_tokens)
         return {"cache_miss_reason": {"type": changed, "cache_missed_input_tokens": missed}}
-
-
-class MessageHistory:
-    """The histories of all tenants, the least recently used forgotten first."""
-
-    def __init__(self, *, complete: bool = True) -> None:
-        self._complete = complete
-        self._tenants: OrderedDict[str, TenantHistory] = OrderedDict()
-
-    def of(self, tenant: str) -> TenantHistory:
-        """Return a tenant's own."""
-        found = self._tenants.setdefault(tenant, TenantHistory(complete=self._complete))
-        self._tenants.move_to_end(tenant)
-        if len(self._tenants) > MAX_TENANTS:
-            self._tenants.popitem(last=False)
-        return found

@@ -195,14 +195,12 @@ class MessagesBody(CountTokensBody):
         """Return what the answer's format compares with an earlier request."""
         messages = prompt.messages
         at = 1 if messages[0]["role"] == "system" else 0
-        previous = self.diagnostics.previous_message_id if self.diagnostics is not None else None
         return Asked(
             digest([self.model, self.cache_salt]),
             digest([prompt.prompt_ref, *messages[:at]]),
             digest(prompt.tool_use.tools),
             digests(messages[at:]),
-            previous is not None,
-            previous or "",
+            self.diagnostics.previous_message_id if self.diagnostics is not None else None,
         )
 
 

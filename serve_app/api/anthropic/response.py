@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 
 from serve_app.api.anthropic.conversation import CALL_PREFIX
-from serve_app.api.anthropic.history import Asked, TenantHistory
+from serve_app.api.anthropic.history import Asked
 from serve_app.api.format import AnswerHead, AnswerStream, Choice, ErrorAnswer, FinishReason, ToldToken, Usage
 from serve_app.api.sse import named_event
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEvent
@@ -69,11 +69,15 @@ def anthropic_models(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class MessagesFormat:
-    """Messages; an ``AnswerFormat`` of answers with one choice. ``history``: of the tenant that asks."""
+Compare = Callable[[str, Asked, Usage], dict[str, Any] | None]
+"""From a message's id, its request and its usage to ``diagnostics``; the request is remembered."""
 
-    def __init__(self, history: TenantHistory) -> None:
-        self._history = history
+
+class MessagesFormat:
+    """Messages; an ``AnswerFormat`` of answers with one choice. ``compare``: with the earlier ones of its tenant."""
+
+    def __init__(self, compare: Compare) -> None:
+        self._compare = compare
 
     def whole(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
         """Return the body of a message that is not streamed."""
@@ -89,14 +93,14 @@ class MessagesFormat:
             for call in choice.calls
         ]
         return {
-            **message_head(head, usage, self._history),
+            **message_head(head, usage, self._compare),
             "content": content,
             **_stop(choice.finish_reason, choice.stop_sequence),
         }
 
     def stream(self, head: AnswerHead) -> AnswerStream:
         """Begin a message in events."""
-        return _Stream(head, self._history)
+        return _Stream(head, self._compare)
 
     error = staticmethod(anthropic_error)
 
@@ -104,9 +108,9 @@ class MessagesFormat:
 class _Stream:
     """The events of one streamed message; an ``AnswerStream``."""
 
-    def __init__(self, head: AnswerHead, history: TenantHistory) -> None:
+    def __init__(self, head: AnswerHead, compare: Compare) -> None:
         self._head = head
-        self._history = history
+        self._compare = compare
         self._blocks = 0
         self._open = ""
         self._stop: dict[str, Any] = {}
@@ -114,7 +118,7 @@ class _Stream:
 
     def opening(self, index: int, usage: Usage) -> bytes:
         message = {
-            **message_head(self._head, usage, self._history),
+            **message_head(self._head, usage, self._compare),
             "content": [], "stop_reason": None, "stop_sequence": None,
         }  # fmt: skip
         self._diagnostics = message["diagnostics"]
@@ -163,8 +167,8 @@ class _Stream:
         return _event("content_block_stop", index=self._blocks - 1)
 
 
-def message_head(head: AnswerHead, usage: Usage, history: TenantHistory) -> dict[str, Any]:
-    """Return what a message has before its content is known; the request is remembered in ``history``."""
+def message_head(head: AnswerHead, usage: Usage, compare: Compare) -> dict[str, Any]:
+    """Return what a message has before its content is known; the request is compared, and remembered."""
     message_id, asked = f"msg_{head.answer_id}", head.repeated["diagnostics"]
     assert isinstance(asked, Asked)
     return {
@@ -173,7 +177,7 @@ def message_head(head: AnswerHead, usage: Usage, history: TenantHistory) -> dict
         "role": "assistant",
         "model": head.model,
         "usage": _usage(usage),
-        "diagnostics": _with_miss(history.compare(message_id, asked, usage), usage),
+        "diagnostics": _with_miss(compare(message_id, asked, usage), usage),
     }
 
 

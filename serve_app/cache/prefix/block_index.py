@@ -7,13 +7,14 @@ Owns which block is whose child. Tokens and chains flow in; entries and block id
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, hash_at, split_chain
 from serve_app.cache.eviction import Standing
 
 HEAT_MEMORY_S = 600.0
@@ -166,11 +167,4 @@ class BlockIndex:
 
 def count_leading(chain: bytes, blocks: int, known: Callable[[bytes], bool]) -> int:
     """Return how many of the first ``blocks`` hashes are known, where whoever is known has a known parent."""
-    low, high = 0, blocks
-    while low < high:
-        middle = (low + high + 1) // 2
-        if known(chain[HASH_BYTES * (middle - 1) : HASH_BYTES * middle]):  # ``hash_at``, without a call
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(range(blocks), True, key=lambda i: not known(hash_at(chain, i)))

@@ -8,14 +8,16 @@ it is part of, older ones in part. Entries flow in, plain data that can cross pr
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S, CachedBlock
+from serve_app.cache.prefix.pins import Pin
 from serve_app.cache.prefix.quota import PUBLIC
 
 Kind = Literal["save", "public", "prefix"]
@@ -100,25 +102,13 @@ class HotPrefixes:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedBlocks:
-    """A pin as ``list_hot`` needs it: ``left_s`` is inf without a TTL."""
-
-    key: bytes
-    tenant: str
-    blocks: Sequence[int]
-    ttl_s: float | None
-    left_s: float
-
-
 @dataclass(slots=True)
 class _Run:
     """A run that grows."""
 
     parent: int | None
-    first_heat: float
     kind: Kind
-    entries: list[CachedBlock] = field(default_factory=list)
+    entries: list[CachedBlock]
 
 
 def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
@@ -139,43 +129,57 @@ def heats(entries: Sequence[CachedBlock], now_s: float) -> dict[int, float]:
     return {block: count + math.exp((used_s[block] - now_s) / HEAT_MEMORY_S) for block, count in hits.items()}
 
 
-def list_hot(entries: Sequence[CachedBlock], pins: Iterable[PinnedBlocks], now_s: float) -> HotPrefixes:
+def list_hot(entries: Sequence[CachedBlock], pins: Sequence[Pin], now_s: float) -> HotPrefixes:
     """Return what an index holds, in order. ``entries``: all of it, parents first. O(blocks log runs).
 
     A run also ends where heat has halved: what many use of a long prefix goes before what few do.
     """
-    pins = list(pins)
     pinned = {block for pin in pins for block in pin.blocks}
     tails = {pin.blocks[-1] for pin in pins}
     heat = heats(entries, now_s)
-    children: dict[int, int] = {}
-    for entry in entries:
-        if entry.parent is not None:
-            children[entry.parent] = children.get(entry.parent, 0) + 1
+    children = Counter(entry.parent for entry in entries)
     runs: list[_Run] = []
     run_of: dict[int, int] = {}
+
+    def goes_on(run: _Run, entry: CachedBlock, kind: Kind) -> bool:
+        last = run.entries[-1]
+        return (
+            last.block == entry.parent
+            and children[last.block] == 1
+            and last.block not in tails
+            and run.kind == kind
+            and last.tenant == entry.tenant
+            and last.scope == entry.scope
+            and heat[entry.block] >= heat[run.entries[0].block] / 2
+        )
+
     for entry in entries:
         kind: Kind = "save" if entry.block in pinned else "public" if entry.tenant == PUBLIC else "prefix"
         parent = None if entry.parent is None else run_of[entry.parent]
-        if parent is None or not _continues(runs[parent], entry, kind, heat, children, tails):
-            run_of[entry.block] = len(runs)
-            runs.append(_Run(parent, heat[entry.block], kind, [entry]))
-        else:
+        if parent is not None and goes_on(runs[parent], entry, kind):
             run_of[entry.block] = parent
             runs[parent].entries.append(entry)
-    ranks = {kind: rank for rank, kind in enumerate(KINDS)}
-    order = sorted(range(len(runs)), key=lambda i: (ranks[runs[i].kind], -heat[runs[i].entries[-1].block], i))
+        else:
+            run_of[entry.block] = len(runs)
+            runs.append(_Run(parent, kind, [entry]))
+    order = sorted(range(len(runs)), key=lambda i: (KINDS.index(runs[i].kind), -heat[runs[i].entries[-1].block], i))
     place = {old: new for new, old in enumerate(order)}
-    return HotPrefixes(
-        tuple(_freeze(runs[old], heat, place) for old in order),
-        tuple(
-            SavedPrefix(
-                pin.key, pin.tenant, pin.ttl_s, 0.0 if pin.ttl_s is None else max(0.0, pin.ttl_s - pin.left_s),
-                place[run_of[pin.blocks[-1]]],
-            )
-            for pin in pins
-        ),
-    )  # fmt: skip
+    frozen = [
+        PrefixRun(
+            None if run.parent is None else place[run.parent],
+            b"".join(entry.block_hash for entry in run.entries),
+            b"".join(entry.token_bytes for entry in run.entries),
+            run.entries[-1].scope,
+            run.entries[-1].tenant,
+            run.kind,
+            heat[run.entries[-1].block],
+        )
+        for run in (runs[old] for old in order)
+    ]
+    saves = [
+        SavedPrefix(pin.key, pin.tenant, pin.ttl_s, pin.unread_s(now_s), place[run_of[pin.blocks[-1]]]) for pin in pins
+    ]
+    return HotPrefixes(tuple(frozen), tuple(saves))
 
 
 def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
@@ -198,37 +202,3 @@ def idle_heats(entries: Sequence[CachedBlock], idle: Collection[int], now_s: flo
     """Return the heats of the idle blocks as packed float32, the coldest first: what a newcomer may push out."""
     found = heats(entries, now_s)
     return np.sort(np.array([found[block] for block in idle], dtype="<f4")).tobytes()
-
-
-def _continues(
-    run: _Run,
-    entry: CachedBlock,
-    kind: Kind,
-    heat: dict[int, float],
-    children: dict[int, int],
-    tails: Collection[int],
-) -> bool:
-    """Return whether a block goes on a run that ends with its parent's."""
-    last = run.entries[-1]
-    return (
-        last.block == entry.parent
-        and children[last.block] == 1
-        and last.block not in tails
-        and run.kind == kind
-        and last.tenant == entry.tenant
-        and last.scope == entry.scope
-        and heat[entry.block] >= run.first_heat / 2
-    )
-
-
-def _freeze(run: _Run, heat: dict[int, float], place: dict[int, int]) -> PrefixRun:
-    last = run.entries[-1]
-    return PrefixRun(
-        None if run.parent is None else place[run.parent],
-        b"".join(entry.block_hash for entry in run.entries),
-        b"".join(entry.token_bytes for entry in run.entries),
-        last.scope,
-        last.tenant,
-        run.kind,
-        heat[last.block],
-    )

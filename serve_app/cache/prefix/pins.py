@@ -7,11 +7,10 @@ share is never refused nor recalled; what is beyond it is lent until somebody ne
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
@@ -28,13 +27,9 @@ class Pin:
     ttl_s: float | None
     expires_s: float
 
-
-@dataclass(slots=True)
-class _Account:
-    """One tenant's pins, the oldest first, and how many of them each block is under."""
-
-    pins: dict[bytes, Pin] = field(default_factory=dict)
-    counts: Counter[int] = field(default_factory=Counter)
+    def unread_s(self, now_s: float) -> float:
+        """Return how long ago it was read last; 0.0 without a TTL."""
+        return 0.0 if self.ttl_s is None else max(0.0, self.ttl_s - (self.expires_s - now_s))
 
 
 class Pins:
@@ -49,12 +44,12 @@ class Pins:
             raise ValueError("a pin budget must not be negative")
         self.budget_blocks = budget_blocks
         self.set_weights(weights or {})
-        self._accounts: dict[str, _Account] = {}
         self._pins: dict[bytes, Pin] = {}
+        """The oldest first."""
         self._counts: Counter[int] = Counter()
-        self._tails: dict[int, list[Pin]] = {}
-        self._expiries: list[tuple[float, int, Pin]] = []
-        self._entries = 0
+        """The pins that each block is under."""
+        self._tenants_counts: dict[str, Counter[int]] = {}
+        self._soonest_s = math.inf
         self.on_end: Callable[[list[int]], None] | None = None
         """Called with the blocks that no pin keeps any more, while they are indexed still."""
 
@@ -83,7 +78,7 @@ class Pins:
     @property
     def next_expiry_s(self) -> float | None:
         """A time at or before the next pin's end; None when no pin will end."""
-        return self._expiries[0][0] if self._expiries else None
+        return self._soonest_s if self._soonest_s < math.inf else None
 
     def soonest_first(self) -> list[Pin]:
         """Return all pins by their ends."""
@@ -95,24 +90,21 @@ class Pins:
 
     def holdings(self) -> dict[str, int]:
         """Return the distinct blocks each tenant has pinned (any thread)."""
-        return {tenant: len(account.counts) for tenant, account in self._accounts.copy().items()}
+        return {tenant: len(counts) for tenant, counts in self._tenants_counts.copy().items()}
 
     def of_tenant(self, tenant: str) -> int:
         """Return how many prefixes a tenant has pinned."""
-        account = self._accounts.get(tenant)
-        return len(account.pins) if account is not None else 0
+        return sum(1 for pin in self._pins.values() if pin.tenant == tenant)
 
     def pinned_leading(self, blocks: Iterable[int], tenant: str | None = None) -> int:
         """Return how many leading blocks of a prefix are pinned, by anybody or by one tenant."""
-        account = self._accounts.get(tenant) if tenant is not None else None
-        counts = self._counts if tenant is None else account.counts if account is not None else {}
+        counts = self._counts if tenant is None else self._tenants_counts.get(tenant) or Counter()
         return sum(1 for _ in takewhile(counts.__contains__, blocks))
 
     def room(self, tenant: str) -> tuple[int, int]:
         """Return how many distinct blocks a tenant has pinned, and how many it may have whatever others do."""
-        account = self._accounts.get(tenant)
         budget_blocks = self.budget_blocks if len(self._shares) < 2 else self._shares.get(tenant, 0)
-        return len(account.counts) if account is not None else 0, budget_blocks
+        return len(self._tenants_counts.get(tenant, ())), budget_blocks
 
     def fits(self, more_blocks: int, tenant: str, more_of_tenant: int) -> bool:
         """Return whether that many blocks not pinned yet, or not by the tenant, are within the budget.
@@ -130,12 +122,9 @@ class Pins:
         if len(self._counts) + len(blocks) - self.pinned_leading(blocks) > self.budget_blocks:
             return "over_budget"
         pin = self._pins[key] = Pin(key, tenant, tuple(blocks), ttl_s, math.inf if ttl_s is None else now_s + ttl_s)
-        account = self._accounts.setdefault(tenant, _Account())
-        account.pins[key] = pin
-        account.counts.update(pin.blocks)
+        self._tenants_counts.setdefault(tenant, Counter()).update(pin.blocks)
         self._counts.update(pin.blocks)
-        self._tails.setdefault(pin.blocks[-1], []).append(pin)
-        self._queue(pin)
+        self._soonest_s = min(self._soonest_s, pin.expires_s)
         return "pinned"
 
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
@@ -146,11 +135,11 @@ class Pins:
         """
         if not self._within_share(tenant, len(blocks) - self.pinned_leading(blocks, tenant)):
             return None
-        beyond = {name: len(one.counts) - self._shares.get(name, 0) for name, one in self._accounts.items()}
-        furthest = max(beyond, key=beyond.__getitem__, default=None)
-        if furthest is None or beyond[furthest] <= 0:
+        beyond = {name: len(counts) - self._shares.get(name, 0) for name, counts in self._tenants_counts.items()}
+        furthest = max(beyond, key=beyond.__getitem__, default=tenant)
+        if beyond.get(furthest, 0) <= 0:
             return None
-        return next(reversed(self._accounts[furthest].pins))
+        return next(key for key, pin in reversed(self._pins.items()) if pin.tenant == furthest)
 
     def renew(self, key: bytes, ttl_s: float | None, now_s: float) -> bool:
         """Let a pin's time run from now, by the longer of its TTL and ``ttl_s``; False when there is none."""
@@ -164,57 +153,33 @@ class Pins:
 
     def read(self, blocks: Iterable[int], now_s: float) -> None:
         """Renew the pins that lie wholly within a prefix that is read."""
-        if not self._expiries:
+        if self._soonest_s == math.inf:
             return
-        for block in blocks:
-            for pin in self._tails.get(block, ()):
-                if pin.ttl_s is not None:
-                    pin.expires_s = now_s + pin.ttl_s
+        within = set(blocks)
+        for pin in self._pins.values():
+            if pin.ttl_s is not None and pin.blocks[-1] in within:
+                pin.expires_s = now_s + pin.ttl_s
 
     def remove(self, key: bytes) -> tuple[int, ...]:
         """Drop a pin and return its blocks; () when there is none of that key."""
         pin = self._pins.pop(key, None)
         if pin is None:
             return ()
-        account = self._accounts[pin.tenant]
-        del account.pins[key]
-        for counts in (self._counts, account.counts):
-            for block in pin.blocks:
-                counts[block] -= 1
-                if not counts[block]:
-                    del counts[block]
+        self._counts -= Counter(pin.blocks)
+        self._tenants_counts[pin.tenant] -= Counter(pin.blocks)
+        if not self._tenants_counts[pin.tenant]:
+            del self._tenants_counts[pin.tenant]
         if self.on_end is not None:
             self.on_end([block for block in pin.blocks if block not in self._counts])
-        if not account.pins:
-            del self._accounts[pin.tenant]
-        tails = self._tails[pin.blocks[-1]]
-        tails.remove(pin)
-        if not tails:
-            del self._tails[pin.blocks[-1]]
         return pin.blocks
 
     def expired(self, now_s: float) -> list[bytes]:
-        """Return the keys whose time is over; the caller removes them. O(log n) for each entry that is due."""
-        keys: list[bytes] = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, _, pin = heapq.heappop(self._expiries)
-            if self._pins.get(pin.key) is not pin:
-                continue
-            if pin.expires_s > now_s:
-                self._queue(pin)
-            else:
-                keys.append(pin.key)
-        return keys
+        """Return the keys whose time is over; the caller removes them. O(pins) when the first one is due."""
+        if now_s < self._soonest_s:
+            return []
+        self._soonest_s = min((pin.expires_s for pin in self._pins.values() if pin.expires_s > now_s), default=math.inf)
+        return [pin.key for pin in self._pins.values() if pin.expires_s <= now_s]
 
     def _within_share(self, tenant: str, more_blocks: int) -> bool:
         held_blocks, budget_blocks = self.room(tenant)
         return len(self._shares) >= 2 and held_blocks + more_blocks <= budget_blocks
-
-    def _queue(self, pin: Pin) -> None:
-        """Put a pin that will end in the line, once; a read moves only its ``expires_s``, looked at when it is due."""
-        if pin.ttl_s is not None:
-            self._entries += 1
-            heapq.heappush(self._expiries, (pin.expires_s, self._entries, pin))
-            if len(self._expiries) > 2 * len(self._pins) + 64:
-                self._expiries = [entry for entry in self._expiries if self._pins.get(entry[2].key) is entry[2]]
-                heapq.heapify(self._expiries)

@@ -22,7 +22,7 @@ from router.protocol.block_hash import (
     hash_blocks,
 )
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.eviction import Candidate, Standing, eviction_key
+from serve_app.cache.eviction import Candidate, Standing
 from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
 from serve_app.cache.prefix.block_pool import BlockPool
 from serve_app.cache.prefix.pins import PinOutcome, Pins
@@ -90,17 +90,6 @@ class PrefixCache:
             return b""
         return extend_chain(root, scope.public_blocks, token_ids, self.block_size, known, self._hash_chain)
 
-    def idle_leaves_first(self) -> list[CachedBlock]:
-        """Return every indexed block that no sequence uses, children before parents, the first to be evicted first."""
-        idle = [entry for entry in reversed(self.index) if self.pool.is_idle(entry.block)]
-        keys: dict[int, tuple[int, float]] = {}
-        for entry in idle:  # children before parents, which go after all of them whatever the order
-            key = eviction_key(_candidate(entry))
-            keys[entry.block] = key = max(key, keys.get(entry.block, key))
-            if entry.parent is not None:
-                keys[entry.parent] = max(key, keys.get(entry.parent, key))
-        return sorted(idle, key=lambda entry: keys[entry.block])
-
     def reusable_blocks(self, num_tokens: int) -> int:
         """Return how many leading blocks of a prompt may be reused: never the one with the last token."""
         return max(num_tokens - 1, 0) // self.block_size if self.enabled else 0
@@ -139,7 +128,7 @@ class PrefixCache:
         """
         missing = count - self.pool.free_blocks
         if 0 < missing <= self.pool.idle_blocks:
-            self._evict(missing)
+            self.evict(missing)
         taken = self.pool.take(count)
         self.quota.take(taken, tenant)
         return taken
@@ -274,32 +263,8 @@ class PrefixCache:
         """Return how many blocks a pin alone keeps in use (any thread; exact between steps)."""
         return sum(1 for block, pins in self.pins.counts().items() if self.pool.references(block) == pins)
 
-    def reset(self) -> bool:
-        """Release every pin and forget every block not in use; return whether nothing was kept."""
-        for key in self.pins:
-            self.unpin(key)
-        if self.pool.used_blocks and len(self.index):
-            self._evict(self.pool.idle_blocks, counted=False)
-            return not len(self.index)
-        for entry in self.index:
-            self.pool.free_idle(entry.block)
-            self.quota.freed(entry.block, idle=True)
-        if len(self.index):
-            self._events.append(CacheCleared())
-        self.index.clear()
-        return True
-
-    def take_events(self) -> tuple[CacheEvent, ...]:
-        """Return the events since the last call, in the order in which they happened."""
-        events = tuple(self._events)
-        self._events.clear()
-        return events
-
-    def _retain(self, block: int) -> None:
-        if self.pool.retain(block):
-            self.quota.reused(block)
-
-    def _evict(self, count: int, *, counted: bool = True) -> None:
+    def evict(self, count: int, *, counted: bool = True) -> None:
+        """Forget the next idle blocks, as many as there must be. ``counted``: for others' room, which tiers hear of."""
         removed = bytearray()
         evicted: list[CachedBlock] = []
         for _ in range(count):
@@ -318,6 +283,31 @@ class PrefixCache:
             self.evicted_blocks += count if counted else 0
             if counted and self.on_evict is not None:
                 self.on_evict(evicted)
+
+    def reset(self) -> bool:
+        """Release every pin and forget every block not in use; return whether nothing was kept."""
+        for key in self.pins:
+            self.unpin(key)
+        if self.pool.used_blocks and len(self.index):
+            self.evict(self.pool.idle_blocks, counted=False)
+            return not len(self.index)
+        for entry in self.index:
+            self.pool.free_idle(entry.block)
+            self.quota.freed(entry.block, idle=True)
+        if len(self.index):
+            self._events.append(CacheCleared())
+        self.index.clear()
+        return True
+
+    def take_events(self) -> tuple[CacheEvent, ...]:
+        """Return the events since the last call, in the order in which they happened."""
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def _retain(self, block: int) -> None:
+        if self.pool.retain(block):
+            self.quota.reused(block)
 
     def _forget(self, entry: CachedBlock) -> None:
         """Take one idle leaf out of the index and free its block."""

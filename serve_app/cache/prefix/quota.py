@@ -38,15 +38,12 @@ class Quota(Accounts[int]):
         Where several tenants are configured, one that is alone counts as one of two: a share has to be ready for
         whoever comes next.
         """
-        account = self._accounts.get(tenant)
-        weight = account.weight if account is not None else self._weights.get(tenant, 1.0)
-        others = self._active_weight - (weight if account is not None and account.active else 0.0)
-        shared = self._recent.get(PUBLIC)
-        if shared is not None:  # what is public is used on everybody's behalf: it narrows nobody's share of the room
-            others -= shared.weight
-        if len(self._recent) - (shared is not None) <= 1 and len(self._weights) > 1:
-            others = max(others, 1.0)
-        return weight / (weight + max(others, 0.0))
+        weight = self._weights.get(tenant, 1.0)
+        # What is public is used on everybody's behalf: it narrows nobody's share of the room.
+        others = sum(account.weight for account in self._active() if account.tenant not in (tenant, PUBLIC))
+        if not others and len(self._weights) > 1:
+            others = 1.0
+        return weight / (weight + others)
 
     def tenant_of(self, block: int) -> str:
         """Return whose account a taken block is on."""
@@ -65,13 +62,12 @@ class Quota(Accounts[int]):
         return in_use / self._accounts[tenant].weight
 
     def protected(self, tenant: str) -> int:
-        """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``. O(such tenants)."""
+        """Return the idle blocks within the shares of other tenants seen in the last ``GUARD_S``."""
         kept, since_s = 0, self._clock() - GUARD_S
-        for name, account in reversed(self._recent.items()):
-            if account.used_s < since_s:
-                break
-            if name != tenant and account.idle:
-                within = int(self._total_blocks * account.weight / self._active_weight) - (account.held - account.idle)
+        weights = sum(account.weight for account in self._active())
+        for account in self._accounts.values():
+            if account.used_s >= since_s and account.tenant != tenant:
+                within = int(self._total_blocks * account.weight / weights) - (account.held - account.idle)
                 kept += min(account.idle, max(0, within))
         return kept
 
@@ -81,7 +77,6 @@ class Quota(Accounts[int]):
         for block in blocks:
             self._owners[block] = account
         account.held += len(blocks)
-        self._queue(account)
 
     def hand_over(self, block: int, tenant: str) -> None:
         """Enter a block in use under another tenant."""
@@ -91,7 +86,6 @@ class Quota(Accounts[int]):
             self.freed(block, idle=False)
             self._owners[block] = account
             account.held += 1
-            self._queue(account)
 
     def read(self, block: int) -> None:
         """Note a hit that begins with ``block``: what is public has a share as long as anybody reads it."""
@@ -115,28 +109,22 @@ class Quota(Accounts[int]):
         account.held -= 1
         account.idle -= idle
         account.queue.discard(block)
-        if not account.held and not account.active:
-            del self._accounts[account.tenant]
 
     def queue_leaf(self, block: int, candidate: Candidate) -> None:
         """Let an idle leaf be evicted when it comes to it."""
-        account = self._owner(block)
-        account.queue.put(block, candidate)
-        self._queue(account)
+        self._owner(block).queue.put(block, candidate)
 
     def next_leaf(self) -> int:
         """Return the block to evict, of whoever is most over their share. The caller frees it.
 
         Raises IndexError when there is none.
         """
-        self._retire(self._clock())
-        while True:
-            account = self._furthest()
-            if account.queue:
-                block = account.queue.first()
-                account.queue.discard(block)
-                self._queue(account)
-                return block
+        account = self._furthest()
+        if account is None:
+            raise IndexError("no block can be evicted")
+        block = account.queue.first()
+        account.queue.discard(block)
+        return block
 
     def _owner(self, block: int) -> Account[int]:
         account = self._owners[block]

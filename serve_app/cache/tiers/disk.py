@@ -1,20 +1,17 @@
-"""Blocks in files: the index, its bound by tenants' shares, the ends of saves, and what it announces.
+"""Blocks in files: their bound by tenants' shares, and the ends of saves.
 
-Owns which block has a file. One thread (the queue's) stores, loads and marks; any thread may look up. Events are
-gathered under the lock that guards the index, in its order. While a save lasts its engine says when it ends; the end in
-a file's name counts after a restart.
+Owns which block has a file. One thread (the queue's) stores, loads and marks; any thread may look up. While a save
+lasts its engine says when it ends; the end in a file's name counts after a restart.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from itertools import takewhile
 
-from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
 from serve_app.cache.kv_chain import Row, TransferError, WrongChain
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk_files import BlockFiles, FoundFile
@@ -22,7 +19,6 @@ from serve_app.cache.tiers.tier_index import UNKNOWN, Entry, TierIndex
 
 _log = logging.getLogger(__name__)
 
-TIER = "disk"
 SCAN_LIMIT_S = 10.0
 """How long a start may read headers; files not reached by then, the longest unused, are dropped."""
 
@@ -50,76 +46,24 @@ class DiskTier:
         """Index what an earlier life left in the directory."""
         self.capacity_bytes = capacity_bytes
         self.refused_files = 0
-        self.failed_writes = 0
-        self.evicted_blocks = 0
-        self.index: TierIndex[Entry] = TierIndex(shares or {}, clock, ACTIVE_S)
-        self._files = files
-        self._wall_clock = wall_clock
-        self._lock = threading.Lock()
-        self._inherited: dict[bytes, float] = {}
-        """Saves of an earlier life that will end, by Unix time, the soonest first: nobody will say that they do."""
-        self._events: list[BlocksStored | BlocksRemoved] = []
-        self.told = TierDigest(TIER, 0, 0)
-        """What was held as of the last event that ``take_events`` returned."""
+        self.index: TierIndex[Entry] = TierIndex("disk", shares or {}, clock, ACTIVE_S)
         self.life = 0
         """Rises with every reset."""
+        self._files = files
+        self._wall_clock = wall_clock
+        self._inherited: dict[bytes, float] = {}
+        """Saves of an earlier life that will end, by Unix time, the soonest first: nobody will say that they do."""
         self._used_ns = 0
         self._scan(clock, scan_limit_s, save_ttl_s)
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the files."""
-        return self.index.used_bytes
-
-    @property
-    def has_events(self) -> bool:
-        """Whether ``take_events`` has anything (any thread)."""
-        return bool(self._events)
-
-    def get(self, block_hash: bytes) -> TierBlock | None:
-        """Return what is known of a block that has a file (any thread)."""
-        filed = self.index.get(block_hash)
-        return filed.block if filed else None
-
-    def hashes(self, *, saved: bool | None = None) -> frozenset[bytes]:
-        """Return the hashes of all blocks, or of those that are saved, or not."""
-        with self._lock:
-            return frozenset(
-                filed.block.block_hash
-                for filed in self.index
-                if saved is None or saved == (filed.saved_until_s is not None)
-            )
-
-    def seen(self, owner: str) -> None:
-        """Note a request of who has this account (any thread)."""
-        with self._lock:
-            self.index.touch(owner)
-
-    def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on (any thread)."""
-        with self._lock:
-            self.index.set_weights(shares)
-
-    def take_events(self) -> list[BlocksStored | BlocksRemoved]:
-        """Return the events since the last call (any thread)."""
-        if not self._events:
-            return []
-        with self._lock:
-            events, self._events = self._events, []
-            self.told = TierDigest(TIER, len(self.index), self.index.xor)
-        return events
-
     def store(self, block: TierBlock, row: Row, saved_until_s: float | None = None, *, life: int | None = None) -> bool:
-        """Write a block, making room; return whether it is filed now. A failed write is logged and counted.
+        """Write a block, making room; return whether it is filed now. A failed write is logged.
 
         ``life``: the tier's when the block was offered (default: now). After a reset since then it is not filed.
         """
         life = self.life if life is None else life
         block_hash = block.block_hash
-        known = self.get(block_hash)
+        known = self.index.find(block_hash)
         if known is not None:
             if known.prefix_digest != block.prefix_digest:
                 return False
@@ -131,13 +75,11 @@ class DiskTier:
         try:
             self._files.write(block_hash, content, saved_until_s, self._now_ns())
         except OSError as error:
-            self.failed_writes += 1
             _log.warning("a KV block could not be written to disk: %s", error.strerror)
             return False
-        with self._lock:
+        with self.index.lock:
             if life == self.life:
                 self.index.add(Entry(block, len(content), saved_until_s))
-                self._events.append(BlocksStored(block_hash, TIER))
                 return True
         self._files.remove(block_hash, saved_until_s)
         return False
@@ -153,7 +95,7 @@ class DiskTier:
                 raise WrongChain("the file was exchanged")
             return block, row
         except (OSError, TransferError) as error:
-            with self._lock:
+            with self.index.lock:
                 forgotten = self._forget(block_hash)
             if forgotten:
                 self.refused_files += 1
@@ -164,7 +106,7 @@ class DiskTier:
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Make blocks the most recently used ones, in that order: children before their parents."""
         for block_hash in block_hashes:
-            with self._lock:
+            with self.index.lock:
                 filed = self.index.get(block_hash)
                 if filed is None:
                     continue
@@ -187,7 +129,7 @@ class DiskTier:
                 except OSError as error:
                     _log.warning("a KV block could not be marked: %s", error.strerror)
                     continue
-            with self._lock:
+            with self.index.lock:
                 self._inherited.pop(block_hash, None)
                 if block_hash in self.index:
                     self.index.mark(block_hash, saved_until_s)
@@ -198,46 +140,37 @@ class DiskTier:
 
     def forget_all(self) -> Callable[[], None]:
         """Forget every block at once (any thread) and return what unlinks the files, for the queue's thread."""
-        with self._lock:
+        with self.index.lock:
             self.life += 1
-            gone = [(filed.block.block_hash, filed) for filed in self.index]
+            forgotten = list(self.index)
             self.index.clear()
             self._inherited.clear()
-            if gone:
-                self._events.append(BlocksRemoved(b"".join(block_hash for block_hash, _ in gone), TIER))
 
         def unlink() -> None:
-            for block_hash, filed in gone:
-                self._files.remove(block_hash, filed.saved_until_s)
+            for filed in forgotten:
+                self._files.remove(filed.block.block_hash, filed.saved_until_s)
 
         return unlink
 
-    def announce(self) -> BlocksStored | None:
-        """Return an event that names everything held, parents first (any thread)."""
-        with self._lock:
-            newest_first = list(reversed(self.index))
-        held = sorted(newest_first, key=lambda filed: filed.saved_until_s is None)
-        return BlocksStored(b"".join(filed.block.block_hash for filed in held), TIER) if held else None
-
     def _make_room(self, size: int, owner: str, *, saved: bool) -> bool:
         """Evict until ``size`` bytes fit; False where they are not worth what would have to go."""
-        if self.used_bytes + size > self.capacity_bytes:
+        if self.index.used_bytes + size > self.capacity_bytes:
             self._end_inherited()
         while True:
-            with self._lock:
-                if self.used_bytes + size <= self.capacity_bytes:
+            with self.index.lock:
+                if self.index.used_bytes + size <= self.capacity_bytes:
                     return True
                 victim = self.index.next_victim(owner, saved=saved)
                 if victim is None:
                     return False
                 self._forget(victim.block.block_hash)
-            self.evicted_blocks += 1
+            self.index.counts.evicted += 1
             self._files.remove(victim.block.block_hash, victim.saved_until_s)
 
     def _end_inherited(self) -> None:
         now_s = self._wall_clock()
-        with self._lock:
-            ended = [one for one, _ in takewhile(lambda item: item[1] <= now_s, self._inherited.items())]
+        with self.index.lock:
+            ended = [name for name, _ in takewhile(lambda item: item[1] <= now_s, self._inherited.items())]
         self.mark(ended, None)
 
     def _forget(self, block_hash: bytes) -> bool:
@@ -246,7 +179,6 @@ class DiskTier:
             return False
         self.index.remove(block_hash)
         self._inherited.pop(block_hash, None)
-        self._events.append(BlocksRemoved(block_hash, TIER))
         return True
 
     def _now_ns(self) -> int:
@@ -268,25 +200,19 @@ class DiskTier:
                 self._files.remove(file.block_hash, file.saved_until_s)
             else:
                 kept[file.block_hash] = (file, block)
-        used_ns: dict[str, int] = {}
-        for file, block in sorted(kept.values(), key=lambda one: one[0].used_ns):
+        for file, block in sorted(kept.values(), key=lambda pair: pair[0].used_ns):
             self.index.add(Entry(block, file.size, file.saved_until_s))
-            used_ns.pop(block.owner, None)
-            used_ns[block.owner] = self._used_ns = file.used_ns
-        used_ns.pop(UNKNOWN, None)
-        for owner, last_ns in used_ns.items():
-            self.index.touch(owner, max(0.0, now_s - last_ns / 1e9))
+            self._used_ns = file.used_ns
+            if block.owner != UNKNOWN:
+                self.index.touch(block.owner, max(0.0, now_s - file.used_ns / 1e9))
         self._inherit(now_s, math.inf if save_ttl_s is None else now_s + save_ttl_s)
         self._make_room(0, UNKNOWN, saved=True)
-        self._events.clear()
-        event = self.announce()
-        if event is not None:
-            self._events.append(event)
+        self.index.announce()
 
     def _inherit(self, now_s: float, latest_s: float) -> None:
         """Let no save of an earlier life last longer than ``latest_s``, and end what is over."""
         saved = [(filed.saved_until_s, filed) for filed in self.index if filed.saved_until_s is not None]
-        for until_s, filed in sorted(saved, key=lambda one: one[0]):
+        for until_s, filed in sorted(saved, key=lambda pair: pair[0]):
             bounded_s = min(until_s, float(math.floor(latest_s)) if latest_s < math.inf else math.inf)
             self.mark([filed.block.block_hash], bounded_s if bounded_s > now_s else None)
             if now_s < bounded_s < math.inf:

@@ -24,9 +24,9 @@ from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import (
     PREFIX_BYTES,
     ChainHeader,
+    Damaged,
     KvFormat,
     Row,
-    Truncated,
     WrongChain,
     check_format,
     check_payload,
@@ -106,7 +106,7 @@ class BlockFiles:
         block = self._check_block(header, block_hash)
         payload = np.frombuffer(data, dtype=np.uint8)[start:]
         if payload.size != self.format.block_bytes:
-            raise Truncated(f"{payload.size} payload bytes, not {self.format.block_bytes}")
+            raise Damaged(f"{payload.size} payload bytes, not {self.format.block_bytes}")
         check_payload(header, payload.reshape(1, -1))
         return block, payload
 
@@ -117,7 +117,7 @@ class BlockFiles:
             data = prefix + file.read(header_bytes(prefix) - PREFIX_BYTES)
         header, start = decode_header(data)
         if start + header.payload_bytes != found.size:
-            raise Truncated(f"{found.size} bytes where the header names {start + header.payload_bytes}")
+            raise Damaged(f"{found.size} bytes where the header names {start + header.payload_bytes}")
         return self._check_block(header, found.block_hash)
 
     def mark(self, block_hash: bytes, before_s: float | None, saved_until_s: float | None) -> None:
@@ -194,11 +194,10 @@ def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise DiskTierError(f"{path} is not a directory of this user; choose another disk_cache_dir")
-        if stat.S_IMODE(found.st_mode) != 0o700:
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if ours:
             path.chmod(0o700)
-    except DiskTierError:
-        raise
     except OSError as error:
         raise DiskTierError(f"cannot use {path} for the disk tier: {error.strerror}") from error
+    if not ours:
+        raise DiskTierError(f"{path} is not a directory of this user; choose another disk_cache_dir")

@@ -1,7 +1,8 @@
 """The thread between an engine's loop and its disk tier.
 
 Owns the bounded queue of writes and the loads in progress. Loads go before writes; a block that still waits to be
-written is loaded from memory; a write that finds the queue full is dropped, never waited for.
+written is loaded from memory; a write that finds the queue full is dropped, never waited for. All but the work is for
+the engine's loop.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from itertools import count
+from queue import Empty, PriorityQueue
 
 from serve_app.cache.kv_chain import Row
 from serve_app.cache.prefix_digest import TierBlock
@@ -21,11 +22,8 @@ _log = logging.getLogger(__name__)
 
 Wake = Callable[[], None]
 
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    work: Callable[[], object]
-    must_run: bool = False
+_LOAD, _TASK, _END = range(3)
+"""What goes first."""
 
 
 class DiskLoad:
@@ -48,21 +46,23 @@ class DiskQueue:
 
     def __init__(self, tier: DiskTier, max_bytes: int, block_bytes: int, wake: Wake) -> None:
         self.tier = tier
-        self.dropped_blocks = 0
-        self.stored_blocks = 0
         self._max_blocks = max(1, max_bytes // block_bytes)
         self._wake = wake
-        self._changed = threading.Condition()
-        self._loads: deque[DiskLoad] = deque()
-        self._tasks: deque[_Task] = deque()
+        self._work: PriorityQueue[tuple[int, int, Callable[[], object]]] = PriorityQueue()
+        self._numbers = count()
         self._pending: dict[bytes, tuple[TierBlock, Row]] = {}
-        self._stopping = False
+        self._stopping = self._late = False
         self._thread: threading.Thread | None = None
 
     @property
     def pending_blocks(self) -> int:
         """Blocks that wait to be written."""
         return len(self._pending)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be done."""
+        return self._work.empty() and not self._pending
 
     def start(self) -> None:
         """Start the thread."""
@@ -72,30 +72,26 @@ class DiskQueue:
     def find(self, block_hash: bytes) -> TierBlock | None:
         """Return what is known of a block that is filed or waits to be."""
         pending = self._pending.get(block_hash)
-        return pending[0] if pending else self.tier.get(block_hash)
+        return pending[0] if pending else self.tier.index.find(block_hash)
 
     def room(self) -> int:
         """Return how many blocks may be offered now."""
-        return self._max_blocks - len(self._pending)
+        return max(0, self._max_blocks - len(self._pending))
 
     def offer(self, block: TierBlock, row: Row, saved_until_s: float | None = None) -> bool:
         """Queue a block to be written; ``row`` is the queue's from now on. False, and counted, when it is full."""
-        with self._changed:
-            if self._stopping or self.room() <= 0:
-                self.dropped_blocks += 1
-                return False
-            self._pending[block.block_hash] = (block, row)
-            life = self.tier.life
-            self._tasks.append(_Task(lambda: self._store(block, row, saved_until_s, life)))
-            self._changed.notify_all()
+        if self._stopping or not self.room():
+            self.tier.index.counts.drops += 1
+            return False
+        offered = self._pending[block.block_hash] = (block, row)
+        life = self.tier.life
+        self._enqueue(lambda: self._store(offered, saved_until_s, life))
         return True
 
     def load(self, hashes: Sequence[bytes]) -> DiskLoad:
         """Start reading blocks of one prefix, parents first."""
         load = DiskLoad(hashes)
-        with self._changed:
-            self._loads.append(load)
-            self._changed.notify_all()
+        self._enqueue(lambda: self._read(load), _LOAD)
         return load
 
     def touch(self, hashes: Iterable[bytes]) -> None:
@@ -110,76 +106,53 @@ class DiskQueue:
 
     def clear(self) -> None:
         """Forget every block, filed or waiting."""
-        with self._changed:
-            self._pending.clear()
-            self._drop_tasks()
-            self._tasks.append(_Task(self.tier.forget_all(), must_run=True))
-            self._changed.notify_all()
+        self._pending.clear()
+        self._enqueue(self.tier.forget_all())
 
     def run(self) -> bool:
         """Do one piece of work, loads first; False when there is none."""
-        with self._changed:
-            load = self._loads.popleft() if self._loads else None
-            task = self._tasks.popleft() if load is None and self._tasks else None
-        if load is not None:
-            try:
-                self._read(load)
-            finally:
-                self._wake()
-        elif task is not None:
-            task.work()
-        return load is not None or task is not None
+        try:
+            _, _, work = self._work.get_nowait()
+        except Empty:
+            return False
+        work()
+        return True
 
-    def stop(self, timeout_s: float) -> bool:
-        """Take nothing more, finish what is queued, end the thread; False when the time did not do for all."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+    def stop(self, timeout_s: float) -> None:
+        """Take nothing more, write what the time is enough for, end the thread."""
+        self._stopping = True
         if self._thread is None:
             while self.run():
                 pass
-        else:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                with self._changed:
-                    self.dropped_blocks += len(self._pending)
-                    self._drop_tasks()
-                self._thread.join()
-                return False
-        return True
+            return
+        self._enqueue(lambda: None, _END)
+        self._thread.join(timeout_s)
+        self._late = True
+        self._thread.join()
 
-    def _enqueue(self, task: Callable[[], object]) -> None:
-        with self._changed:
-            self._tasks.append(_Task(task))
-            self._changed.notify_all()
-
-    def _drop_tasks(self) -> None:
-        """Forget what need not happen; files of a reset cache must go. The lock is held."""
-        kept = [task for task in self._tasks if task.must_run]
-        self._tasks.clear()
-        self._tasks.extend(kept)
+    def _enqueue(self, work: Callable[[], object], priority: int = _TASK) -> None:
+        self._work.put((priority, next(self._numbers), work))
 
     def _loop(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._loads or self._tasks or self._stopping):
-                    self._changed.wait()
-                if self._stopping and not (self._loads or self._tasks):
-                    return
+        priority = _TASK
+        while priority != _END:
+            priority, _, work = self._work.get()
             try:
-                self.run()
+                work()
             except Exception:
                 _log.exception("the disk tier failed at one piece of work")
 
-    def _store(self, block: TierBlock, row: Row, saved_until_s: float | None, life: int) -> None:
+    def _store(self, offered: tuple[TierBlock, Row], saved_until_s: float | None, life: int) -> None:
+        block, row = offered
+        counts = self.tier.index.counts
         try:
-            if self.tier.store(block, row, saved_until_s, life=life):
-                self.stored_blocks += 1
+            if not self._late and self.tier.store(block, row, saved_until_s, life=life):
+                counts.stores += 1
             else:
-                self.dropped_blocks += 1
+                counts.drops += 1
         finally:
-            with self._changed:
-                self._pending.pop(block.block_hash, None)
+            if self._pending.get(block.block_hash) is offered:
+                del self._pending[block.block_hash]
         self._wake()
 
     def _read(self, load: DiskLoad) -> None:
@@ -194,3 +167,4 @@ class DiskQueue:
         finally:
             load.duration_s = time.perf_counter() - started_s
             load.done = True
+            self._wake()

@@ -1,8 +1,8 @@
-"""The blocks of one tier by tenant: which is where, who holds how many bytes, and whose block goes next.
+"""The blocks of one tier by tenant: which is where, who holds how many bytes, whose block goes next, what to announce.
 
 Laws: the accounts add up to ``used_bytes``; nobody at or under their share gives up a block while somebody over theirs
 has one to give; a saved block goes after all others of its tenant, and never for one of theirs that is not saved; room
-that nobody needs can be borrowed. Knows no block's content. Not thread-safe, except ``get``.
+that nobody needs can be borrowed. Knows no block's content. Whoever shares one with a thread holds ``lock``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import groupby
+from threading import RLock
 from typing import Generic, TypeVar
 
 from router.protocol.block_hash import block_word
+from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
 from serve_app.cache.eviction import Candidate, EvictionQueue, Standing
-from serve_app.cache.prefix.accounts import Account, Accounts
+from serve_app.cache.prefix.accounts import Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
 UNKNOWN = ""
 """The account of files that name no owner, from before they did. It is never seen, so it gives first."""
+
+TierEvent = BlocksStored | BlocksRemoved
 
 
 @lru_cache(maxsize=4096)
@@ -42,20 +47,36 @@ class Entry:
     saved_until_s: float | None = None
 
 
+@dataclass(slots=True)
+class TierCounts:
+    """Blocks over a tier's life."""
+
+    hits: int = 0
+    stores: int = 0
+    drops: int = 0
+    evicted: int = 0
+
+
 E = TypeVar("E", bound=Entry)
 
 
 class TierIndex(Accounts[bytes], Generic[E]):
     """Entries by hash. ``shares``: weights by the tenants' names; all else here goes by their accounts' keys.
 
-    ``xor``: of the words of the hashes (see ``block_word``).
+    ``tier``: its name in events. ``xor``: of the words of the hashes (see ``block_word``). ``digest``: what was held as
+    of the last event that ``take_events`` returned.
     """
 
-    def __init__(self, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
+    def __init__(self, tier: str, shares: Mapping[str, float], clock: Callable[[], float], active_s: float) -> None:
         super().__init__(_by_key(shares), clock, active_s)
+        self.lock = RLock()
+        self.counts = TierCounts()
         self.used_bytes = 0
         self.xor = 0
+        self.digest = TierDigest(tier, 0, 0)
+        self._tier = tier
         self._entries: OrderedDict[bytes, E] = OrderedDict()
+        self._changes: list[tuple[type[TierEvent], bytes]] = []
         self._uses = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -75,45 +96,44 @@ class TierIndex(Accounts[bytes], Generic[E]):
         """Entries of all tenants, the least recently used first."""
         return iter(self._entries.values())
 
-    def __reversed__(self) -> Iterator[E]:
-        return reversed(self._entries.values())
-
     def get(self, block_hash: bytes) -> E | None:
         """Return a block's entry (any thread)."""
         return self._entries.get(block_hash)
+
+    def find(self, block_hash: bytes) -> TierBlock | None:
+        """Return what is known of a block that is held (any thread)."""
+        entry = self._entries.get(block_hash)
+        return entry.block if entry is not None else None
 
     def add(self, entry: E) -> None:
         """Enter a block that is not held, as the most recently used one."""
         block_hash = entry.block.block_hash
         self._entries[block_hash] = entry
-        self.xor ^= block_word(block_hash)
+        self._account(entry.block.owner).held += entry.size
         self.used_bytes += entry.size
-        account = self._account(entry.block.owner)
-        account.held += entry.size
-        self._put(account, entry)
+        self._put(entry)
+        self._note(BlocksStored, block_hash)
 
     def use(self, block_hash: bytes) -> None:
         """Make a held block the most recently used one. Raises KeyError."""
         self._entries.move_to_end(block_hash)
-        entry = self._entries[block_hash]
-        self._put(self._accounts[entry.block.owner], entry)
+        self._put(self._entries[block_hash])
 
     def mark(self, block_hash: bytes, saved_until_s: float | None) -> None:
         """Note until when a held block is saved; where that begins or ends, it is its kind's most recently used one."""
         entry = self._entries[block_hash]
         before, entry.saved_until_s = entry.saved_until_s, saved_until_s
         if (before is None) != (saved_until_s is None):
-            self._put(self._accounts[entry.block.owner], entry)
+            self._put(entry)
 
     def remove(self, block_hash: bytes) -> E:
         """Forget a held block. Raises KeyError."""
         entry = self._entries.pop(block_hash)
-        self.xor ^= block_word(block_hash)
-        self.used_bytes -= entry.size
         account = self._accounts[entry.block.owner]
         account.held -= entry.size
         account.queue.discard(block_hash)
-        self._drop_unused(account)
+        self.used_bytes -= entry.size
+        self._note(BlocksRemoved, block_hash)
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
@@ -121,35 +141,53 @@ class TierIndex(Accounts[bytes], Generic[E]):
 
         None where there is none, or only saved ones of the owner's own for one that is not ``saved``.
         """
-        if not self._entries:
-            return None
-        self._retire(self._clock())
         furthest = self._furthest()
-        while not furthest.queue:
-            furthest = self._furthest()
-        self._queue(furthest)
-        own = self._accounts.get(owner)
-        if own is not furthest and own is not None and own.queue and own.excess >= furthest.excess:
+        if furthest is None:
+            return None
+        own, since_s = self._accounts.get(owner), self._active_since_s()
+        if own is not None and own.queue and own.excess(since_s) >= furthest.excess(since_s):
             furthest = own
         victim = self._entries[furthest.queue.first()]
         return None if victim.saved_until_s is not None and furthest is own and not saved else victim
 
     def clear(self) -> None:
         """Forget every block."""
+        for block_hash in self._entries:
+            self._note(BlocksRemoved, block_hash)
         self._entries.clear()
-        self.used_bytes = self.xor = 0
-        for account in list(self._accounts.values()):
-            account.held = 0
-            account.queue = EvictionQueue()
-            self._drop_unused(account)
+        self.used_bytes = 0
+        for account in self._accounts.values():
+            account.held, account.queue = 0, EvictionQueue()
 
-    def _put(self, account: Account[bytes], entry: E) -> None:
+    @property
+    def has_events(self) -> bool:
+        """Whether ``take_events`` has anything (any thread)."""
+        return bool(self._changes)
+
+    def announce(self) -> None:
+        """Tell of all that is held, in place of the changes so far: the saved first, the newest of them first."""
+        held = sorted(self._entries.values(), key=lambda entry: entry.saved_until_s is not None)
+        self._changes = [(BlocksStored, entry.block.block_hash) for entry in held]
+
+    def take_events(self) -> list[TierEvent]:
+        """Return the events since the last call, in order; of blocks that came together the last one is named first."""
+        changes, self._changes = self._changes, []
+        self.digest = TierDigest(self._tier, len(self._entries), self.xor)
+        events: list[TierEvent] = []
+        for event, group in groupby(changes, key=lambda change: change[0]):
+            hashes = [block_hash for _, block_hash in group]
+            if event is BlocksStored:  # children come before their parents, and are told after them
+                hashes.reverse()
+            events.append(event(b"".join(hashes), self._tier))
+        return events
+
+    def _note(self, event: type[TierEvent], block_hash: bytes) -> None:
+        self.xor ^= block_word(block_hash)
+        self._changes.append((event, block_hash))
+
+    def _put(self, entry: E) -> None:
         """Give a block the place of one that is used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        account.queue.put(entry.block.block_hash, Candidate(self._uses, standing, entry.size))
-        self._queue(account)
-
-    def _drop_unused(self, account: Account[bytes]) -> None:
-        if not account.held and not account.active:
-            del self._accounts[account.tenant]
+        queue = self._accounts[entry.block.owner].queue
+        queue.put(entry.block.block_hash, Candidate(self._uses, standing, entry.size))

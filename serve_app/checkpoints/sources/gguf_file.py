@@ -1,6 +1,7 @@
-"""A GGUF file -> a checkpoint in the model cache, dequantised once by transformers.
+"""A GGUF file -> a checkpoint in the model cache, dequantised once by transformers to bfloat16.
 
-The conversion runs in a process of its own: it needs torch and, for a moment, all weights in memory.
+The conversion runs in a process of its own: it needs torch and, for a moment, all weights in memory. That process is
+`python -m serve_app.checkpoints.sources.gguf_file FILE DIRECTORY`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.model_cache import default_cache_dir, ensure_made
@@ -37,8 +39,49 @@ def convert(gguf: Path, directory: Path) -> None:
         "HF_HUB_OFFLINE": "1",  # all is in the file
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
     }
-    command = [sys.executable, "-m", "serve_app.checkpoints.sources.gguf_conversion", str(gguf), str(directory)]
+    command = [sys.executable, "-m", "serve_app.checkpoints.sources.gguf_file", str(gguf), str(directory)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)  # noqa: S603  # our own command
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
         raise CheckpointError(f"transformers cannot convert {gguf.name}: {reason}")
+
+
+def _convert_here(gguf: Path, directory: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype="bfloat16", **_whole_weights(gguf)
+    )
+    model.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    _split_digits(tokenizer, gguf)
+    tokenizer.save_pretrained(directory)
+
+
+def _whole_weights(gguf: Path) -> dict[str, Any]:
+    """Return what asks transformers for plain weights: older versions dequantise always, and know no GgufConfig."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(gguf_file=gguf.name, dequantize=True)}
+
+
+def _split_digits(tokenizer: Any, gguf: Path) -> None:
+    """Cut numbers into digits where the file's tokenizer was trained so, which transformers does not know.
+
+    Source: llama.cpp's expressions for the pre-tokenizer "smollm", and the tokenizer.json of SmolLM2.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    _convert_here(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -40,20 +40,17 @@ def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> P
     from huggingface_hub import errors
 
     named = model_id if revision is None else f"{model_id} at revision {revision}"
+    sentences = {
+        errors.GatedRepoError: f"{model_id} is gated: accept its terms on the hub, then set HF_TOKEN",
+        errors.RevisionNotFoundError: f"the hub has {model_id}, but not revision {revision}",
+        errors.RepositoryNotFoundError: f"the hub has no model {model_id}, or it is private and needs HF_TOKEN; nor is "
+        "a directory here called so",
+        errors.LocalEntryNotFoundError: f"{named} is not in the hub's cache (HF_HOME), and the hub cannot be reached, "
+        "or HF_HUB_OFFLINE is set",
+    }
     try:
         return Path(fetch()).resolve()
-    except errors.GatedRepoError:
-        raise CheckpointError(f"{model_id} is gated: accept its terms on the hub, then set HF_TOKEN") from None
-    except errors.RevisionNotFoundError:
-        raise CheckpointError(f"the hub has {model_id}, but not revision {revision}") from None
-    except errors.RepositoryNotFoundError:
-        raise CheckpointError(
-            f"the hub has no model {model_id}, or it is private and needs HF_TOKEN; nor is a directory here called so"
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{named} is not in the hub's cache (HF_HOME), and the hub cannot be reached, or HF_HUB_OFFLINE is set"
-        ) from None
     except Exception as error:  # of the hub's HTTP library too, and which one that is differs by version
+        sentence = next((said for kind, said in sentences.items() if isinstance(error, kind)), None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{named} cannot be fetched from the hub: {reason}") from error
+        raise CheckpointError(sentence or f"{named} cannot be fetched from the hub: {reason}") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.sources.hub import ensure_config
-from serve_app.checkpoints.sources.resolve import BUILT_IN, resolve_model
+from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.config.app import is_hub_id
 
 _GGUF_FIELDS = {
@@ -31,11 +31,11 @@ _GGUF_FIELDS = {
 def model_config(model: str) -> dict[str, Any]:
     """Return the fields of a language model's config. Raises CheckpointError, OSError, or ValueError for no JSON."""
     path = Path(model).expanduser()
-    if model not in BUILT_IN and path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and path.is_file():
         return _gguf_config(path)
-    if model not in BUILT_IN and path.suffix == ".json":
+    if path.suffix == ".json":
         file = path
-    elif model not in BUILT_IN and is_hub_id(model):
+    elif is_hub_id(model):
         file = ensure_config(model, None)
     else:
         file = resolve_model(model) / "config.json"

@@ -24,7 +24,7 @@ def resolve_model(name_or_path: str, revision: str | None = None) -> Path:
     ``revision``: a branch, tag or commit of a hub id, None for its main branch. Raises CheckpointError.
     """
     path = Path(name_or_path).expanduser()
-    if name_or_path not in BUILT_IN and is_hub_id(name_or_path):
+    if is_hub_id(name_or_path):
         return ensure_snapshot(name_or_path, revision)
     if revision is not None:
         raise CheckpointError(f"revision={revision} is for models of a hub (NAMESPACE/NAME), not for {name_or_path!r}")

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from serve_app.checkpoints.model_cache import default_cache_dir
-from serve_app.cli.console import console
-from serve_app.cli.doctor.finding import Finding
-from serve_app.cli.doctor.machine import device, room
-from serve_app.cli.doctor.models import models
-from serve_app.cli.doctor.network import ports, ray_state
-from serve_app.cli.doctor.software import software
+from serve_app.cli.checks.catalog import findings
+from serve_app.cli.checks.finding import Case, Finding
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM"}
 
@@ -27,29 +21,18 @@ def doctor(
 ) -> None:
     """Look at installation, devices, ports, Ray, memory, disks and models; leaves with 1 where something is wrong.
 
-    Starts nothing and changes nothing.
+    Starts nothing and changes nothing. An instance of one's own that runs is no problem.
     """
-    found: list[Finding] = []
-    for finding in findings(host, port):
-        found.append(finding)
+    shown: list[Finding] = []
+    for finding in findings("doctor", Case(place="here", host=host, port=port)):
+        shown.append(finding)
         if not as_json:
             print(f"{_SIGNS[finding.state]}  {finding.subject}: {finding.found}")
             if finding.advice:
                 print(f"         -> {finding.advice}")
-    wrong = sum(finding.state == "problem" for finding in found)
+    wrong = sum(finding.state == "problem" for finding in shown)
     if as_json:
-        print(json.dumps({"ok": not wrong, "findings": [asdict(finding) for finding in found]}, indent=2))
+        print(json.dumps({"ok": not wrong, "findings": [asdict(finding) for finding in shown]}, indent=2))
     else:
-        print(f"{wrong} problems" if wrong else "nothing is in the way")
+        print(f"{wrong} problem{'s' if wrong > 1 else ''}" if wrong else "nothing is in the way")
     raise typer.Exit(1 if wrong else 0)
-
-
-def findings(host: str, port: int) -> Iterator[Finding]:
-    """Yield all that is looked at, the quickest first in each room."""
-    yield from software()
-    yield from ports(host, port)
-    yield from ray_state()
-    yield from room({"model cache": default_cache_dir()})
-    yield models()
-    with console.status("asking torch what it computes on"):
-        yield device()

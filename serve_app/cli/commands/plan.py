@@ -11,7 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.checkpoints.checkpoint import CheckpointError
-from serve_app.checkpoints.kv_planner import KvPlan, kv_room, plan_kv
+from serve_app.checkpoints.kv_planner import kv_room, plan_kv
 from serve_app.checkpoints.reuse import TRACE_BLOCK_TOKENS, ReuseCurve, read_prompts, reuse_curve
 from serve_app.checkpoints.sources.model_config import model_config
 from serve_app.cli.console import fail
@@ -40,9 +40,9 @@ def plan(
         memory_bytes = TypeAdapter(Bytes).validate_python(memory if not memory.isdecimal() else int(memory))
         fields = model_config(model)
         if trace is not None:
-            figures, lines = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
+            figures, text = _by_trace(fields, dtype, memory_bytes, replicas, reuse_curve(read_prompts(trace)))
         else:
-            figures, lines = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
+            figures, text = _by_prefixes(fields, dtype, memory_bytes, replicas, prefixes or 1, prefix_tokens or 1)
     except ValidationError as error:
         fail(f"--memory {error.errors()[0]['msg']}")
     except (KeyError, AttributeError) as error:
@@ -51,80 +51,70 @@ def plan(
         fail(str(error))
     except (OSError, ValueError, TypeError) as error:
         fail(f"it cannot be read or planned: {error}")
-    print(json.dumps(figures, indent=2) if as_json else "\n".join(lines))
+    print(json.dumps(figures, indent=2) if as_json else text)
 
 
 def _by_prefixes(
     fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, prefixes: int, prefix_tokens: int
-) -> tuple[dict[str, Any], list[str]]:
-    def planned(memory: int) -> KvPlan:
-        sizes = {"memory_bytes": memory, "prefixes": prefixes, "prefix_tokens": prefix_tokens}
-        return plan_kv(fields, dtype, **sizes, replicas=replicas)
-
-    found = planned(memory_bytes)
+) -> tuple[dict[str, Any], str]:
+    plans = {
+        size: plan_kv(
+            fields, dtype, memory_bytes=size, prefixes=prefixes, prefix_tokens=prefix_tokens, replicas=replicas
+        )
+        for size in _sizes(memory_bytes)
+    }
     rows = [
         {"memory_bytes": size, "prefixes": plan.prefixes_per_replica * replicas, "hit_rate": plan.hit_rate}
-        for size in _sizes(memory_bytes)
-        for plan in [planned(size)]
+        for size, plan in plans.items()
     ]
-    lines = [
-        f"KV of a token: {found.bytes_per_token:,} bytes; of a prefix: {found.prefix_bytes:,} bytes "
-        f"({found.prefix_bytes / 2**30:.2f} GiB).",
-        _room_sentence(found.weights_bytes, found.kv_bytes, found.tokens_per_replica),
-        "",
-        f"{'memory a replica':>17} {'prefixes held':>14} {'hit rate':>9}",
-        *(f"{_gb(row['memory_bytes']):>17} {row['prefixes']:>14,} {row['hit_rate']:>9.1%}" for row in rows),
-        "",
-    ]
-    if not found.replicas_needed:
-        lines.append("Not one prefix fits: take more memory, or a smaller model or dtype.")
+    wanted = plans[memory_bytes]
+    if not wanted.replicas_needed:
+        advice = "Not one prefix fits: take more memory, or a smaller model or dtype."
+    elif wanted.replicas_needed > replicas:
+        advice = f"{prefixes:,} prefixes need {wanted.replicas_needed} replicas, or host_cache_bytes."
     else:
-        lines.append(
-            f"Expected hit rate, all prefixes being equally popular: {found.hit_rate:.0%}; "
-            f"{1000 * (1 - found.hit_rate):.0f} of 1,000 requests evict a prefix."
-        )
-        short = found.replicas_needed > replicas
-        lines.append(
-            f"{prefixes:,} prefixes need {found.replicas_needed} replicas, or host_cache_bytes."
-            if short
-            else "The working set fits; what is left is for running requests."
-        )
-    return {**asdict(found), "by_memory": rows}, lines
+        advice = "The working set fits; what is left is for running requests."
+    text = f"""\
+KV of a token: {wanted.bytes_per_token:,} bytes; of a prefix: {wanted.prefix_bytes:,} bytes \
+({wanted.prefix_bytes / 2**30:.2f} GiB).
+{_room_sentence(wanted.weights_bytes, wanted.kv_bytes, wanted.tokens_per_replica)}
+
+{_table(rows, prefixes="prefixes held", hit_rate="hit rate")}
+
+Expected hit rate, all prefixes being equally popular: {wanted.hit_rate:.0%}; \
+{1000 * (1 - wanted.hit_rate):.0f} of 1,000 requests evict a prefix.
+{advice}"""
+    return {**asdict(wanted), "by_memory": rows}, text
 
 
 def _by_trace(
     fields: dict[str, Any], dtype: str, memory_bytes: int, replicas: int, curve: ReuseCurve
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], str]:
     room = kv_room(fields, dtype, memory_bytes)
-
-    def row(memory: int) -> dict[str, Any]:
-        blocks = kv_room(fields, dtype, memory).tokens * replicas // TRACE_BLOCK_TOKENS
-        evicted = curve.evictions(blocks) * TRACE_BLOCK_TOKENS
-        return {
-            "memory_bytes": memory,
-            "kv_tokens": blocks * TRACE_BLOCK_TOKENS,
-            "hit_rate": curve.hit_rate(blocks),
-            "evicted_tokens_per_request": evicted / curve.requests,
+    blocks = {
+        size: kv_room(fields, dtype, size).tokens * replicas // TRACE_BLOCK_TOKENS for size in _sizes(memory_bytes)
+    }
+    rows = [
+        {
+            "memory_bytes": size,
+            "kv_tokens": held * TRACE_BLOCK_TOKENS,
+            "hit_rate": curve.hit_rate(held),
+            "evicted_tokens_per_request": curve.evictions(held) * TRACE_BLOCK_TOKENS / curve.requests,
         }
-
-    rows = [row(size) for size in _sizes(memory_bytes)]
-    highest = curve.hit_rate()
-    good_tokens = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS
-    good_bytes = good_tokens * room.bytes_per_token
-    lines = [
-        f"{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there "
-        "before: no cache hits more.",
-        _room_sentence(room.weights_bytes, room.kv_bytes, room.tokens),
-        "",
-        f"{'memory a replica':>17} {'KV tokens in all':>17} {'hit rate':>9} {'tokens evicted a request':>25}",
-        *(
-            f"{_gb(one['memory_bytes']):>17} {one['kv_tokens']:>17,} {one['hit_rate']:>9.1%} "
-            f"{one['evicted_tokens_per_request']:>25,.0f}"
-            for one in rows
-        ),
-        "",
-        _advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest),
+        for size, held in blocks.items()
     ]
+    headings = {"kv_tokens": "KV tokens in all", "hit_rate": "hit rate"}
+    headings["evicted_tokens_per_request"] = "tokens evicted a request"
+    highest = curve.hit_rate()
+    good_bytes = curve.blocks_for(_GOOD_PART * highest) * TRACE_BLOCK_TOKENS * room.bytes_per_token
+    text = f"""\
+{curve.requests:,} requests with {curve.prompt_tokens:,} prompt tokens, {highest:.1%} of which were there before: \
+no cache hits more.
+{_room_sentence(room.weights_bytes, room.kv_bytes, room.tokens)}
+
+{_table(rows, **headings)}
+
+{_advice(good_bytes, room.kv_bytes, replicas, _GOOD_PART * highest)}"""
     figures = {
         **asdict(room),
         "requests": curve.requests,
@@ -134,7 +124,19 @@ def _by_trace(
         "good_kv_bytes": good_bytes,
         "by_memory": rows,
     }
-    return figures, lines
+    return figures, text
+
+
+def _table(rows: list[dict[str, Any]], **columns: str) -> str:
+    """Return a line for each row, by memory, below the headings of ``columns``."""
+    lines = [f"{'memory a replica':>17}" + "".join(f"{heading:>{len(heading) + 3}}" for heading in columns.values())]
+    for row in rows:
+        cells = (
+            f"{row[name]:>{len(heading) + 3}{'.1%' if name == 'hit_rate' else ',.0f'}}"
+            for name, heading in columns.items()
+        )
+        lines.append(f"{_gb(row['memory_bytes']):>17}" + "".join(cells))
+    return "\n".join(lines)
 
 
 def _advice(good_bytes: int, kv_bytes: int, replicas: int, hit_rate: float) -> str:

@@ -2,79 +2,63 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
-import httpx
 import typer
 
+from serve_app.cli.client import LOCAL, NotAnswered, Url, ask
 from serve_app.cli.console import fail
-
-KEY = "WARMPATH_OPERATOR_KEY"
-"""The environment variable that holds an operator's key: on a command line others would see it."""
 
 TIMEOUT_S = 1800.0
 """A long prompt takes its time, on one replica after another."""
 
-Url = Annotated[str, typer.Option(help=f"of the instance; an operator's key is taken from ${KEY}")]
 Ref = Annotated[str, typer.Argument(help="NAME@VERSION")]
 Cold = Annotated[bool, typer.Option(help="switch at once: the version is not computed first")]
 
-_LOCAL = "http://127.0.0.1:8000"
 
-
-def warm(ref: Ref, url: Url = _LOCAL) -> None:
+def warm(ref: Ref, url: Url = LOCAL) -> None:
     """Compute a version's KV on the replicas that will serve it."""
-    _show(_ask(url, "POST", "/warm", {"prompt_ref": ref}))
+    _show(_asked(url, "POST", "/warm", {"prompt_ref": ref}))
 
 
-def promote(ref: Ref, url: Url = _LOCAL, cold: Cold = False) -> None:
+def promote(ref: Ref, url: Url = LOCAL, cold: Cold = False) -> None:
     """Warm a version, then let the name mean it."""
-    _show(_ask(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
+    _show(_asked(url, "POST", "/promote", {"prompt_ref": ref, "cold": cold}))
 
 
 def rollback(
     name: Annotated[str, typer.Argument(help="NAME")],
-    url: Url = _LOCAL,
+    url: Url = LOCAL,
     cold: Cold = False,
 ) -> None:
     """Go back to the version before."""
-    _show(_ask(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
+    _show(_asked(url, "POST", "/rollback", {"prompt_ref": name, "cold": cold}))
 
 
 def status(
     name: Annotated[str | None, typer.Argument(help="NAME; default: all")] = None,
-    url: Url = _LOCAL,
+    url: Url = LOCAL,
 ) -> None:
     """Show what each name means, and hit rate and warm time to first token of each version."""
-    for shown in _ask(url, "GET", f"?name={name}" if name else "", None)["data"]:
+    for shown in _asked(url, "GET", f"?name={name}" if name else "")["data"]:
         _show(shown)
 
 
-def _ask(url: str, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    key = os.environ.get(KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+def _asked(url: str, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
-        answer = httpx.request(
-            method, f"{url.rstrip('/')}/v1/prompts{path}", json=body, headers=headers, timeout=TIMEOUT_S
-        )
-        found: dict[str, Any] = answer.json()
-        refused = found["error"]["message"] if answer.is_error else ""
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        fail(f"{url} does not answer as warmpath does: {error}")
-    if refused:
-        fail(refused)
-    return found
+        return ask(url, method, f"/v1/prompts{path}", body=body, timeout_s=TIMEOUT_S)
+    except NotAnswered as error:
+        fail(str(error))
 
 
-def _show(found: dict[str, Any]) -> None:
-    before = f", before it {found['previous']}" if found["previous"] else ""
-    owner = f" (private to {found['tenant']})" if found["tenant"] else ""
-    print(f"{found['name']}{owner}: {found['promoted'] or 'no version'} is promoted{before}")
-    for version in found["versions"]:
+def _show(prompt: dict[str, Any]) -> None:
+    before = f", before it {prompt['previous']}" if prompt["previous"] else ""
+    owner = f" (private to {prompt['tenant']})" if prompt["tenant"] else ""
+    print(f"{prompt['name']}{owner}: {prompt['promoted'] or 'no version'} is promoted{before}")
+    for version in prompt["versions"]:
         hit_rate, ttft_s = version["hit_rate"], version["warm_ttft_p50_s"]
         used = "not used yet" if hit_rate is None else f"hit rate {hit_rate:.0%}, {version['cold_requests']} cold"
         times = f", warm TTFT {ttft_s:.3f} s, p99 {version['warm_ttft_p99_s']:.3f} s" if ttft_s is not None else ""
         print(f"  {version['version']}  {version['tokens']} tokens, {version['requests']} requests: {used}{times}")
-    for held in found.get("warm", ()):
+    for held in prompt.get("warm", ()):
         print(f"  warm on {len(held['replicas'])} replicas: {', '.join(held['replicas'])}")

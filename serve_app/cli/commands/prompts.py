@@ -6,20 +6,14 @@ The commands here read and write a directory; those of `prompt_cutover` ask a ru
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from serve_app.cache_diagnostics.explain import REMEDIES
-from serve_app.cache_diagnostics.lint import Find, compare, lint
 from serve_app.cli.commands import prompt_cutover
 from serve_app.cli.console import fail
 from serve_app.prompts.lock import LOCK, PromptDirectory, PromptError, first_difference
-
-CHARS_PER_TOKEN = 4
-"""Of English text, by most tokenizers."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Versions of system prompts: lock, compare, switch.")
 for command in (
@@ -88,52 +82,3 @@ def diff(
         f"the first differing byte is {same}: KV of the first {same} of {size} bytes can be used again, "
         f"the other {size - same} are computed anew"
     )
-
-
-@app.command("lint")
-def lint_files(
-    files: Annotated[list[Path], typer.Argument(help="prompts or their templates, in UTF-8")],
-    against: Annotated[Path | None, typer.Option(help="an earlier version: only the first difference from it")] = None,
-    model: Annotated[Path | None, typer.Option(help="a model's directory, to count its tokens; default: about")] = None,
-) -> None:
-    """Find what keeps prompts out of the cache: dates, ids, counters, spaces; leaves with 1 where there is some."""
-    count = _counter(model)
-    found = False
-    for file in files:
-        text = _text_of(file)
-        if against is None:
-            finds = lint(text)
-        else:
-            difference = compare(_text_of(against), text)
-            finds = [] if difference is None else [difference]
-        for find in finds:
-            found = True
-            print(f"{file}:{find.line}: {_sentence(find, count(text[find.char :]))}")
-    if found:
-        raise typer.Exit(1)
-    print("nothing that changes was found" if against is None else f"no difference from {against}")
-
-
-def _sentence(find: Find, tokens_behind: str) -> str:
-    return f"{find.what}; {tokens_behind} tokens from here on cannot be reused. {REMEDIES[find.reason]}"
-
-
-def _text_of(file: Path) -> str:
-    """Return a file's text with its line ends as they are. Leaves with status 2 where it cannot be read."""
-    try:
-        return file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read {file}: {error}")
-
-
-def _counter(model: Path | None) -> Callable[[str], str]:
-    """Return what counts the tokens of a text, in words."""
-    if model is None:
-        return lambda text: f"about {-(-len(text) // CHARS_PER_TOKEN)}"
-    from serve_app.tokenization.tokenizer import PromptTokenizer  # seconds of imports, for this alone
-
-    try:
-        tokenizer = PromptTokenizer(model)
-    except (OSError, ValueError) as error:
-        fail(f"{model} has no tokenizer that can be used: {error}")
-    return lambda text: str(len(tokenizer.encode(text, b"").token_ids))

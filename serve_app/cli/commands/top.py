@@ -1,117 +1,136 @@
-"""`warmpath top`: what an instance does now, in a terminal, from `/v1/cache/events`."""
+"""`warmpath top`: what an instance does now, in a terminal, from the snapshots of `/v1/cache/events` (docs/live.md)."""
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import itemgetter
+from typing import Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from serve_app.cli.commands.prompt_cutover import KEY as OPERATOR_KEY
-from serve_app.cli.commands.top_display import State, frame
+from serve_app.cli.client import LOCAL, NotAnswered, Url, ask, not_ours
 from serve_app.cli.console import fail
 
-TENANT_KEY = "WARMPATH_API_KEY"
 TIMEOUT_S = 15.0
-"""Longer than three heartbeats."""
+EVERY_S = 1.0
+SHOWN_PREFIXES = 8
+SHOWN_DECISIONS = 10
+BAR_CELLS = 20
+POOL = "used, reusable, free"
 
-AGAIN_S = 2.0
-FRAME_S = 0.25
+Row = dict[str, Any]
+Column = Callable[[Row], Any]
 
 
 def top(
-    url: Annotated[
-        str, typer.Option(help=f"of the instance; an operator's key is taken from ${OPERATOR_KEY}, else ${TENANT_KEY}")
-    ] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="print one frame and leave")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the snapshot as JSON and leave")] = False,
+    url: Url = LOCAL, once: Annotated[bool, typer.Option("--once", help="print one frame and leave")] = False
 ) -> None:
     """Show replicas, prefixes and decisions as they are; a tenant's key shows its own part. Ctrl-C ends it."""
-    key = os.environ.get(OPERATOR_KEY) or os.environ.get(TENANT_KEY)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/')}/v1/cache/events"
     console = Console(highlight=False)
-    if not (once or as_json) and console.is_terminal:
-        _follow(console, url, address, headers)
-        return
     try:
-        answer = httpx.get(address, params={"once": "true"}, headers=headers, timeout=TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _nobody(url, error)
-    snapshot = _document(url, answer)
-    if as_json:
-        print(json.dumps(snapshot))
+        frame = _frame(url)
+    except NotAnswered as error:
+        fail(f"{error}; start an instance with warmpath serve, or name another with --url")
+    if once or not console.is_terminal:
+        console.print(frame)
         return
-    state = State()
-    with _understood(url):
-        state.take(snapshot)
-        shown = frame(state)
-    console.print(shown)
-
-
-def _follow(console: Console, url: str, address: str, headers: dict[str, str]) -> None:
-    state, drawn_s = State(), 0.0
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(frame, console=console, screen=True, auto_refresh=False) as live:
         while True:
+            time.sleep(EVERY_S)
             try:
-                with _stream(url, address, headers) as lines:
-                    for line in lines:
-                        with _understood(url):
-                            if line.startswith("data: "):
-                                state.take(json.loads(line.removeprefix("data: ")))
-                            now_s = time.monotonic()
-                            if state.about and now_s - drawn_s >= FRAME_S:
-                                drawn_s = now_s
-                                live.update(frame(state), refresh=True)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                if not state.about:
-                    _nobody(url, error)
-            live.update(frame(state, f"{url} does not answer; trying again"), refresh=True)
-            time.sleep(AGAIN_S)
+                live.update(_frame(url), refresh=True)
+            except NotAnswered as error:
+                live.update(Text(f"{error}; trying again", style="yellow"), refresh=True)
 
 
-@contextmanager
-def _stream(url: str, address: str, headers: dict[str, str]) -> Iterator[Iterator[str]]:
-    with httpx.stream("GET", address, headers=headers, timeout=TIMEOUT_S) as answer:
-        if answer.is_error and answer.status_code < 500:
-            answer.read()
-            _document(url, answer)
-        answer.raise_for_status()
-        yield answer.iter_lines()
-
-
-def _document(url: str, answer: httpx.Response) -> dict[str, Any]:
-    """Return an answer's JSON. Leaves with status 2 where it is an error, with its sentence."""
+def _frame(url: str) -> RenderableType:
+    """Return what an instance shows now. Raises NotAnswered."""
+    snapshot = ask(url, "GET", "/v1/cache/events?once=true", timeout_s=TIMEOUT_S)
     try:
-        found: dict[str, Any] = answer.json()
-        refused = found["error"]["message"] if answer.is_error else ""
-    except (ValueError, LookupError, TypeError) as error:
-        _stranger(url, error)
-    if refused:
-        which = f" (a key is taken from ${OPERATOR_KEY} or ${TENANT_KEY})" if answer.status_code == 401 else ""
-        fail(refused + which)
-    return found
-
-
-@contextmanager
-def _understood(url: str) -> Iterator[None]:
-    """Leave with a sentence where what a server tells is not what warmpath does."""
-    try:
-        yield
+        return Group(*(part(snapshot) for part in (_head, _replicas, _prefixes, _decisions, _changes)))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        _stranger(url, error)
+        not_ours(url, error)
 
 
-def _stranger(url: str, error: Exception) -> NoReturn:
-    fail(f"{url} does not answer as warmpath does: {error!r}")
+def _head(snapshot: Row) -> RenderableType:
+    requests, prompt_tokens, cached_tokens = (
+        sum(row[name] for row in snapshot["totals"]) for name in ("requests", "prompt_tokens", "cached_tokens")
+    )
+    rate = f"{cached_tokens / prompt_tokens:.1%}" if prompt_tokens else "-"
+    engine = "simulated: all times are a cost model's" if snapshot["simulated"] else snapshot["engine"]
+    viewer = "all tenants" if snapshot["viewer"] == "operator" else f"tenant {snapshot['tenant']}"
+    parts = [f"{snapshot['model']} ({engine})", f"policy {snapshot['policy']}", viewer]
+    return Text("  ".join([*parts, f"{requests} requests", f"hit rate {rate}"]), style="bold")
 
 
-def _nobody(url: str, error: Exception) -> NoReturn:
-    fail(f"nobody answers at {url}: {error}; start an instance with warmpath serve, or name another with --url")
+def _replicas(snapshot: Row) -> RenderableType:
+    """Return the table of replicas; only operators are sent their figures."""
+    rows = sorted(snapshot["replicas"], key=lambda row: str(row["replica"]))
+    columns: dict[str, Column] = {"replica": itemgetter("replica"), "state": itemgetter("state")}
+    if snapshot["viewer"] == "operator":
+        columns[POOL] = _bar
+        figures = ("blocks_total", "running", "waiting", "queued_tokens", "prefill_tokens_per_s")
+        columns |= {name: partial(_number, name, ".0f") for name in figures}
+    return _table(f"{len(rows)} replica{'' if len(rows) == 1 else 's'}", rows, columns)
+
+
+def _bar(row: Row) -> Text:
+    total = row.get("blocks_total") or 1
+    used, cached = (round(BAR_CELLS * (row.get(name) or 0) / total) for name in ("blocks_used", "blocks_reusable"))
+    cached = min(BAR_CELLS - used, cached)
+    return Text.assemble(("█" * used, "red"), ("▒" * cached, "green"), "·" * (BAR_CELLS - used - cached))
+
+
+def _prefixes(snapshot: Row) -> RenderableType:
+    rows = sorted(snapshot["prefixes"], key=lambda row: (-row["requests"], row["prefix_tokens"]))
+    columns: dict[str, Column] = {
+        "prefix": lambda row: row["kind"] + (" (pinned)" if row["pinned"] else ""),
+        "tenant": lambda row: row["tenant"] or "everybody",
+        "name": lambda row: row["label"] or row["id"][:8],
+        "tokens": itemgetter("prefix_tokens"),
+        "requests": itemgetter("requests"),
+        "hits": lambda row: f"{row['hits'] / max(1, row['requests']):.0%}",
+        "held by (tokens)": lambda row: "  ".join(f"{name} {tokens}" for name, tokens in row["holders"].items()),
+    }
+    return _table("prefixes asked for most", rows[:SHOWN_PREFIXES], columns)
+
+
+def _decisions(snapshot: Row) -> RenderableType:
+    names = ("tenant", "replica", "reason", "prompt_tokens", "cached_tokens")
+    columns: dict[str, Column] = {"at": lambda row: time.strftime("%H:%M:%S", time.localtime(row["at_s"]))}
+    columns |= {name: itemgetter(name) for name in names}
+    columns |= {name: partial(_number, name, ".3f") for name in ("ttft_s", "estimated_ttft_s", "cold_ttft_s")}
+    return _table("last decisions", snapshot["decisions"][: -SHOWN_DECISIONS - 1 : -1], columns)
+
+
+def _number(name: str, form: str, row: Row) -> str:
+    return "" if row.get(name) is None else f"{row[name]:{form}}"
+
+
+def _changes(snapshot: Row) -> RenderableType:
+    """Return a line for each of the last moves of caches, and for what the autoscaler decided last."""
+    lines = []
+    for row in snapshot.get("moves", ())[-2:]:
+        what = "joined warm, copied" if row["kind"] == "prewarm" else "leaves, handed over"
+        lines.append(f"{row['replica']} {what} {row['blocks']} blocks in {row['seconds']} s ({row['state']})")
+    if scale := snapshot.get("scale"):
+        why = f"({scale['reason']}): {scale.get('why', '')}"
+        lines.append(f"autoscaling: {scale['from']} -> {scale['target']} replicas {why}")
+    return Text("\n".join(lines))
+
+
+def _table(title: str, rows: Iterable[Row], columns: Mapping[str, Column]) -> Table:
+    """Return a table; what a cell holds is never markup."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name.replace("_", " "), min_width=BAR_CELLS if name == POOL else None)
+    for row in rows:
+        cells = (cell(row) for cell in columns.values())
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in cells))
+    return table

@@ -1,6 +1,7 @@
-"""The paged KV pool, a step over it, and what an attention backend is.
+"""The paged KV pool, and a step over it: one packed row of T tokens, its sequences one after another.
 
-Slot ``block * block_size + i`` of a layer is token i of a block: keys and values [slots, kv_heads, head_dim].
+Slot ``block * block_size + i`` of a layer is token i of a block: keys and values [slots, kv_heads, head_dim]. Positions
+0 to 20 of a sequence with blocks [7, 3] of 16 have their KV in slots 112 to 127 and 48 to 52; slots 53 to 63 are stale.
 """
 
 from __future__ import annotations
@@ -8,11 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from serve_app.engine.attention.reads import Read, plan_reads
 from serve_app.engine.step import Segment
+
+PADDED_ROWS = 16
+"""What a step of more than ``UNPADDED_ROWS`` tokens is padded to a multiple of: few shapes, few kernels compiled."""
+
+UNPADDED_ROWS = 64
 
 
 class KvPool:
@@ -28,67 +35,87 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_blocks = num_blocks
         self.tensor = torch.zeros(layers, 2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
-        self.keys = [slots[layer, 0] for layer in range(layers)]
-        self.values = [slots[layer, 1] for layer in range(layers)]
-        lined = self.tensor.view(layers, 2, num_blocks, block_size * kv_heads * head_dim)
-        self.key_blocks = [lined[layer, 0] for layer in range(layers)]
-        self.value_blocks = [lined[layer, 1] for layer in range(layers)]
-        self._scratch: dict[str, torch.Tensor] = {}
+        self.slots = self.tensor.view(layers, 2, num_blocks * block_size, kv_heads, head_dim)
+        self.keys = list(self.slots[:, 0])
+        self.values = list(self.slots[:, 1])
+        self._copies = [self.tensor.new_empty(0), self.tensor.new_empty(0)]
 
-    def scratch(self, name: str, *shape: int) -> torch.Tensor:
-        """Return uninitialized memory of ``shape``, the same for every call with ``name`` (it only grows)."""
-        size = math.prod(shape)
-        flat = self._scratch.get(name)
-        if flat is None or flat.numel() < size:
-            flat = torch.empty(size, dtype=self.tensor.dtype, device=self.tensor.device)
-            self._scratch[name] = flat
-        return flat[:size].view(shape)
+    def copy(self, layer: int, plane: int, blocks: torch.Tensor) -> torch.Tensor:
+        """Return copies of a layer's keys (plane 0) or values (1), into memory that the plane's next call takes again.
 
-
-class AttentionBackend(Protocol):
-    """One way to attend a step's rows to the pool, on one kind of device."""
-
-    name: str
-
-    def plan(self, pool: KvPool, segments: Sequence[Segment]) -> PagedStep:
-        """Lay ``segments`` out as one packed row; zeroes the unused part of every block that a segment begins.
-
-        All layers use the plan.
+        [n, block_size, kv_heads, head_dim]; ``blocks`` [n].
         """
+        shape = (len(blocks), *self.tensor.shape[3:])
+        if self._copies[plane].numel() < math.prod(shape):
+            self._copies[plane] = self.tensor.new_empty(math.prod(shape))
+        room = self._copies[plane][: math.prod(shape)].view(shape)
+        return torch.index_select(self.tensor[layer, plane], 0, blocks, out=room)
 
-    def attend(
-        self, step: PagedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write the step's ``key`` and ``value`` [T, kv_heads, head_dim], then attend ``query`` [T, heads, head_dim].
-
-        Returns [T, heads, head_dim]. Rows after the real ones are padding, and written nowhere.
-        """
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write ``key`` and ``value`` [n, kv_heads, head_dim] to ``slots`` [n] of a layer."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """The packed row [1, T] of a step. ``order[i]``: which segment came i-th; single tokens come first.
 
-    ``slots`` covers the real tokens; rows from len(``slots``) to T are padding that is computed and ignored.
-    ``logit_rows``: the packed rows whose token is wanted. ``plan`` is the backend's own: what its rows read, and how.
+    ``slots``: where the KV of the real tokens is written; rows after those are padding that is computed and ignored.
+    ``logit_rows``: the packed rows whose token is wanted. ``reads``: what the rows attend to, in every layer.
     """
 
     pool: KvPool
-    backend: AttentionBackend
     order: tuple[int, ...]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
-    plan: Any = None
+    reads: tuple[Read, ...]
 
 
-def write_kv(step: PagedStep, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a step's ``key`` and ``value`` [T, kv_heads, head_dim] to its slots of the pool's layer."""
-    real = len(step.slots)
-    for slots, fresh in ((step.pool.keys[layer], key), (step.pool.values[layer], value)):
-        slots.index_copy_(0, step.slots, fresh[:real] if real < len(fresh) else fresh)
+def plan_step(pool: KvPool, segments: Sequence[Segment], *, in_place: bool) -> PagedStep:
+    """Lay ``segments`` out as one packed row; zeroes the unused part of every block that a segment begins.
+
+    (What is stale is masked out, but a stale NaN would survive the mask.) ``in_place``: see ``plan_reads``.
+    """
+    order = sorted(range(len(segments)), key=lambda i: len(segments[i].token_ids) > 1)
+    parts = [segments[i] for i in order]
+    device = pool.tensor.device
+    stale = [slot for part in parts for slot in _stale_slots(part, pool.block_size)]
+    if stale:
+        pool.slots.index_fill_(2, torch.tensor(stale, device=device), 0)
+    ids = np.concatenate([part.token_ids for part in parts])
+    positions = np.concatenate([np.arange(part.start, part.end) for part in parts])
+    blank = -len(ids) % PADDED_ROWS if len(ids) > UNPADDED_ROWS else 0
+    lasts = np.cumsum([len(part.token_ids) for part in parts]) - 1
+    return PagedStep(
+        pool=pool,
+        order=tuple(order),
+        input_ids=torch.from_numpy(np.pad(ids, (0, blank)).astype(np.int64)[None]).to(device),
+        position_ids=torch.from_numpy(np.pad(positions, (0, blank))[None]).to(device),
+        slots=torch.tensor([slot for part in parts for slot in slots_of(part, pool.block_size)], device=device),
+        logit_rows=torch.from_numpy(lasts[[part.sampling is not None for part in parts]]).to(device),
+        reads=plan_reads(parts, pool.block_size, pool.tensor.dtype, device, in_place=in_place),
+    )
+
+
+def slots_of(segment: Segment, block_size: int, more: int = 0) -> list[int]:
+    """Return the slots of a segment's own tokens, and of ``more`` that come after them."""
+    blocks = segment.blocks
+    return [
+        blocks[position // block_size] * block_size + position % block_size
+        for position in range(segment.start, segment.end + more)
+    ]
+
+
+def _stale_slots(segment: Segment, block_size: int) -> range:
+    """Return what an earlier owner left after a segment's end, in a block that the segment begins."""
+    used = segment.end % block_size
+    if not used or segment.start > segment.end - used:
+        return range(0)
+    first = segment.blocks[segment.end // block_size] * block_size
+    return range(first + used, first + block_size)

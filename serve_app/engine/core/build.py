@@ -6,7 +6,6 @@ Owns which runner fits the settings, and the thread that loads it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,13 +33,11 @@ def build_engine(
 def load_runner(model_path: str | Path, settings: EngineSettings) -> Runner:
     """Load a local checkpoint, with its drafter where there is one. Raises what ``build_engine`` raises."""
     from serve_app.engine.runner.model_runner import ModelRunner
-    from serve_app.engine.speculative.runner import load_speculative
+    from serve_app.engine.speculative.runner import SpeculativeRunner
 
-    load: Callable[[str | Path, EngineSettings], Runner] = (
-        load_speculative if settings.num_speculative_tokens else ModelRunner
-    )
+    kind = SpeculativeRunner if settings.num_speculative_tokens else ModelRunner
 
     # Loaded in a thread that ends: OpenMP workers left to the caller's thread would share the cores with the loop's,
     # and libgomp then puts every worker to sleep after each operation (a decode step takes 14 ms instead of 8).
     with ThreadPoolExecutor(max_workers=1) as loader:
-        return loader.submit(load, model_path, settings).result()
+        return loader.submit(kind, model_path, settings).result()

@@ -6,6 +6,7 @@ events and load flow out.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -14,34 +15,34 @@ from dataclasses import replace
 import numpy as np
 
 from router.protocol.block_hash import ChainHasher, hash_blocks
-from router.protocol.events import CacheCleared, Event, LoadReport, StatsReport
+from router.protocol.events import LoadReport, StatsReport
 from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.block_index import count_leading
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.core.cache_announcer import CacheAnnouncer
-from serve_app.engine.core.inbox import Inbox
+from serve_app.engine.core.cache_events import CacheEvents
+from serve_app.engine.core.live_requests import LiveRequests
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.core.loop import EngineLoop
-from serve_app.engine.core.outbox import Outbox
 from serve_app.engine.core.output_processor import OutputProcessor
-from serve_app.engine.kv.migration import CacheMigration
-from serve_app.engine.kv.prompt_saves import PromptSaves
-from serve_app.engine.kv.tier_loader import open_tiers
+from serve_app.engine.kv.prompt_pins import PromptPins
+from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.kv.transfer import PrefixTransfer
 from serve_app.engine.metrics import EngineMeters, gauge_samples
-from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineRequest, EventSink, OutputSink
+from serve_app.engine.protocol import AdapterSpec, CacheRoom, Clock, EngineError, EngineRequest, EventSink, OutputSink
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState, check_request
 from serve_app.engine.settings import STALL_AFTER_S, EngineSettings
 from serve_app.engine.step import Runner, run_step
 
+_log = logging.getLogger(__name__)
+
 
 class TorchEngine:
     """Continuous batching with a prefix cache; satisfies ``protocol.Engine``.
 
-    The inbox's condition guards the load view too; scheduler and cache belong to the loop.
+    The loop's condition guards live requests and the load view; scheduler and cache belong to the loop.
     """
 
     def __init__(
@@ -58,7 +59,6 @@ class TorchEngine:
             raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
         self.settings = replace(settings, max_model_len=min(settings.max_model_len, runner.max_positions))
         self._runner = runner
-        self._event_sink = event_sink
         self._clock = clock
         self._cache = PrefixCache(
             settings.num_blocks,
@@ -70,26 +70,19 @@ class TorchEngine:
             clock=clock,
         )
         self._meters = EngineMeters()
-        self._inbox = Inbox(self.settings)
-        self._loop = EngineLoop(self._inbox, self, clock, stall_after_s)
-        self._tier_loader = open_tiers(self.settings, self._cache, runner, self._meters, self._inbox.wake, clock)
-        fetch = save = host_rows = None
-        if self._tier_loader is not None:
-            fetch, host_rows = self._tier_loader.fetch, self._tier_loader.host_rows
-            save = self._tier_loader.spiller.save
-        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, fetch)
-        self._saves = PromptSaves(self._cache, self._meters, save)
-        self._transfer = PrefixTransfer(self._cache, runner, self._scheduler, self._loop.call, host_rows)
-        self._migration = CacheMigration(self._cache, self._scheduler, self._saves, self._loop.call, clock)
-        self._outputs = OutputProcessor(
-            self._scheduler, self._saves, self._tier_loader, runner.adapters, self._inbox, self._meters,
-            self._cache.enabled, Outbox(self._meters),
-        )  # fmt: skip
-        tiers = self._tier_loader.tiers if self._tier_loader is not None else None
-        self._announcer = CacheAnnouncer(
-            self._cache.index, tiers, self.deliver, self._outputs.outbox, event_sink, self._loop.call
+        self._loop = EngineLoop(self._run, self._deliver, clock, stall_after_s)
+        self._live = LiveRequests(self.settings, clock)
+        self._tier_loader = TierLoader(self.settings, self._cache, runner, self._meters, self._loop.wake, clock)
+        self._scheduler = Scheduler(self.settings, self._cache, runner.adapters, self._tier_loader.fetch)
+        pins = PromptPins(self._cache, self._meters, clock, self._tier_loader.spiller.save)
+        self._transfer = PrefixTransfer(
+            self._cache, runner, self._scheduler, self._tier_loader, pins, self._loop.call, clock
         )
-        self._load_reporter = LoadReporter(self.settings)
+        self._outputs = OutputProcessor(
+            self._scheduler, pins, self._tier_loader, runner.adapters, self._live, self._meters, self._cache.enabled
+        )
+        self._events = CacheEvents(self._cache, self._tier_loader.tiers, event_sink)
+        self._load_reporter = LoadReporter(self.settings, self._meters, self._scheduler)
         self._labels = (*settings.labels, ("engine", runner.kind))
 
     def start(self) -> None:
@@ -101,10 +94,7 @@ class TorchEngine:
         self._loop.stop()
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """Queue a request (any thread).
-
-        Raises RequestTooLong, QueueFull, UnknownAdapter, EngineError once stopped, or ValueError.
-        """
+        """See ``protocol.Engine``. Raises EngineError, too, once stopped."""
         settings = self.settings
         check_request(
             request,
@@ -119,48 +109,43 @@ class TorchEngine:
             chain = request.block_hashes or self._cache.prompt_chain(request.scope, request.root, ids)
         sequence = SequenceState(replace(request, token_ids=ids), sink, chain, self._clock())
         sequence.held_blocks_hint = self._cache.index.count_held(chain, self._cache.reusable_blocks(len(ids)))
-        with self._inbox.changed:
-            self._inbox.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
+        with self._loop.changed:
+            if self._loop.stopping:
+                raise EngineError("the engine is stopped")
+            self._live.check(request.request_id, request.tenant, self._load_reporter.retry_after_s())
             self._runner.adapters.pin(request.scope.lora)
-            self._inbox.put(sequence)
+            self._live.add(sequence)
             self._load_reporter.arrived(sequence)
+            self._loop.post(lambda: self._enter(sequence))
 
     def cancel(self, request_id: str) -> None:
         """Drop a request (any thread); its blocks are free within one step. Unknown ids are ignored."""
-        with self._inbox.changed:
-            self._inbox.put_cancel(request_id)
+        self._loop.post(lambda: self._cancel(request_id))
 
     def load(self) -> LoadReport:
         """Return the load as of the last step, with everything submitted since."""
-        with self._inbox.changed:
+        with self._loop.changed:
             return self._load_reporter.report(self._clock())
 
     def stats(self) -> StatsReport:
         """Return counters and gauges as Prometheus-style samples."""
-        with self._inbox.changed:
-            waiting = self._scheduler.waiting_count + len(self._inbox.arrivals)
-        gauges = gauge_samples(
-            self._cache, self._labels, self._runner.block_bytes, self._scheduler.running_count, waiting
-        )
-        counted = (*self._meters.samples(self._labels), *self._outputs.speculation.samples(self._labels))
-        tiers = self._tier_loader.samples(self._labels) if self._tier_loader is not None else ()
-        runner = (*self._runner.adapters.samples(self._labels), *self._runner.samples(self._labels))
-        return StatsReport(samples=(*counted, *gauges, *tiers, *runner))
+        labels, load = self._labels, self._load_reporter
+        gauges = gauge_samples(self._cache, labels, self._runner.block_bytes, load.running, load.waiting)
+        parts = (self._meters, self._outputs.speculation, self._tier_loader, self._runner.adapters)
+        counted = (sample for part in parts for sample in part.samples(labels))
+        return StatsReport(samples=(*counted, *gauges))
 
     def reset_prefix_cache(self, *, tiers: bool = True) -> bool:
-        """Forget every cached block not in use; False when blocks in use were kept. Waits for the current step.
-
-        ``tiers``: also what lies below the pool.
-        """
-        return self._loop.call(lambda: self._reset(tiers))
+        """See ``protocol.Engine``. Waits for the current step."""
+        return self._loop.call(lambda: self._events.reset(tiers=tiers))
 
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
-        """Go by other weights of tenants from now on, by name; what others have pinned ends. Waits for the step."""
+        """See ``protocol.Engine``."""
         self._loop.call(lambda: self._set_tenant_shares(shares))
 
     def tell_cache(self, *, anew: bool = False) -> None:
-        """Send a digest of what is held after all events so far; ``anew``: and before it everything that is held."""
-        self._announcer.tell_cache(anew=anew)
+        """See ``protocol.Engine``."""
+        self._loop.call(lambda: self._events.send_digest(anew=anew))
 
     def export_prefix(
         self, prefix: HashedTokens, first: int = 0, most_blocks: int | None = None, *, demote: bool = False
@@ -173,16 +158,16 @@ class TorchEngine:
         return self._transfer.import_part(part, prefix, first)
 
     def hot_prefixes(self) -> HotPrefixes:
-        """Return all that the pool holds, pinned prefixes and the hottest first."""
-        return self._migration.hot_prefixes()
+        """See ``protocol.Engine``."""
+        return self._transfer.hot_prefixes()
 
     def cache_room(self) -> CacheRoom:
-        """Return what would fit from elsewhere."""
-        return self._migration.cache_room()
+        """See ``protocol.Engine``."""
+        return self._transfer.cache_room()
 
     def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
-        """Pin a prefix that another replica pinned; None where not all of it is here, or its time is over."""
-        return self._migration.take_over_pin(saved, prefix)
+        """See ``protocol.Engine``."""
+        return self._transfer.take_over_pin(saved, prefix)
 
     @property
     def kv_block_bytes(self) -> int:
@@ -196,13 +181,10 @@ class TorchEngine:
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""
-        self._inbox.wake()
+        self._loop.wake()
 
     def load_adapter(self, spec: AdapterSpec) -> None:
-        """Make a LoRA adapter available while requests go on; reads files, so not for an event loop.
-
-        Raises AdapterError when it cannot be served, QueueFull while all adapters in memory are needed.
-        """
+        """See ``protocol.Engine``."""
         self._runner.adapters.load(spec)
 
     def unload_adapter(self, key: str) -> bool:
@@ -217,52 +199,50 @@ class TorchEngine:
         """Return whether the loop is alive and its current step has not run for too long."""
         return self._loop.healthy()
 
+    def _run(self) -> None:
+        reason = "the engine was stopped"
+        try:
+            while self.take_in():
+                with self._loop.step():
+                    self.step()
+        except Exception:
+            _log.exception("the engine loop died")
+            reason = "the engine failed"
+        self._fail_all(reason)
+
     def take_in(self) -> bool:
-        """For the loop: wait for work, take in what was asked for since the last step; False once stopping."""
-        inbox = self._inbox
-        with inbox.changed:
-            while not (inbox.has_news or self._has_work() or inbox.next_deadline_s <= self._clock()):
-                inbox.changed.wait(self._until_expiry_s())
+        """Wait for work and take in what was asked for since the last step; False once stopping."""
+        loop, live = self._loop, self._live
+        with loop.changed:
+            while not (loop.calls or loop.stopping or self._has_work() or live.next_deadline_s <= self._clock()):
+                loop.changed.wait(self._until_expiry_s())
                 self._cache.expire_pins()
-            if inbox.stopping:
+            if loop.stopping:
                 return False
-            self._cache.expire_pins()
-            for sequence in inbox.take_arrivals():
-                first = self._saves.arrived(sequence)
-                if first is not None:
-                    inbox.add_live(first)
-                    self._runner.adapters.pin_too(first.request.scope.lora)
-                    self._scheduler.add(first)
-                self._scheduler.add(sequence)
-            for request_id in inbox.take_cancels():
-                self._outputs.cancel(request_id)
-            for request_id in inbox.take_overdue(self._clock()):
+        self._cache.expire_pins()
+        loop.run_calls()
+        with loop.changed:
+            for request_id in live.take_overdue(self._clock()):
                 self._outputs.cancel(request_id, "timeout", "The answer took too long; ask for fewer tokens.")
-            self._load_reporter.update(self._scheduler, self._meters, ())
-            calls = inbox.take_calls()
-        for call in calls:
-            call()
-        if self._tier_loader is not None:
-            self._tier_loader.begin_step()
-        self.deliver()
+            self._load_reporter.update()
+        self._tier_loader.begin_step()
+        self._deliver()
         return True
 
     def _until_expiry_s(self) -> float | None:
         """Return how long an idle loop may sleep before the time of a pin, or of a request, is over."""
         pinned_s = self._cache.pins.next_expiry_s
-        expiry_s = min(self._inbox.next_deadline_s, math.inf if pinned_s is None else pinned_s)
+        expiry_s = min(self._live.next_deadline_s, math.inf if pinned_s is None else pinned_s)
         return None if expiry_s == math.inf else min(max(0.05, expiry_s - self._clock()), 3600.0)
 
     def _has_work(self) -> bool:
-        if self._scheduler.running_count:
+        if len(self._scheduler.running):
             return True
-        lower, startable = self._tier_loader, self._scheduler.waiting_count - self._scheduler.awaiting_remote_kv_count
-        if lower is None:
-            return startable > 0
-        return startable > lower.loading or lower.tiers.has_news
+        loader = self._tier_loader
+        return self._scheduler.startable_count > loader.loading or loader.tiers.has_news
 
     def step(self) -> None:
-        """For the loop: choose, compute and settle one step."""
+        """Choose, compute and settle one step."""
         chosen = self._scheduler.schedule(self._meters.prefill_tokens_per_s)
         for sequence in self._scheduler.preempted:
             self._outputs.preempted(sequence)
@@ -270,63 +250,55 @@ class TorchEngine:
             return
         started = self._clock()
         prefill_tokens = prompt_tokens = recomputed = 0
-        for item in chosen:
-            if item.admitted:
-                self._outputs.admitted(item.sequence, started)
-            if item.sequence.prefilling:
-                fresh, again = item.sequence.split_prefill(item.tokens)
-                prefill_tokens += item.tokens
-                prompt_tokens += fresh
-                recomputed += again
-        with self._inbox.changed:
-            self._load_reporter.begin_step(self._scheduler, chosen)
+        with self._loop.changed:
+            for item in chosen:
+                if item.admitted:
+                    self._outputs.admitted(item.sequence, started)
+                if item.sequence.prefilling:
+                    fresh, again = item.sequence.split_prefill(item.tokens)
+                    prefill_tokens += item.tokens
+                    prompt_tokens += fresh
+                    recomputed += again
+            self._load_reporter.begin_step(chosen)
         results = run_step(self._runner, [item.sequence.segment(item.tokens, item.drafts) for item in chosen])
         now = self._clock()
         self._meters.stepped(prefill_tokens, now - started)
         self._meters.computed_prompt_tokens += prompt_tokens
         self._meters.recomputed_tokens += recomputed
-        with self._inbox.changed:
+        with self._loop.changed:
             for item, result in zip(chosen, results, strict=True):
                 self._outputs.process(item, result, now)
-            self._load_reporter.update(self._scheduler, self._meters, self._inbox.arrivals.values())
-        self.deliver()
+            self._load_reporter.update()
+        self._deliver()
 
-    def deliver(self) -> tuple[Event, ...]:
-        """For the loop: send cache events, then outputs; return the events."""
-        events: tuple[Event, ...] = self._cache.take_events()
-        if self._tier_loader is not None:
-            events = (*events, *self._tier_loader.tiers.take_events())
-        self._outputs.outbox.deliver(events, self._event_sink)
-        return events
+    def _deliver(self) -> None:
+        """Send cache events, then outputs: a follow-up request finds the routers already told."""
+        self._events.send()
+        self._outputs.outbox.deliver()
 
-    def fail_all(self, reason: str) -> None:
-        """For the loop, when it ends: end every request with an error, and close what is open."""
-        inbox = self._inbox
-        with inbox.changed:
-            inbox.stopping = inbox.closed = True
-            for sequence in [*inbox.take_arrivals(), *self._scheduler.waiting, *self._scheduler.running]:
+    def _fail_all(self, reason: str) -> None:
+        """End every request with an error, and close what is open."""
+        with self._loop.changed:
+            self._loop.stopping = True
+            self._loop.run_calls(last=True)
+            for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
                 self._outputs.end(sequence, "error", error=reason)
-            self._load_reporter.update(self._scheduler, self._meters, ())
-            calls = inbox.take_calls()
-        for call in calls:
-            call()
-        self.deliver()
-        if self._tier_loader is not None:
-            self._tier_loader.spiller.close()
+            self._load_reporter.update()
+        self._deliver()
+        self._tier_loader.spiller.close()
+
+    def _enter(self, sequence: SequenceState) -> None:
+        self._scheduler.add(sequence)
+        with self._loop.changed:
+            self._load_reporter.entered(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        with self._loop.changed:
+            self._outputs.cancel(request_id)
 
     def _set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         self._cache.set_shares(shares)
-        if self._tier_loader is not None:
-            self._tier_loader.tiers.set_shares(shares)
-        with self._inbox.changed:
-            self._inbox.waiting.tenants = self._load_reporter.tenants = len(shares)
-
-    def _reset(self, tiers: bool) -> bool:
-        if self._tier_loader is not None and tiers:
-            self._tier_loader.tiers.clear()
-            self.deliver()
-        complete = self._cache.reset()
-        # A cleared pool is announced as a cleared replica: what stays below has to be told again.
-        if CacheCleared() in self.deliver() and self._tier_loader is not None:
-            self._tier_loader.tiers.announce()
-        return complete
+        self._tier_loader.tiers.set_shares(shares)
+        with self._loop.changed:
+            self._live.waiting.shares.set_weights(shares)
+            self._load_reporter.tenants = len(shares)

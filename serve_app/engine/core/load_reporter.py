@@ -14,7 +14,6 @@ from math import inf
 from router.protocol.events import LoadReport
 from serve_app.engine.metrics import EngineMeters
 from serve_app.engine.reservations import RouterReservations, retry_after_s
-from serve_app.engine.scheduling.fair_queue import quantum_tokens
 from serve_app.engine.scheduling.scheduler import AGING_TOKENS_PER_S, Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
@@ -38,37 +37,41 @@ class _Work:
 class LoadReporter:
     """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, meters: EngineMeters, scheduler: Scheduler) -> None:
         self.tenants = len(settings.tenant_shares)
         """How many tenants there can be."""
         self._settings = settings
-        self._quantum_tokens = quantum_tokens(settings.max_num_batched_tokens)
+        self._meters = meters
+        self._scheduler = scheduler
         self._work: dict[str, _Work] = {}
         self._begun_turns: dict[str, int] = {}
         self._reservations = RouterReservations()
-        self._running = 0
-        self._waiting = 0
-        self._prefill_tokens_per_s = 0.0
-        self._prefill_rate_tokens = 0
-        self._decode_step_s = 0.0
+        self._arrived: dict[str, SequenceState] = {}
+        self.running = 0
+        self.waiting = 0
 
     def arrived(self, sequence: SequenceState) -> None:
-        """Count a request that was just submitted."""
+        """Count a request that was just submitted, and is not in the scheduler yet."""
         request = sequence.request
-        self._waiting += 1
+        self._arrived[request.request_id] = sequence
+        self.waiting += 1
         self._add(sequence, inf, waits=True)
         self._reservations.arrived(request.router_id, request.reservation)
 
-    def update(self, scheduler: Scheduler, meters: EngineMeters, inbox: Collection[SequenceState]) -> None:
-        """Recount after a step was settled or the inbox taken in; ``inbox``: what arrived since."""
+    def entered(self, sequence: SequenceState) -> None:
+        """Note that a request is in the scheduler now."""
+        del self._arrived[sequence.request.request_id]
+
+    def update(self) -> None:
+        """Recount after a step was settled or requests entered."""
+        scheduler = self._scheduler
         self._work.clear()
-        self._running, self._waiting = scheduler.running_count, scheduler.waiting_count + len(inbox)
+        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting) + len(self._arrived)
         for sequence in scheduler.running:
             if sequence.prefilling:
                 self._add(sequence, scheduler.rank(sequence), waits=False)
-        for line in (scheduler.waiting, inbox):
-            for sequence in line:
-                self._add(sequence, inf, waits=True)
+        for sequence in (*scheduler.waiting, *self._arrived.values()):
+            self._add(sequence, inf, waits=True)
         first: set[bytes] = set()
         for sequence in sorted(scheduler.ready(), key=scheduler.rank):
             wanted = scheduler.missing_block(sequence)
@@ -76,14 +79,11 @@ class LoadReporter:
                 continue  # it is going to wait for whoever computes that block
             first.add(wanted)
             self._work[sequence.request.request_id].rank = scheduler.rank(sequence)
-        self._begun_turns = scheduler.begun_turns
-        self._prefill_tokens_per_s = meters.prefill_tokens_per_s
-        self._prefill_rate_tokens = meters.prefill_rate_tokens
-        self._decode_step_s = meters.decode_step_s
+        self._begun_turns = scheduler.fair_queue.begun
 
-    def begin_step(self, scheduler: Scheduler, chosen: Collection[Scheduled]) -> None:
+    def begin_step(self, chosen: Collection[Scheduled]) -> None:
         """Note what the step that begins computes: nothing that comes from now on is before it."""
-        self._begun_turns = scheduler.begun_turns
+        self._begun_turns = self._scheduler.fair_queue.begun
         for item in chosen:
             work = self._work.get(item.sequence.request.request_id)
             if work is not None:
@@ -94,13 +94,13 @@ class LoadReporter:
         committed_tokens, committed_sequences = self._committed(now_s)
         return LoadReport(
             queued_prefill_tokens=self._queued_tokens(),
-            running_sequences=self._running,
-            waiting_sequences=self._waiting,
+            running_sequences=self.running,
+            waiting_sequences=self.waiting,
             max_running_sequences=self._settings.max_num_seqs,
             max_waiting_sequences=self._settings.max_waiting_requests,
-            prefill_tokens_per_s=self._prefill_tokens_per_s,
-            prefill_rate_tokens=self._prefill_rate_tokens,
-            decode_step_s=self._decode_step_s,
+            prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
+            prefill_rate_tokens=self._meters.prefill_rate_tokens,
+            decode_step_s=self._meters.decode_step_s,
             shares=self._reservations.shares((work.router_id, work.tokens) for work in self._work.values()),
             committed_prefill_tokens=committed_tokens,
             committed_sequences=committed_sequences,
@@ -109,7 +109,7 @@ class LoadReporter:
 
     def retry_after_s(self) -> float:
         """Return when a refused request might fit."""
-        return retry_after_s(self._queued_tokens(), self._prefill_tokens_per_s)
+        return retry_after_s(self._queued_tokens(), self._meters.prefill_tokens_per_s)
 
     def _committed(self, now_s: float) -> tuple[int, int]:
         """Return the tokens computed before those of a one-token request that comes now, and by how many waiting ones.
@@ -132,7 +132,7 @@ class LoadReporter:
                 sequences += 1
         if self.tenants <= 1:
             return under_way + old.total(), sequences
-        quantum, begun = self._quantum_tokens, self._begun_turns
+        quantum, begun = self._scheduler.fair_queue.quantum_tokens, self._begun_turns
         turns = sum(min(tokens, begun.get(tenant, quantum)) for tenant, tokens in queued.items())
         return under_way + min([turns, *(old[tenant] for tenant in queued)]), sequences
 

@@ -1,46 +1,38 @@
-"""The engine's thread: it takes in what was asked for, steps, and ends everything when it ends.
+"""The engine's thread, and what other threads ask of it.
 
-Owns the thread and how it is doing. Work that any thread hands it is run between two steps.
+Owns the thread, how it is doing, and the condition that guards what is asked for and whatever else threads share.
+Knows no requests.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
 
-from serve_app.engine.core.inbox import Inbox, deferred
 from serve_app.engine.protocol import Clock, EngineError
-from serve_app.engine.settings import STALL_AFTER_S
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Stepper(Protocol):
-    """What the loop drives."""
-
-    def take_in(self) -> bool:
-        """Wait for work and take it in; False once there is to be no further step."""
-
-    def step(self) -> None:
-        """Run one step, if there is something to compute."""
-
-    def deliver(self) -> object:
-        """Send what is ready."""
-
-    def fail_all(self, reason: str) -> None:
-        """End everything that is under way, because of ``reason``."""
+Call = Callable[[], None]
 
 
 class EngineLoop:
-    """One thread, from ``start`` to ``stop``."""
+    """One thread, from ``start`` to ``stop``. ``calls``: what was asked for since the last step, in order.
 
-    def __init__(self, inbox: Inbox, stepper: Stepper, clock: Clock, stall_after_s: float = STALL_AFTER_S) -> None:
-        self._inbox = inbox
-        self._stepper = stepper
+    ``run``: what the thread does, until ``stopping``. ``deliver``: sends what a call has made ready, where none runs.
+    """
+
+    def __init__(
+        self, run: Callable[[], None], deliver: Callable[[], None], clock: Clock, stall_after_s: float
+    ) -> None:
+        self.changed = threading.Condition()
+        self.calls: list[Call] = []
+        self.stopping = False
+        self._closed = False
+        self._run = run
+        self._deliver = deliver
         self._clock = clock
         self._stall_after_s = stall_after_s
         self._thread: threading.Thread | None = None
@@ -55,39 +47,61 @@ class EngineLoop:
 
     def stop(self) -> None:
         """Stop the thread after its current step, and wait for it."""
-        with self._inbox.changed:
-            self._inbox.stop()
+        with self.changed:
+            self.stopping = True
+            self.changed.notify_all()
         if self._thread is None:
-            self._stepper.fail_all("the engine was stopped")
+            self._run()
         elif self._thread is not threading.current_thread():
             self._thread.join()
 
     def healthy(self) -> bool:
         """Return whether the thread is alive and its current step has not run for too long."""
-        if self._thread is None or not self._thread.is_alive() or self._inbox.stopping:
+        if self._thread is None or not self._thread.is_alive() or self.stopping:
             return False
         started = self._step_started_s
         return started is None or self._clock() - started < self._stall_after_s
 
+    def post(self, call: Call) -> None:
+        """Have ``call``, which raises nothing, run between two steps (any thread)."""
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+
     def call(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, run between two steps; at once where no thread runs."""
-        call, answer = deferred(work)
-        with self._inbox.changed:
-            if self._thread is None or self._inbox.closed or self._thread is threading.current_thread():
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        with self.changed:
+            if self._thread is None or self._closed or self._thread is threading.current_thread():
                 call()
-                self._stepper.deliver()
+                self._deliver()
             else:
-                self._inbox.put_call(call)
+                self.post(call)
         return answer.result()
 
-    def _run(self) -> None:
-        reason = "the engine was stopped"
-        try:
-            while self._stepper.take_in():
-                self._step_started_s = self._clock()
-                self._stepper.step()
-                self._step_started_s = None
-        except Exception:
-            _log.exception("the engine loop died")
-            reason = "the engine failed"
-        self._stepper.fail_all(reason)
+    def run_calls(self, *, last: bool = False) -> None:
+        """Run what was asked for (the loop's thread); ``last``: whatever comes afterwards is run at once."""
+        with self.changed:
+            calls, self.calls = self.calls, []
+            self._closed = last
+        for call in calls:
+            call()
+
+    def wake(self) -> None:
+        """Let an idle loop look again (any thread)."""
+        with self.changed:
+            self.changed.notify_all()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time what is a step."""
+        self._step_started_s = self._clock()
+        yield
+        self._step_started_s = None

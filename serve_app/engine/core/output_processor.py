@@ -6,14 +6,14 @@ ends in the outbox, blocks published or free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from serve_app.engine.core.inbox import Inbox
-from serve_app.engine.core.outbox import Outbox
-from serve_app.engine.kv.prompt_saves import PromptSaves
+from serve_app.engine.core.live_requests import LiveRequests
+from serve_app.engine.kv.prompt_pins import PromptPins
 from serve_app.engine.kv.tier_loader import TierLoader
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import FinishReason, TokenLogprob
+from serve_app.engine.outbox import Outbox
+from serve_app.engine.protocol import EngineOutput, FinishReason
 from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.speculative.meters import SpeculationMeters
@@ -22,23 +22,22 @@ from serve_app.engine.step import AdapterSlots, SegmentResult
 
 @dataclass(frozen=True, slots=True)
 class OutputProcessor:
-    """Progress and ends of one engine's requests. Whatever ends one is called with the inbox's condition held."""
+    """Progress and ends of one engine's requests. Called with the loop's condition held."""
 
     scheduler: Scheduler
-    saves: PromptSaves
-    tier_loader: TierLoader | None
+    pins: PromptPins
+    tier_loader: TierLoader
     adapters: AdapterSlots
-    inbox: Inbox
+    live: LiveRequests
     meters: EngineMeters
     caching: bool
-    outbox: Outbox
+    outbox: Outbox = field(default_factory=Outbox)
     speculation: SpeculationMeters = field(default_factory=SpeculationMeters)
 
     def admitted(self, sequence: SequenceState, now: float) -> None:
-        """Note that a sequence is in a step for the first time. Takes the condition itself."""
+        """Note that a sequence is in a step for the first time."""
         sequence.scheduled_s = now
-        with self.inbox.changed:
-            self.inbox.stop_waiting(sequence)
+        self.live.admitted(sequence)
         self.meters.queue_time.observe(now - sequence.arrival_s)
         self.meters.admitted(
             sequence.request.tenant, sequence.prompt_tokens, sequence.cached_tokens, caching=self.caching
@@ -47,8 +46,7 @@ class OutputProcessor:
     def preempted(self, sequence: SequenceState) -> None:
         """Note that a sequence was preempted; the tiers are asked again when it restarts."""
         self.meters.preempted(sequence.request.tenant)
-        if self.tier_loader is not None:
-            self.tier_loader.forget(sequence.request.request_id)
+        self.tier_loader.forget(sequence.request.request_id)
 
     def process(self, item: Scheduled, result: SegmentResult, now: float) -> None:
         """Take one segment's result: publish its blocks, append its token, or end its request."""
@@ -73,40 +71,37 @@ class OutputProcessor:
         self.scheduler.computed(item, max(taken - 1, 0))
         if sequence.prefilling:
             return
-        if sequence.request.keep and sequence.first_token_s is None:
-            self.saves.keep(sequence)
+        output = EngineOutput(sequence.request.request_id, tokens, result.logprobs[: len(tokens)])
+        if sequence.first_token_s is None:
+            output = self._first(sequence, output, now)
         if reason is not None:
-            self.end(sequence, reason, tokens=tokens, logprobs=result.logprobs[: len(tokens)], now=now)
+            self.end(sequence, reason, output)
         else:
-            self.outbox.progress(sequence, tokens, result.logprobs[: len(tokens)], now)
+            self.outbox.add(sequence.sink, output)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled", error: str = "") -> None:
-        """End a request, and the save that nobody else waits for; unknown ids are ignored."""
-        found = self.scheduler.find(request_id)
-        if found is None:
-            return
-        self.end(found, reason, error=error)
-        unwanted = self.scheduler.find(self.saves.abandon(found) or "")
-        if unwanted is not None:
-            self.end(unwanted, "cancelled")
+        """End a request; unknown ids are ignored."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            self.end(sequence, reason, error=error)
 
     def end(
-        self,
-        sequence: SequenceState,
-        reason: FinishReason,
-        *,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        error: str = "",
-        now: float | None = None,
+        self, sequence: SequenceState, reason: FinishReason, output: EngineOutput | None = None, *, error: str = ""
     ) -> None:
-        """End a request and free its blocks. ``now``: when it ended by generating; None when it was cut short."""
-        request_id = sequence.request.request_id
-        is_save = self.saves.ended(sequence, reason)
-        self.scheduler.remove(request_id)
-        if self.tier_loader is not None:
-            self.tier_loader.forget(request_id)
-        self.adapters.unpin(sequence.request.scope.lora)
-        self.inbox.remove_live(sequence)
-        if not is_save:
-            self.outbox.end(sequence, reason, tokens=tokens, logprobs=logprobs, error=error, now=now)
+        """End a request and free its blocks. ``output``: its last one, where it ended by generating."""
+        request = sequence.request
+        self.scheduler.remove(request.request_id)
+        self.tier_loader.forget(request.request_id)
+        self.adapters.unpin(request.scope.lora)
+        self.live.remove(sequence)
+        self.meters.finished[reason] += 1
+        last = output or EngineOutput(request.request_id)
+        self.outbox.add(sequence.sink, replace(last, finish_reason=reason, error=error))
+
+    def _first(self, sequence: SequenceState, output: EngineOutput, now: float) -> EngineOutput:
+        """Pin what a request asks to keep, and return its first output with what is said once."""
+        assert sequence.scheduled_s is not None, "a token comes of a step"
+        sequence.first_token_s = now
+        self.meters.prefill_time.observe(now - sequence.scheduled_s)
+        queue_s = sequence.scheduled_s - sequence.arrival_s
+        return replace(output, cached_tokens=sequence.cached_tokens, queue_s=queue_s, save=self.pins.keep(sequence))

@@ -6,7 +6,7 @@ prefix digest is the request's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix_digest import TierBlock, extend_digests
 from serve_app.cache.tiers.disk_queue import DiskLoad
 from serve_app.cache.tiers.load_rule import LoadRule
-from serve_app.cache.tiers.tiers import Tiers
+from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from serve_app.engine.kv.install import install_blocks
 from serve_app.engine.kv.tier_spiller import TierSpiller, describe
 from serve_app.engine.metrics import EngineMeters
@@ -51,27 +51,33 @@ class _Fetch:
 
 
 class TierLoader:
-    """Loads and waits of one engine; ``spiller``: the way down."""
+    """Loads and waits of one engine; ``spiller``: the way down. Without tiers nothing is found and nothing goes down.
+
+    ``wake``: called when the disk has news.
+    """
 
     def __init__(
         self,
+        settings: EngineSettings,
         cache: PrefixCache,
         runner: Runner,
-        tiers: Tiers,
-        spiller: TierSpiller,
-        load_ratio: float,
-        prefill_rate: Callable[[], float],
+        meters: EngineMeters,
+        wake: Callable[[], None],
+        clock: Clock,
     ) -> None:
-        self.tiers = tiers
-        self.spiller = spiller
+        below = settings.tiers if settings.enable_prefix_caching else TierSettings()
+        shares = settings.tenant_shares
+        self.tiers = Tiers(below, runner.kv_format, runner.block_bytes, wake, shares=shares, clock=clock)
+        bounds = {"host": below.host_bytes, "disk": below.disk_bytes}
+        self._times = {tier: Histogram(_LOAD_BUCKETS_S) for tier, most_bytes in bounds.items() if most_bytes}
+        self.spiller = TierSpiller(cache, runner, self.tiers, clock, enabled=bool(self._times))
         self._cache = cache
         self._runner = runner
-        self._rule = LoadRule(load_ratio)
-        self._prefill_rate = prefill_rate
+        self._meters = meters
+        self._rule = LoadRule(settings.tiers.load_ratio)
         self._fetches: dict[str, _Fetch] = {}
-        self._step_blocks = max(1, STEP_BYTES // tiers.size_bytes)
+        self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
         self._room_blocks = self._step_blocks
-        self._times = {tier: Histogram(_LOAD_BUCKETS_S) for tier in ("host", "disk")}
 
     @property
     def loading(self) -> int:
@@ -126,15 +132,12 @@ class TierLoader:
         ``matched``: what the pool holds of the chain; all after it has to be in host memory, with the chain's digest.
         The rows are views until the next spill.
         """
-        size, parent = self._cache.block_size, self._last_digest(matched)
         rows: list[Row] = []
         hashes: list[bytes] = []
-        for i in range(len(matched), last):
-            block_hash = hash_at(tokens.chain, i)
+        expected = self._expected(tokens, matched, last) if "host" in self._times else ()
+        for i, (block_hash, digest) in enumerate(expected, len(matched)):
             known, row = self.tiers.find(block_hash), self.tiers.row(block_hash)
-            ids = tokens.token_ids[size * i : size * (i + 1)]
-            (parent,) = extend_digests(parent, tokens.scope.at(i), ids, size)
-            if known is None or row is None or known[0].prefix_digest != parent:
+            if known is None or row is None or known[0].prefix_digest != digest:
                 break
             hashes.append(block_hash)
             if i >= first:
@@ -157,21 +160,24 @@ class TierLoader:
         self, sequence: SequenceState, matched: Sequence[int], staged: Mapping[bytes, tuple[TierBlock, Row]]
     ) -> list[tuple[TierBlock, str]]:
         """Return the verified blocks that continue ``matched``, each with its tier ("staged": read from disk)."""
-        size, scope = self._cache.block_size, sequence.request.scope
-        parent = self._last_digest(matched)
-        first, limit = len(matched), self._cache.reusable_blocks(sequence.prefill_tokens)
+        limit = self._cache.reusable_blocks(sequence.prefill_tokens)
         found: list[tuple[TierBlock, str]] = []
-        for i in range(first, limit):
-            block_hash = hash_at(sequence.chain, i)
+        for block_hash, digest in self._expected(sequence.hashed_tokens, matched, limit):
             known = self.tiers.find(block_hash)
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"
-            ids = sequence.tokens[size * i : size * (i + 1)]
-            (parent,) = extend_digests(parent, scope.at(i), ids, size)
-            if known is None or known[0].prefix_digest != parent:
+            if known is None or known[0].prefix_digest != digest:
                 break
             found.append(known)
         return found
+
+    def _expected(self, tokens: HashedTokens, matched: Sequence[int], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the hash of each block after the ``matched`` ones, up to ``last`` - 1, and the digest it must have."""
+        size, parent = self._cache.block_size, self._last_digest(matched)
+        for i in range(len(matched), last):
+            ids = tokens.token_ids[size * i : size * (i + 1)]
+            (parent,) = extend_digests(parent, tokens.scope.at(i), ids, size)
+            yield hash_at(tokens.chain, i), parent
 
     def _last_digest(self, matched: Sequence[int]) -> bytes:
         """Return the prefix digest of a matched prefix's last block, b"" for none."""
@@ -189,7 +195,7 @@ class TierLoader:
                 name = "host" if tier == "host" else "disk"
                 sizes[name] = sizes.get(name, 0) + self.tiers.size_bytes
             tokens = len(run) * self._cache.block_size
-            fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._prefill_rate())
+            fetch.worthwhile = self._rule.worthwhile(sizes, tokens, self._meters.prefill_tokens_per_s)
         return fetch.worthwhile
 
     def _await_disk(self, fetch: _Fetch, run: Sequence[tuple[TierBlock, str]]) -> FetchOutcome:
@@ -227,20 +233,12 @@ class TierLoader:
                 found.append(row)
             return found
 
-        request = sequence.request
         started_s = perf_counter()
-        loaded = install_blocks(
-            self._cache,
-            self._runner,
-            HashedTokens(request.scope, sequence.tokens, sequence.chain, request.tenant),
-            matched,
-            len(run),
-            rows,
-        )
+        loaded = install_blocks(self._cache, self._runner, sequence.hashed_tokens, matched, len(run), rows)
         duration_s = perf_counter() - started_s
         self._room_blocks -= loaded
         for _, tier in run[:loaded]:
-            self.tiers.counts["disk" if tier == "staged" else "host"].hits += 1
+            self.tiers.indexes["disk" if tier == "staged" else "host"].counts.hits += 1
         if loaded and not staged:
             self._rule.observe("host", loaded * self.tiers.size_bytes, duration_s)
             self._times["host"].observe(duration_s)
@@ -251,20 +249,3 @@ class TierLoader:
         if load.blocks:
             self._rule.observe("disk", len(load.blocks) * self.tiers.size_bytes, load.duration_s)
         self._times["disk"].observe(load.duration_s)
-
-
-def open_tiers(
-    settings: EngineSettings,
-    cache: PrefixCache,
-    runner: Runner,
-    meters: EngineMeters,
-    wake: Callable[[], None],
-    clock: Clock,
-) -> TierLoader | None:
-    """Return an engine's tiers, where it has any. ``wake``: called when one of them has news."""
-    if not settings.enable_prefix_caching or not (settings.tiers.host_bytes or settings.tiers.disk_bytes):
-        return None
-    shares = settings.tenant_shares
-    tiers = Tiers(settings.tiers, runner.kv_format, runner.block_bytes, wake, shares=shares, clock=clock)
-    spiller = TierSpiller(cache, runner, tiers, clock)
-    return TierLoader(cache, runner, tiers, spiller, settings.tiers.load_ratio, lambda: meters.prefill_tokens_per_s)

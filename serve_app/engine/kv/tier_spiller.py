@@ -24,19 +24,25 @@ CLOSE_BLOCKS = 64
 
 
 class TierSpiller:
-    """Spills and saves of one engine. ``clock``: the cache's."""
+    """Spills and saves of one engine. ``clock``: the cache's; ``enabled``: whether there are tiers."""
 
-    def __init__(self, cache: PrefixCache, runner: Runner, tiers: Tiers, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cache: PrefixCache, runner: Runner, tiers: Tiers, clock: Callable[[], float], *, enabled: bool
+    ) -> None:
         self._cache = cache
         self._runner = runner
         self._tiers = tiers
         self._clock = clock
+        self._enabled = enabled
         self._noted_s = -math.inf
-        cache.on_evict = self.spill
-        cache.pins.on_end = self.end_save
+        if enabled:
+            cache.on_evict = self.spill
+            cache.pins.on_end = self.end_save
 
     def note_activity(self) -> None:
         """Let tenants that the pool has seen since the last call have their shares below it."""
+        if not self._enabled:
+            return
         now_s = self._clock()
         self._tiers.seen(self._cache.quota.seen_since(self._noted_s))
         self._noted_s = now_s
@@ -62,8 +68,10 @@ class TierSpiller:
     def close(self) -> None:
         """Let pool and host memory go to disk, where there is one, saves with what is left of their time."""
         cache, tiers = self._cache, self._tiers
+        if not self._enabled:
+            return
         cache.expire_pins()
-        cache.on_evict = cache.pins.on_end = None
+        cache.pins.on_end = None
         deadline_s = time.monotonic() + CLOSE_S
         for pin in cache.pins.soonest_first():  # a block under several pins has the end of the last one
             tiers.wait_for_room(len(pin.blocks), deadline_s)
@@ -71,11 +79,10 @@ class TierSpiller:
             left_s = None if pin.expires_s == math.inf else pin.expires_s - self._clock()
             self.save([entry for entry in entries if entry is not None], left_s)
             cache.unpin(pin.key)
-        if tiers.disk is not None:
-            idle = cache.idle_leaves_first()
-            for start in range(0, len(idle), CLOSE_BLOCKS):
-                tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
-                self.spill(idle[start : start + CLOSE_BLOCKS])
+        while tiers.disk is not None and cache.pool.idle_blocks:
+            tiers.wait_for_room(CLOSE_BLOCKS, deadline_s)
+            cache.evict(min(CLOSE_BLOCKS, cache.pool.idle_blocks))
+        cache.on_evict = None
         tiers.close(deadline_s)
 
     def _reader(self, entries: Sequence[CachedBlock]) -> ReadRows:

@@ -1,11 +1,12 @@
-"""Export and import of cached prefixes between engines.
+"""Cached prefixes between engines: export, import, and what another one asks before: what is hot, what would fit.
 
-Owns the order of pinning, copying and publishing. Called from any thread; what touches cache and pool runs on the
-engine's loop, a bounded number of bytes between two steps.
+Owns the order of pinning, copying and publishing. Called from any thread but the loop's; what touches cache and pool
+runs on the engine's loop, a bounded number of bytes between two steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -14,9 +15,20 @@ import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES
 from serve_app.cache.kv_chain import KvChain, Row, make_header, verify_part
-from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.hot_prefixes import (
+    HashedTokens,
+    HotPrefixes,
+    SavedPrefix,
+    idle_heats,
+    list_hot,
+)
+from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.kv.install import install_blocks
+from serve_app.engine.kv.prompt_pins import PromptPins
+from serve_app.engine.kv.tier_loader import TierLoader
+from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.step import Runner
 
@@ -24,10 +36,6 @@ STEP_BYTES = 32 * 1024 * 1024
 """Copied between two steps at most, so that sequences keep decoding."""
 
 T = TypeVar("T", covariant=True)
-
-
-RowsBelow = Callable[[HashedTokens, Sequence[int], int, int], Sequence[Row]]
-"""See ``TierLoader.host_rows``."""
 
 
 class OnLoop(Protocol):
@@ -41,13 +49,22 @@ class PrefixTransfer:
     """One engine's way in and out for KV."""
 
     def __init__(
-        self, cache: PrefixCache, runner: Runner, scheduler: Scheduler, on_loop: OnLoop, below: RowsBelow | None
+        self,
+        cache: PrefixCache,
+        runner: Runner,
+        scheduler: Scheduler,
+        tiers: TierLoader,
+        pins: PromptPins,
+        on_loop: OnLoop,
+        clock: Clock,
     ) -> None:
         self._cache = cache
-        self._below = below
         self._runner = runner
         self._scheduler = scheduler
+        self._tiers = tiers
+        self._pins = pins
         self._on_loop = on_loop
+        self._clock = clock
         self._step_blocks = max(1, STEP_BYTES // runner.block_bytes)
 
     def export_prefix(
@@ -83,8 +100,8 @@ class PrefixTransfer:
             if held:
                 self._runner.read_blocks(held, rows[: len(held)])
             below: Sequence[Row] = ()
-            if len(held) < len(rows) and self._below is not None:
-                below = self._below(tokens, blocks, at + len(held), end)
+            if len(held) < len(rows):
+                below = self._tiers.host_rows(tokens, blocks, at + len(held), end)
                 for row, source in zip(rows[len(held) :], below, strict=False):
                     row[...] = source
             copied += len(held) + len(below)
@@ -124,6 +141,38 @@ class PrefixTransfer:
             held, new = self._on_loop(lambda: self._take(part, wanted, first))
             if not new or held >= end:
                 return held
+
+    def hot_prefixes(self) -> HotPrefixes:
+        """Return all that the pool holds, saves and the hottest first."""
+        entries, pins = self._on_loop(lambda: (list(self._cache.index), self._cache.pins.soonest_first()))
+        return list_hot(entries, pins, self._clock())
+
+    def cache_room(self) -> CacheRoom:
+        """Return how much of the pool is free, and how hot the rest is that could be evicted."""
+
+        def look() -> tuple[int, list[CachedBlock], list[int]]:
+            pool, entries = self._cache.pool, list(self._cache.index)
+            free = pool.free_blocks - self._scheduler.reserved_blocks
+            return free, entries, [entry.block for entry in entries if pool.is_idle(entry.block)]
+
+        if not self._cache.enabled:
+            return CacheRoom(0, b"")
+        free, entries, idle = self._on_loop(look)
+        # What is promised to running sequences comes out of the coldest idle blocks once nothing is free.
+        return CacheRoom(max(0, free), idle_heats(entries, idle, self._clock())[4 * max(0, -free) :])
+
+    def take_over_pin(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
+        """Pin a prefix that another replica kept, with what is left of its time; None where it is not all here."""
+
+        def take_over() -> PinOutcome | None:
+            blocks = self._match(prefix)
+            if len(blocks) * self._cache.block_size < len(prefix.token_ids):
+                return None
+            return self._pins.take_over(saved, blocks)
+
+        if not self._cache.enabled or (saved.ttl_s or math.inf) <= saved.unread_s:
+            return None
+        return self._on_loop(take_over)
 
     def _match(self, tokens: HashedTokens) -> list[int]:
         """Match whole blocks, the last one too: there is no prompt here whose last token has to be computed."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,8 +22,6 @@ from serve_app.engine.protocol import AdapterError, AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,127}")
 """What an adapter may be called: no "@", which divides name and digest in a key."""
@@ -51,20 +49,25 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the base model."""
-        return _by_pattern(self.rank_pattern, module, self.rank)
+        return next((rank for key, rank in self.rank_pattern if module_pattern(key).match(module)), self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return what the adapter's product is multiplied by. Source: PEFT's ``LoraLayer.update_layer``."""
         rank = self.rank_of(module)
-        return _by_pattern(self.alpha_pattern, module, self.alpha) / (rank**0.5 if self.use_rslora else rank)
+        alpha = next((alpha for key, alpha in self.alpha_pattern if module_pattern(key).match(module)), self.alpha)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """An adapter as read: ``weights`` are the bytes of its safetensors file, the same that ``digest`` covers."""
+    """An adapter as read: ``weights`` are the bytes of its safetensors file, the same that ``digest`` covers.
+
+    ``shapes``: of its tensors, by name.
+    """
 
     config: AdapterConfig
     weights: bytes
+    shapes: Mapping[str, Sequence[int]]
     digest: str
 
 
@@ -88,21 +91,11 @@ def describe_adapter(
         raise AdapterError(f"{name[:64]!r} is no adapter name: letters, digits and _.:/- (128 at most) make one")
     where = Path(path).expanduser().resolve()
     file = read_adapter(where, root=root)
-    if max_rank is not None:
-        _check_ranks(file.weights, max_rank)
+    for tensor, shape in file.shapes.items():
+        if max_rank is not None and ".lora_A." in tensor and shape and shape[0] > max_rank:
+            module = tensor.partition(".lora_A.")[0].removeprefix("base_model.model.")
+            raise AdapterError(f"{module} has rank {shape[0]}, over max_lora_rank {max_rank}")
     return AdapterSpec(name, file.digest, str(where))
-
-
-def _check_ranks(weights: bytes, max_rank: int) -> None:
-    try:
-        header = msgspec.json.decode(weights[8 : 8 + int.from_bytes(weights[:8], "little")], type=dict[str, Any])
-        ranks = {name: entry["shape"][0] for name, entry in header.items() if ".lora_A." in name}
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
-    for name, rank in ranks.items():
-        if rank > max_rank:
-            module = name.partition(".lora_A.")[0].removeprefix("base_model.model.")
-            raise AdapterError(f"{module} has rank {rank}, over max_lora_rank {max_rank}")
 
 
 def read_described(spec: AdapterSpec) -> AdapterFile:
@@ -110,17 +103,29 @@ def read_described(spec: AdapterSpec) -> AdapterFile:
     raw_config, weights = _read_files(Path(spec.path))
     # What is wrong with a config that nobody described is not told: it could be any file by now.
     with suppress(AdapterError):
-        found = _parsed(raw_config, weights)
-        if found.digest == spec.digest:
-            return found
+        file = _parsed(raw_config, weights)
+        if file.digest == spec.digest:
+            return file
     raise AdapterError(f"the files of the adapter {spec.name!r} changed after it was loaded; load it again")
+
+
+class _TensorHeader(msgspec.Struct):
+    """What a safetensors file says of a tensor; of its metadata, nothing."""
+
+    shape: list[int] = []
 
 
 def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
     config = parse_config(raw_config)
+    try:
+        header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
+        tensors = msgspec.json.decode(header, type=dict[str, _TensorHeader])
+    except ValueError as error:
+        raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
     digest = sha256(msgspec.json.encode(config))
     digest.update(b"\n" + weights)
-    return AdapterFile(config, weights, digest.hexdigest())
+    return AdapterFile(config, weights, shapes, digest.hexdigest())
 
 
 def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:
@@ -197,11 +202,3 @@ def _alpha(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not abs(value) < float("inf"):
         raise AdapterError(f"{name[:64]} must be a number")
     return float(value)
-
-
-def _by_pattern(pattern: tuple[tuple[str, T], ...], module: str, otherwise: T) -> T:
-    """Return the value of the first pattern that ends ``module``."""
-    for key, value in pattern:
-        if module_pattern(key).match(module):
-            return value
-    return otherwise

@@ -26,15 +26,6 @@ class LoraPair:
     down: torch.Tensor
     up: torch.Tensor
 
-    @property
-    def rank(self) -> int:
-        """Rows of either matrix."""
-        return int(self.down.shape[0])
-
-    def to(self, device: torch.device) -> LoraPair:
-        """Return the pair on ``device``; the same tensors if they are there already."""
-        return LoraPair(self.down.to(device), self.up.to(device))
-
 
 AdapterWeights = Mapping[str, LoraPair]
 """Pairs by the layer's name in the base model."""

@@ -1,8 +1,7 @@
 """Blocks out of pool tensors and back, as raw bytes: a base model's, and a drafter's after it.
 
 On the CPU a copy per block through numpy is three times as fast as torch's gather (65 MB: 10 ms against 35) and wakes
-no OpenMP workers. Elsewhere the blocks are gathered on the device and cross in one transfer through pinned memory;
-only reading waits for it.
+no OpenMP workers. Elsewhere the blocks are gathered on the device and cross in one transfer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 
 from serve_app.cache.kv_chain import KvPart, Row
-from serve_app.engine.attention.upload import upload
 
 
 def kv_part(pool: torch.Tensor, model: str = "") -> KvPart:
@@ -58,19 +56,12 @@ def _row_parts(pools: Sequence[torch.Tensor], rows: Sequence[Row]) -> Iterator[t
 
 def gather_blocks(pool: torch.Tensor, blocks: Sequence[int]) -> Row:
     """Return blocks of a pool on any device as bytes [len(blocks), bytes per block]."""
-    (index,) = upload((np.array(blocks, dtype=np.int64),), pool.device)
-    gathered = pool.index_select(2, index).movedim(2, 0).contiguous().view(torch.uint8).view(len(blocks), -1)
-    host = torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=pool.is_cuda)
-    host.copy_(gathered, non_blocking=True)
-    if pool.is_cuda:
-        torch.cuda.current_stream(pool.device).synchronize()
-    return host.numpy()
+    gathered = pool.index_select(2, torch.tensor(blocks, device=pool.device)).movedim(2, 0)
+    return gathered.contiguous().view(torch.uint8).view(len(blocks), -1).cpu().numpy()
 
 
 def scatter_blocks(pool: torch.Tensor, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-    """Fill blocks of a pool on any device; mutates it. Later work on the device comes after; the host does not wait."""
-    (index,) = upload((np.array(blocks, dtype=np.int64),), pool.device)
-    host = torch.empty((len(rows), pool[:, :, 0].nbytes), dtype=torch.uint8, pin_memory=pool.is_cuda)
-    np.stack(rows, out=host.numpy())
-    there = host.to(pool.device, non_blocking=True).view(pool.dtype)
-    pool.index_copy_(2, index, there.view(len(blocks), *pool.shape[:2], *pool.shape[3:]).movedim(0, 2))
+    """Fill blocks of a pool on any device; mutates it."""
+    layers, planes, _, *rest = pool.shape
+    there = torch.from_numpy(np.stack(rows)).to(pool.device).view(pool.dtype).view(len(blocks), layers, planes, *rest)
+    pool.index_copy_(2, torch.tensor(blocks, device=pool.device), there.movedim(0, 2))

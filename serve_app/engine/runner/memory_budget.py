@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from serve_app.engine.attention.sdpa_backend import GATHER_TOKENS
+from serve_app.engine.attention.reads import GATHER_TOKENS
 from serve_app.engine.lora.weights import adaptable_layers
 from serve_app.engine.runner.kv_size import kv_shape
 
@@ -41,9 +41,8 @@ def weight_bytes(config: Any, dtype: torch.dtype, lora_ranks: int = 0) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     elements = sum(weight.numel() for weight in model.parameters())
     if lora_ranks:
-        # Alone and in the stack of all that are in the batch.
         widths = sum(layer.in_features + layer.out_features for layer in adaptable_layers(model).values())
-        elements += 2 * lora_ranks * widths
+        elements += lora_ranks * widths
     return int(elements * dtype.itemsize)
 
 

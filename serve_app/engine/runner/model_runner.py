@@ -7,7 +7,7 @@ segment failed, go out.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +16,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, Row
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.attention.interface import IMPLEMENTATION
-from serve_app.engine.attention.paging import AttentionBackend, KvPool, PagedStep
-from serve_app.engine.attention.runs_backend import RUNS
-from serve_app.engine.attention.sdpa_backend import SDPA
+from serve_app.engine.attention.paging import KvPool, PagedStep, plan_step
 from serve_app.engine.attention.supported import UnsupportedModel, refuse_unsupported, served_config
 from serve_app.engine.lora.layers import LoraLayers
 from serve_app.engine.lora.peft_files import read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, adaptable_layers, adapter_weights
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
-from serve_app.engine.runner.kv_size import kv_bytes_per_block, kv_shape
+from serve_app.engine.runner.kv_size import kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
 from serve_app.engine.settings import EngineSettings
@@ -63,21 +60,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if any(probe() for probe in probes if probe is not None) else torch.float32
 
 
-def choose_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the named attention backend; "auto": the one for CPUs there, torch's own elsewhere.
-
-    Raises ValueError on an unknown name, or one that this device does not have.
-    """
-    backends: dict[str, AttentionBackend] = {backend.name: backend for backend in (RUNS, SDPA)}
-    if name not in ("auto", *backends):
-        raise ValueError(f"attention_backend must be auto or one of {', '.join(backends)}, not {name!r}")
-    if name == RUNS.name and device.type != "cpu":
-        raise ValueError(f"attention_backend={name} is for CPUs: leave it out, or set sdpa, on {device.type}")
-    if name == "auto":
-        return RUNS if device.type == "cpu" else SDPA
-    return backends[name]
-
-
 class ModelRunner:
     """A transformers model, its KV pool, and one packed forward a step."""
 
@@ -85,25 +67,27 @@ class ModelRunner:
 
     def __init__(self, model_path: str | Path, settings: EngineSettings) -> None:
         """Load a local checkpoint. Raises UnsupportedModel, or FileNotFoundError where there is none."""
-        if not (Path(model_path) / "config.json").is_file():
+        self.path = Path(model_path)
+        if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"no checkpoint at {model_path}: it has no config.json")
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS_KEPT)
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
         self.device = choose_device(settings.device)
         self.dtype = choose_dtype(settings.dtype, self.device)
-        self.config: Any = served_config(Path(model_path))
+        self.config: Any = served_config(self.path)
         model = load_model(model_path, self.config, self.dtype, self.device)
         refuse_unsupported(self.config, model)
         self.model = model.eval()
         layers, kv_heads, head_dim = kv_shape(self.config)
         self.vocab_size = int(self.config.vocab_size)
         self.max_positions = int(self.config.max_position_embeddings)
-        self.block_bytes = kv_bytes_per_block(self.config, str(self.dtype).removeprefix("torch."), settings.block_size)
-        self.attention = choose_backend(settings.attention_backend, self.device)
+        self.reads_in_place = self.device.type == "cpu"
         self.pool = KvPool(
             layers, settings.num_blocks, settings.block_size, kv_heads, head_dim, self.dtype, self.device
         )
+        self.pools: Sequence[torch.Tensor] = (self.pool.tensor,)
+        self.block_bytes = self.pool.tensor[:, :, 0].nbytes
         self.kv_format = KvFormat(settings.model_fingerprint, settings.block_size, (kv_part(self.pool.tensor),))
         self._linears = adaptable_layers(self.model)
         self._max_lora_rank = settings.max_lora_rank
@@ -112,17 +96,13 @@ class ModelRunner:
         )
         self._lora = LoraLayers(self._linears, self.adapters, self.device)
 
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield 1 for the attention backend that serves."""
-        yield "warmpath_attention_backend", (*labels, ("backend", self.attention.name)), 1.0
-
     def read_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
-        """Copy each block's KV into its row: [layers, 2, block_size, kv_heads, head_dim] as raw bytes."""
-        copy_out([self.pool.tensor], blocks, rows)
+        """Copy each block's KV into its row, a pool's [layers, 2, block_size, kv_heads, head_dim] after another's."""
+        copy_out(self.pools, blocks, rows)
 
     def write_blocks(self, blocks: Sequence[int], rows: Sequence[Row]) -> None:
         """Copy rows into blocks: the inverse of ``read_blocks``."""
-        copy_in([self.pool.tensor], blocks, rows)
+        copy_in(self.pools, blocks, rows)
 
     def _load_adapter(self, spec: AdapterSpec) -> AdapterWeights:
         file = read_described(spec)
@@ -147,31 +127,34 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and sample; a segment whose logits are not numbers fails alone."""
-        step, logits = self._compute(segments)
+        step = plan_step(self.pool, segments, in_place=self.reads_in_place)
+        with self._lora.applied([segments[i] for i in step.order]):
+            logits = self.forward(step)
         results = [SegmentResult()] * len(segments)
-        wanted = [(i, sampling) for i in step.order if (sampling := segments[i].sampling) is not None]
+        wanted = [i for i in step.order if segments[i].sampling is not None]
         if wanted:
-            told = [row for row, (_, sampling) in enumerate(wanted) if sampling.logprobs is not None]
-            ruled = [(row, s, h) for row, (i, s) in enumerate(wanted) if (h := segments[i].history) is not None]
-            logprobs = raw_logprobs(logits, told) if told else None
-            failed = apply_rules(logits, ruled) if ruled else {}
-            tokens = choose_tokens(logits, [sampling for _, sampling in wanted], [segments[i].end for i, _ in wanted])
-            for row, ((i, _), token) in enumerate(zip(wanted, tokens, strict=True)):
-                error = failed.get(row) or ("the model's logits are not numbers" if token is None else "")
-                results[i] = SegmentResult(token=None if error else token, error=error)
-            if logprobs is not None:
-                tops = [wanted[row][1].logprobs or 0 for row in told]
-                of_rows = told_logprobs(logprobs, [tokens[row] for row in told], tops)
-                for row, of_token in zip(told, of_rows, strict=True):
-                    i = wanted[row][0]
-                    results[i] = replace(results[i], logprobs=of_token)
+            for i, result in zip(wanted, _choose(logits, [segments[i] for i in wanted]), strict=True):
+                results[i] = result
         return results
 
-    def _compute(self, segments: Sequence[Segment]) -> tuple[PagedStep, torch.Tensor]:
-        """Return a step's plan and the logits of those rows whose token is wanted, in the plan's order."""
-        step = self.attention.plan(self.pool, segments)
-        with self._lora.applied([segments[i] for i in step.order]):
-            return step, self.forward(step)
+
+def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentResult]:
+    """Return the token of each row of ``logits`` [n, vocab], which are changed by the segments' rules."""
+    params = [segment.sampling for segment in segments if segment.sampling is not None]
+    told = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
+    ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
+    raw = raw_logprobs(logits, told) if told else None
+    failed = apply_rules(logits, ruled) if ruled else {}
+    tokens = choose_tokens(logits, params, [segment.end for segment in segments])
+    results = []
+    for row, token in enumerate(tokens):
+        error = failed.get(row) or ("the model's logits are not numbers" if token is None else "")
+        results.append(SegmentResult(token=None if error else token, error=error))
+    if raw is not None:
+        told_tokens, tops = [tokens[row] for row in told], [params[row].logprobs or 0 for row in told]
+        for row, logprobs in zip(told, told_logprobs(raw, told_tokens, tops), strict=True):
+            results[row] = replace(results[row], logprobs=logprobs)
+    return results
 
 
 def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

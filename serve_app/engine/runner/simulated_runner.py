@@ -7,13 +7,12 @@ to say "simulated".
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.protocol.samples import Labels, Sample
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import read_described
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.runner.position_random import position_uniform
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -67,10 +66,6 @@ class SimulatedRunner:
         self.max_positions = cost.max_positions
         self.block_bytes = cost.block_bytes
         self._sleep = sleep
-
-    def samples(self, labels: Labels) -> Iterable[Sample]:
-        """Yield nothing: no device is in use."""
-        return ()
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Sleep for the step's simulated duration and return deterministic pseudo-random tokens."""

@@ -1,19 +1,25 @@
-"""The sequences that run, and the blocks they take.
+"""The sequences that run, the blocks they take and those that are reserved for them, in all and by tenant.
 
-Owns their start, growth, preemption and end. A sequence takes its reserved blocks whenever it needs them, and more
+Owns their start, growth, preemption and end. A tenant within its share, or with nothing running, may start whatever
+fits. One beyond its share borrows: it must leave the idle blocks within others' shares, and an eighth of slots and
+blocks, so that a newcomer finds room at once. A sequence takes its reserved blocks whenever it needs them, and more
 while there is room; where there is none, a victim is preempted. Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.admission import Admission
 from serve_app.engine.scheduling.pending_blocks import PendingBlocks
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots, ceil_div
+from serve_app.fairness.shares import UNBORROWED_PART
+
+Verdict = Literal["admitted", "parked", "no_room", "over_share"]
 
 GROWTH_BLOCKS = 4
 """Blocks taken at once for generated tokens: longer runs of neighbours, at most three blocks held early."""
@@ -29,11 +35,41 @@ class RunningSet:
         self, settings: EngineSettings, cache: PrefixCache, pending: PendingBlocks, adapters: AdapterSlots | None
     ) -> None:
         self.sequences: dict[str, SequenceState] = {}
-        self.admission = Admission(settings, cache)
+        self.reserved_blocks = 0
+        self._slots = settings.max_num_seqs
+        self._running: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
         self._speculates = settings.num_speculative_tokens > 0
         self._cache = cache
         self._pending = pending
         self._adapters = adapters
+
+    def verdict(self, tenant: str, needed: int, idle_hits: int) -> Verdict:
+        """Say whether ``needed`` blocks besides its hits, ``idle_hits`` of them idle now, can be reserved."""
+        cache = self._cache
+        room = cache.available_blocks - idle_hits - self.reserved_blocks
+        running = self._running[tenant]
+        fraction = cache.quota.fraction(tenant) if running else 1.0
+        if fraction < 1.0:
+            total = cache.pool.total_blocks
+            in_use = cache.quota.in_use(tenant) + self._reserved[tenant]
+            if running + 1 > max(1.0, fraction * self._slots) or in_use + needed > fraction * total:
+                slots_left = self._slots - self._running.total() - 1
+                blocks_left = room - needed - cache.quota.protected(tenant)
+                may = slots_left >= max(1, self._slots // UNBORROWED_PART) and blocks_left >= total // UNBORROWED_PART
+                return "admitted" if may else "over_share"
+        return "admitted" if needed <= room else "no_room"
+
+    def _growth_room(self, tenant: str) -> int:
+        """Return how many blocks a running sequence of ``tenant`` may take beyond its reservation."""
+        cache = self._cache
+        room = cache.available_blocks - self.reserved_blocks
+        if self._running[tenant] > 1:
+            total, in_use = cache.pool.total_blocks, cache.quota.in_use(tenant) + self._reserved[tenant]
+            fraction = cache.quota.fraction(tenant)
+            if fraction < 1.0 and in_use + 1 > fraction * total:
+                room -= cache.quota.protected(tenant) + total // UNBORROWED_PART
+        return room
 
     def start(self, sequence: SequenceState, matched: Sequence[int], reserved: int) -> None:
         """Run a sequence; ``reserved`` blocks besides the ``matched`` ones were found to fit."""
@@ -50,7 +86,8 @@ class RunningSet:
         if self._speculates:
             sequence.drafted = sequence.computed
         sequence.reserved_blocks = reserved
-        self.admission.started(sequence.request.tenant, reserved)
+        self._running[sequence.request.tenant] += 1
+        self._reserve(sequence.request.tenant, reserved)
         self.sequences[sequence.request.request_id] = sequence
         # All of the prefill at once, so that it lies in one run where the pool allows it.
         self._take(sequence, ceil_div(sequence.prefill_tokens, size) - hits)
@@ -97,7 +134,7 @@ class RunningSet:
         if reserved >= missing:
             wanted = min(wanted, reserved)
         else:
-            wanted = min(wanted, reserved + max(self.admission.growth_room(sequence.request.tenant), 0))
+            wanted = min(wanted, reserved + max(self._growth_room(sequence.request.tenant), 0))
             if wanted < missing:
                 return False
         self._take(sequence, wanted)
@@ -108,15 +145,24 @@ class RunningSet:
         sequence.blocks.extend(self._cache.allocate(blocks, tenant))
         sequence.beyond_reservation |= blocks > reserved
         sequence.reserved_blocks -= reserved
-        self.admission.taken(tenant, reserved)
+        self._reserve(tenant, -reserved)
 
     def _leave(self, sequence: SequenceState) -> None:
         del self.sequences[sequence.request.request_id]
-        self.admission.ended(sequence.request.tenant, sequence.reserved_blocks)
+        tenant = sequence.request.tenant
+        self._reserve(tenant, -sequence.reserved_blocks)
         sequence.reserved_blocks = 0
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            # Nothing runs, so nothing is reserved: the tables stay as small as the running set.
+            del self._running[tenant], self._reserved[tenant]
         if self._adapters is not None:
             self._adapters.release(sequence.request.scope.lora)
         self.resolve(sequence, sequence.prefill_tokens)
+
+    def _reserve(self, tenant: str, blocks: int) -> None:
+        self._reserved[tenant] += blocks
+        self.reserved_blocks += blocks
 
 
 def blocks_to_reserve(sequence: SequenceState, block_size: int, *, worst_case: bool) -> int:

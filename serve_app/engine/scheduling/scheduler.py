@@ -2,32 +2,34 @@
 
 Owns the waiting line. Rules: decode first; then prefill, fair between tenants (``fair_queue``), within a tenant the
 least uncached work first, aged; a sequence whose next missing block another one is computing waits for that block
-(``pending_blocks``); a sequence that starts gets a reservation (``admission``), and where the pool runs out a victim
-is preempted (``running_set``). Mutates sequences and the prefix cache.
+(``pending_blocks``); a sequence that starts gets a reservation, and where the pool runs out a victim is preempted
+(``running_set``). Mutates sequences and the prefix cache.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ValuesView
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 
 from router.protocol.block_hash import HASH_BYTES, hash_at
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from serve_app.engine.scheduling.admission import Verdict
-from serve_app.engine.scheduling.fair_queue import FairQueue
+from serve_app.engine.scheduling.fair_queue import LEAST_STEP_TOKENS, FairQueue
 from serve_app.engine.scheduling.pending_blocks import PendingBlocks
-from serve_app.engine.scheduling.running_set import RunningSet, blocks_to_reserve
+from serve_app.engine.scheduling.running_set import RunningSet, Verdict, blocks_to_reserve
 from serve_app.engine.scheduling.sequence import SequenceState
-from serve_app.engine.scheduling.step_size import prefill_tokens
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import AdapterSlots
 
 AGING_TOKENS_PER_S = 2000.0
 """A sequence with u uncached tokens can be overtaken, within its tenant, only by those that arrive within u / 2000
 seconds after it. So it starts once its tenant's turns have computed what came before it or in that time."""
+
+
+PREFILL_S = 0.1
+"""What the prefill of a step should take at most, because whoever comes in the meantime waits for its end."""
 
 
 class FetchOutcome(Enum):
@@ -72,7 +74,7 @@ class Scheduler:
         self._waiting: dict[str, SequenceState] = {}
         self._pending = PendingBlocks()
         self._running = RunningSet(settings, cache, self._pending, adapters)
-        self._fair_queue = FairQueue(settings.max_num_batched_tokens)
+        self.fair_queue = FairQueue(settings.max_num_batched_tokens)
         self._claim: SequenceState | None = None
         self._slot_claim: str | None = None
         self._stopped: set[str] = set()
@@ -81,34 +83,24 @@ class Scheduler:
         """Sequences preempted in the last ``schedule``; they wait again."""
 
     @property
-    def waiting(self) -> Iterable[SequenceState]:
+    def waiting(self) -> ValuesView[SequenceState]:
         """Sequences that are not running: new ones, those parked behind another's prefill, preempted ones."""
         return self._waiting.values()
 
     @property
-    def running(self) -> Iterable[SequenceState]:
+    def running(self) -> ValuesView[SequenceState]:
         """Admitted sequences."""
         return self._running.sequences.values()
 
     @property
-    def waiting_count(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
-
-    @property
-    def awaiting_remote_kv_count(self) -> int:
-        """How many of those wait for KV that is on its way from elsewhere."""
-        return sum(1 for sequence in self._waiting.values() if sequence.awaits_remote_kv)
-
-    @property
-    def running_count(self) -> int:
-        """How many run."""
-        return len(self._running.sequences)
+    def startable_count(self) -> int:
+        """How many of those that wait are not waiting for KV that is on its way from elsewhere."""
+        return sum(1 for sequence in self.waiting if not sequence.awaits_remote_kv)
 
     @property
     def reserved_blocks(self) -> int:
         """Blocks reserved for running sequences and not taken yet."""
-        return self._running.admission.reserved_blocks
+        return self._running.reserved_blocks
 
     def ready(self) -> list[SequenceState]:
         """Return the waiting sequences that wait for their turn and for nothing else."""
@@ -116,9 +108,7 @@ class Scheduler:
         return [
             sequence
             for sequence in self._waiting.values()
-            if id(sequence) not in parked
-            and not sequence.awaits_remote_kv
-            and not (sequence.after and self.find(sequence.after))
+            if id(sequence) not in parked and not sequence.awaits_remote_kv
         ]
 
     def add(self, sequence: SequenceState) -> None:
@@ -160,7 +150,7 @@ class Scheduler:
         chosen: list[Scheduled] = []
         prefilling: list[SequenceState] = []
         # Drafts never take more than half of a step from prefill, nor a decode's own token.
-        spare = budget // 2 - self.running_count if self._settings.num_speculative_tokens else 0
+        spare = budget // 2 - len(self.running) if self._settings.num_speculative_tokens else 0
         for sequence in self.running:
             if sequence.prefilling:
                 prefilling.append(sequence)
@@ -172,7 +162,9 @@ class Scheduler:
                 chosen.append(Scheduled(sequence, 1, drafts=drafts))
                 budget -= 1 + drafts
         if budget > 0:
-            self._schedule_prefill(min(budget, prefill_tokens(prefill_tokens_per_s)), prefilling, chosen)
+            if prefill_tokens_per_s:
+                budget = min(budget, max(LEAST_STEP_TOKENS, int(prefill_tokens_per_s * PREFILL_S)))
+            self._schedule_prefill(budget, prefilling, chosen)
         return chosen
 
     def computed(self, item: Scheduled, accepted: int = 0) -> None:
@@ -186,7 +178,7 @@ class Scheduler:
         self._running.resolve(sequence, sequence.computed)
 
     def _schedule_prefill(self, budget: int, prefilling: list[SequenceState], chosen: list[Scheduled]) -> None:
-        if not prefilling and self.running_count >= self._settings.max_num_seqs:
+        if not prefilling and len(self.running) >= self._settings.max_num_seqs:
             return
         candidates = self.ready()
         lines: dict[str, deque[SequenceState]] = {}
@@ -195,18 +187,18 @@ class Scheduler:
         for sequence in sorted([*prefilling, *candidates], key=self.rank):
             lines.setdefault(sequence.request.tenant, deque()).append(sequence)
         decodes = Counter(item.sequence.request.tenant for item in chosen)
-        self._fair_queue.begin(lines, decodes, self._pending.awaited_tenants())
+        self.fair_queue.begin(lines, decodes, self._pending.awaited_tenants())
         self._stopped.clear()
         if self._claim not in candidates:
             self._claim = None
         plan: dict[SequenceState, Scheduled] = {}
-        while budget > 0 and (turn := self._fair_queue.head()):
+        while budget > 0 and (turn := self.fair_queue.head()):
             tenant, credit = turn
             spent = self._serve(lines[tenant], min(budget, credit), plan)
             budget -= spent
-            self._fair_queue.charge(tenant, spent)
+            self.fair_queue.charge(tenant, spent)
             if not lines[tenant]:
-                self._fair_queue.leave(tenant)
+                self.fair_queue.leave(tenant)
         chosen.extend(plan.values())
 
     def _serve(self, line: deque[SequenceState], limit: int, plan: dict[SequenceState, Scheduled]) -> int:
@@ -232,7 +224,7 @@ class Scheduler:
     def _start(self, sequence: SequenceState) -> bool:
         """Admit a waiting sequence if its turn, the slots and the blocks allow it."""
         tenant = sequence.request.tenant
-        if self.running_count >= self._settings.max_num_seqs or tenant in self._stopped:
+        if len(self.running) >= self._settings.max_num_seqs or tenant in self._stopped:
             return False
         if self.preempted or (self._claim is not None and self._claim.request.tenant != tenant):
             return False
@@ -262,11 +254,6 @@ class Scheduler:
         self._slot_claim = None if room else request.request_id
         return room
 
-    @property
-    def begun_turns(self) -> dict[str, int]:
-        """The tokens that are left of a tenant's turn which a step's end interrupted."""
-        return self._fair_queue.begun
-
     def rank(self, sequence: SequenceState) -> float:
         """Return a sequence's place among those of its tenant: the lowest is computed first."""
         # A preempted sequence was overtaken already: it counts as having nothing to compute.
@@ -295,7 +282,7 @@ class Scheduler:
         needed = blocks_to_reserve(sequence, size, worst_case=self._settings.admission == "worst_case") - hits
         idle_hits = sum(1 for block in matched if cache.pool.is_idle(block))
         tenant = sequence.request.tenant
-        verdict = self._running.admission.verdict(tenant, needed, idle_hits)
+        verdict = self._running.verdict(tenant, needed, idle_hits)
         if verdict != "admitted":
             return verdict
         if hits < limit and self._fetch is not None:

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 
 from router.protocol.block_hash import HASH_BYTES, TokenArray
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.protocol import (
     EngineRequest,
@@ -20,7 +21,6 @@ from serve_app.engine.protocol import (
     OutputSink,
     RequestTooLong,
     SamplingParams,
-    SaveResult,
 )
 from serve_app.engine.step import BlockRun, History, Segment, block_runs, ceil_div
 
@@ -46,8 +46,6 @@ class SequenceState:
     held_blocks_hint    blocks    Scheduler        while waiting: guess of leading blocks cached or on their way
     number              -         Scheduler        place in the order of arrival
     beyond_reservation  -         RunningSet       whether it holds more blocks than were reserved for it
-    after               -         PromptSaves      id of the request that has to end before this one starts
-    save_result         -         PromptSaves      what became of the save it asked for
     =================== ========= ================ ==========================================================
 
     While it runs: published, resolved <= computed / block_size <= blocks, drafted <= computed <= length, and
@@ -70,8 +68,6 @@ class SequenceState:
     reserved_blocks: int = 0
     beyond_reservation: bool = False
     held_blocks_hint: int = 0
-    after: str = ""
-    save_result: SaveResult | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     length: int = field(init=False)
@@ -105,6 +101,11 @@ class SequenceState:
     def tokens(self) -> TokenArray:
         """Prompt and generated tokens (a view)."""
         return self._tokens[: self.length]
+
+    @property
+    def hashed_tokens(self) -> HashedTokens:
+        """The tokens so far with their hashes, and whose they are."""
+        return HashedTokens(self.request.scope, self.tokens, self.chain, self.request.tenant)
 
     @property
     def prefilling(self) -> bool:
@@ -205,21 +206,6 @@ class SequenceState:
         cache.release(self.blocks)
         self.blocks = []
         self._runs_cover = 0
-
-    def assert_laws(self, block_size: int) -> None:
-        """Raise AssertionError unless the counters fit together, between two steps; for tests."""
-        prompt, most = self.prompt_tokens, self.prompt_tokens + self.request.sampling.max_tokens
-        assert prompt <= self.prefill_tokens <= self.length <= most, "prompt <= prefill <= length <= most"
-        assert 0 <= self.computed <= self.length, "computed <= length"
-        assert self.farthest <= self.length, "farthest <= length"
-        assert self.drafted is None or self.drafted <= self.computed, "drafted <= computed"
-        assert 0 <= self.published <= self.computed // block_size <= len(self.blocks), "published <= computed <= blocks"
-        assert 0 <= self.resolved <= self.computed // block_size, "resolved <= computed"
-        assert self.held_blocks_hint <= len(self.chain) // HASH_BYTES, "a hint beyond the chain"
-        assert self.reserved_blocks >= 0, "fewer than no blocks are reserved"
-        if not self.blocks:
-            assert self.computed == self.reserved_blocks == 0, "KV or a reservation without blocks"
-            assert not self.beyond_reservation, "beyond a reservation without blocks"
 
     def _extend_chain(self, cache: PrefixCache, blocks: int) -> None:
         if len(self.chain) // HASH_BYTES < blocks:

@@ -9,47 +9,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
-import torch
 
 from router.protocol.block_hash import TokenArray
 from serve_app.engine.runner.model_runner import ModelRunner
+from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
 ROWS_AT_MOST = 8
 """Up to this many unread tokens enter as decode rows, which cost less than a prefill part of that length."""
 
 
+def load_draft_model(base: ModelRunner, settings: EngineSettings) -> DraftModel:
+    """Load ``settings.speculative_model`` as drafter of ``base``. Raises ValueError when the two do not fit."""
+    draft = ModelRunner(settings.speculative_model, replace(settings, dtype=str(base.dtype).removeprefix("torch.")))
+    if draft.vocab_size != base.vocab_size:
+        raise ValueError(
+            f"{draft.path} has {draft.vocab_size} tokens and cannot draft for {base.path}, which has "
+            f"{base.vocab_size}: both must have the same vocabulary"
+        )
+    wanted = min(settings.max_model_len, base.max_positions)
+    if draft.max_positions < wanted:
+        raise ValueError(
+            f"{draft.path} takes {draft.max_positions} positions, fewer than the {wanted} of {base.path}: set "
+            f"max_model_len={draft.max_positions}"
+        )
+    return DraftModel(draft)
+
+
 class DraftModel:
     """Drafts with a model; satisfies ``speculative.Drafter``."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self.pools: Sequence[torch.Tensor] = (runner.pool.tensor,)
-        self.block_bytes = runner.block_bytes
+        self.runner = runner
+        self.pools = runner.pools
 
     def propose(self, segments: Sequence[Segment]) -> list[list[int]]:
         """Decode ``drafts`` tokens ahead of each segment, all segments together, one step a token."""
         proposals: list[list[int]] = [[] for _ in segments]
         active = [i for i, segment in enumerate(segments) if segment.drafts]
         while active:
-            batch: list[Segment] = []
-            last: list[int] = []
-            for i in active:
-                segment, drafts = segments[i], proposals[i]
-                if drafts:
-                    unread, start = np.array(drafts[-1:], dtype=np.int32), segment.start + len(drafts)
-                else:
-                    unread, start = _unread(segment)
-                batch.extend(_parts(segment, unread, start, wanted=True, drafts=drafts))
-                last.append(len(batch) - 1)
-            results = self._runner.execute(batch)
+            parts = [_drafting(segments[i], proposals[i]) for i in active]
+            results = iter(self.runner.execute([part for own in parts for part in own]))
             going_on = []
-            for i, row in zip(active, last, strict=True):
-                token = results[row].token
-                if token is not None:
-                    proposals[i].append(token)
+            for i, own in zip(active, parts, strict=True):
+                *_, last = islice(results, len(own))
+                if last.token is not None:
+                    proposals[i].append(last.token)
                     if len(proposals[i]) < segments[i].drafts:
                         going_on.append(i)
             active = going_on
@@ -59,54 +67,50 @@ class DraftModel:
         self, segments: Sequence[Segment], results: Sequence[SegmentResult], proposals: Sequence[Sequence[int]]
     ) -> list[int]:
         """Read on wherever the base completed a block, in one step; elsewhere the draft model may lag behind."""
-        size = self._runner.pool.block_size
+        size = self.runner.pool.block_size
         drafted: list[int] = []
         batch: list[Segment] = []
         for segment, result, drafts in zip(segments, results, proposals, strict=True):
-            accepted = len(result.accepted)
-            computed = segment.end + accepted
-            done = _first_unread(segment)
-            if drafts:
-                # The last draft was proposed and not read; what follows the first wrong one is void.
-                done = segment.start + min(accepted + 1, len(drafts))
+            tokens, first = _unread(segment)
+            computed = segment.end + len(result.accepted)
+            # The last draft was proposed and not read; what follows the first wrong one is void.
+            done = segment.start + min(len(result.accepted) + 1, len(drafts)) if drafts else first
             if not result.error and computed // size > done // size:
-                unread, start = _unread(segment, result.accepted, done)
-                batch.extend(_parts(segment, unread, start, wanted=False))
+                known = np.append(tokens, np.array(result.accepted, dtype=np.int32))
+                batch.extend(_parts(segment, known[done - first :], done))
                 done = computed
             drafted.append(done)
         if batch:
-            self._runner.execute(batch)
+            self.runner.execute(batch)
         return drafted
 
 
-def _unread(segment: Segment, accepted: Sequence[int] = (), first: int | None = None) -> tuple[TokenArray, int]:
-    """Return the tokens from position ``first`` (default: the first unread one) to the last with base KV, and it."""
-    known = _first_unread(segment)
-    first = known if first is None else first
-    behind = () if segment.behind is None else (segment.behind,)
-    tokens = np.concatenate([*behind, segment.token_ids, np.array(accepted, dtype=np.int32)])
-    return tokens[first - known :], first
+def _unread(segment: Segment) -> tuple[TokenArray, int]:
+    """Return the tokens that the draft model has not read, the segment's own included, and the first one's position."""
+    behind = segment.token_ids[:0] if segment.behind is None else segment.behind
+    return np.append(behind, segment.token_ids), segment.start - len(behind)
 
 
-def _first_unread(segment: Segment) -> int:
-    return segment.start - (0 if segment.behind is None else len(segment.behind))
+def _drafting(segment: Segment, drafts: Sequence[int]) -> list[Segment]:
+    """Return what the draft model reads to propose what comes after ``drafts``; the last part wants a token.
 
-
-def _parts(
-    segment: Segment, tokens: TokenArray, start: int, *, wanted: bool, drafts: Sequence[int] = ()
-) -> list[Segment]:
-    """Return ``tokens`` from position ``start`` as the draft model's segments; the last may want a token.
-
-    ``drafts``: what was drafted before it. New segments, not copies: an adapter or whatever else concerns the base
-    alone stays behind. The rules of sampling hold for drafts too, or the base would accept few.
+    The rules of sampling hold for drafts too, or the base would accept few.
     """
-    sampling, history = (segment.sampling, segment.history) if wanted else (None, None)
-    if sampling is not None and sampling.logprobs is not None:
-        sampling = replace(sampling, logprobs=None)
-    if history is not None and drafts:
-        history = history.guess(drafts)
-    if len(tokens) > ROWS_AT_MOST:
-        return [Segment(tokens, start, segment.blocks, segment.runs, sampling, history=history)]
-    parts = [Segment(tokens[i : i + 1], start + i, segment.blocks, segment.runs, None) for i in range(len(tokens))]
-    parts[-1] = replace(parts[-1], sampling=sampling, history=history)
+    history = segment.history
+    if drafts:
+        parts = _parts(segment, np.array(drafts[-1:], dtype=np.int32), segment.start + len(drafts))
+        history = history.guess(drafts) if history is not None else None
+    else:
+        parts = _parts(segment, *_unread(segment))
+    assert segment.sampling is not None
+    parts[-1] = replace(parts[-1], sampling=replace(segment.sampling, logprobs=None), history=history)
     return parts
+
+
+def _parts(segment: Segment, tokens: TokenArray, start: int) -> list[Segment]:
+    """Return ``tokens`` from position ``start`` as the draft model's segments.
+
+    New segments, not copies: an adapter or whatever else concerns the base alone stays behind.
+    """
+    rows = [tokens] if len(tokens) > ROWS_AT_MOST else [tokens[i : i + 1] for i in range(len(tokens))]
+    return [Segment(row, start + i, segment.blocks, segment.runs, None) for i, row in enumerate(rows)]

@@ -30,7 +30,6 @@ class EagleConfig:
     values: Mapping[str, Any]
     hidden_size: int
     base_hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -99,7 +98,6 @@ def read_eagle_config(path: Path) -> EagleConfig | None:
         values=values,
         hidden_size=hidden,
         base_hidden_size=int(values.get("target_hidden_size") or hidden),
-        intermediate_size=values["intermediate_size"],
         num_heads=heads,
         num_kv_heads=int(values.get("num_key_value_heads") or heads),
         head_dim=int(values.get("head_dim") or hidden // heads),

@@ -7,8 +7,7 @@ base. Its keys and values depend on the pair alone, so they are computed without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
+    LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
@@ -34,33 +33,10 @@ _LLAMA = (
     "attention_bias", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias",
     "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
 )  # fmt: skip
-"""What transformers' Llama parts read of a head's config."""
+"""What transformers' Llama parts read of a head's config; what else stands there may be of the base model."""
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, [n, head_dim] each."""
-
-
-class _Attention(nn.Module):
-    """The four projections; queries, keys and values read embedding and state side by side."""
-
-    def __init__(self, config: EagleConfig, bias: bool) -> None:
-        super().__init__()
-        wide, width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, wide, bias=bias)
-        self.k_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
-        self.v_proj = nn.Linear(2 * config.hidden_size, width, bias=bias)
-        self.o_proj = nn.Linear(wide, config.hidden_size, bias=bias)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: EagleConfig, llama: LlamaConfig) -> None:
-        super().__init__()
-        eps = llama.rms_norm_eps
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps)
-        self.self_attn = _Attention(config, bool(llama.attention_bias))
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps)
-        self.mlp = LlamaMLP(llama)
 
 
 class EagleHead(nn.Module):
@@ -76,7 +52,13 @@ class EagleHead(nn.Module):
         hidden = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self.fc = nn.Linear(AUX_LAYERS * config.base_hidden_size, hidden, bias=False)
-        self.midlayer = _Layer(config, llama)
+        self.midlayer: Any = LlamaDecoderLayer(llama, layer_idx=0)
+        self.midlayer.hidden_norm = LlamaRMSNorm(hidden, llama.rms_norm_eps)
+        # Queries, keys and values read embedding and state side by side.
+        attention = self.midlayer.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            plain = getattr(attention, name)
+            setattr(attention, name, nn.Linear(2 * hidden, plain.out_features, bias=plain.bias is not None))
         self.norm = LlamaRMSNorm(hidden, llama.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(llama)
@@ -94,9 +76,8 @@ class EagleHead(nn.Module):
 
     def read(self, token_ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention reads of pairs, [n, 2 * hidden], and what is added to its output, [n, hidden]."""
-        layer = self.midlayer
-        normed = layer.hidden_norm(states)
-        embedded = layer.input_layernorm(self.embed_tokens(token_ids).to(states.dtype))
+        normed = self.midlayer.hidden_norm(states)
+        embedded = self.midlayer.input_layernorm(self.embed_tokens(token_ids).to(states.dtype))
         return torch.cat((embedded, normed), dim=-1), normed if self.config.norm_before_residual else states
 
     def keys_values(self, pairs: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,13 +120,22 @@ def load_head(config: EagleConfig, base: Any, dtype: torch.dtype, device: torch.
         tensors |= {_plain_name(name): tensor for name, tensor in load_file(file).items()}
     with torch.device("meta"):
         head = EagleHead(config)
-    wanted = head.state_dict()
-    _check(config.path, wanted, tensors)
-    kept = {name: tensor for name, tensor in tensors.items() if name in wanted}
-    head.load_state_dict({name: tensor.to(dtype) for name, tensor in kept.items()}, strict=False, assign=True)
+    weights = {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in _ELSEWHERE}
+    try:
+        missing, unexpected = head.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"weights and config.json of the EAGLE-3 head {config.path} differ: {error}") from None
+    if unexpected:
+        raise ValueError(
+            f"the EAGLE-3 head {config.path} has tensors that this engine has no use for "
+            f"({', '.join(unexpected[:4])}): only heads of one decoder layer are run"
+        )
+    lacking = sorted({*missing} - _FROM_BASE)
+    if lacking:
+        raise ValueError(f"the EAGLE-3 head {config.path} lacks {', '.join(lacking[:4])}: copy the checkpoint again")
     head.rotary = LlamaRotaryEmbedding(head.rotary.config)
     head.draft_ids = _draft_ids(config, tensors.get("d2t"))
-    _share(head, base, _FROM_BASE - tensors.keys())
+    _share(head, base, missing)
     return head.to(device).eval()
 
 
@@ -159,25 +149,6 @@ def _plain_name(name: str) -> str:
     """Return a tensor's name as the module has it: files say ``midlayer`` or ``layers.0``, some after ``model.``."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
-
-
-def _check(path: Path, wanted: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError unless ``tensors`` are those of ``wanted``, but for what the base can lend."""
-    unknown = sorted(tensors.keys() - wanted.keys() - _ELSEWHERE)
-    if unknown:
-        raise ValueError(
-            f"the EAGLE-3 head {path} has tensors that this engine has no use for ({', '.join(unknown[:4])}): only "
-            "heads of one decoder layer are run"
-        )
-    missing = sorted(wanted.keys() - tensors.keys() - _FROM_BASE)
-    if missing:
-        raise ValueError(f"the EAGLE-3 head {path} lacks {', '.join(missing[:4])}: copy the checkpoint again")
-    for name, tensor in tensors.items():
-        if name in wanted and tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"{name} of the EAGLE-3 head {path} has the shape {list(tensor.shape)}, and its config.json says "
-                f"{list(wanted[name].shape)}: the two files do not belong together"
-            )
 
 
 def _draft_ids(config: EagleConfig, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -198,7 +169,7 @@ def _draft_ids(config: EagleConfig, offsets: torch.Tensor | None) -> torch.Tenso
     return ids
 
 
-def _share(head: EagleHead, base: Any, names: set[str]) -> None:
+def _share(head: EagleHead, base: Any, names: Sequence[str]) -> None:
     """Let the base lend what the files leave out."""
     lenders = {"embed_tokens.weight": base.get_input_embeddings(), "lm_head.weight": base.get_output_embeddings()}
     for name in sorted(names):

@@ -1,6 +1,6 @@
 """Hidden states of a few layers, taken out of an unmodified transformers model while it computes a step.
 
-Forward hooks on those layers keep the states by KV slot. Without a tap a model has no hooks.
+Forward hooks keep the states by KV slot. Without a tap a model has no hooks.
 """
 
 from __future__ import annotations
@@ -20,52 +20,37 @@ class HiddenTap:
 
     def __init__(self, model: nn.Module, layers: Sequence[int], num_slots: int, device: torch.device) -> None:
         """Attach the hooks. Raises ValueError where the decoder layers of ``model`` cannot be found."""
-        stack = decoder_layers(model)
         self._layers = tuple(layers)
         self._row_of_slot = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._step: dict[int, torch.Tensor] = {}
-        self._steps: list[tuple[torch.Tensor, ...]] = []
-        self._rows = 0
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
-        for layer in set(self._layers):
-            if layer < len(stack):
-                stack[layer].register_forward_pre_hook(self._entering(layer), with_kwargs=True)
-            else:
-                stack[-1].register_forward_hook(self._leaving(layer))
+        self._states: torch.Tensor | None = None
+        embeddings: Any = model.get_input_embeddings
+        outputs = [embeddings(), *decoder_layers(model)]
+        for layer in set(layers):
+            outputs[layer].register_forward_hook(self._keeping(layer))
+        model.register_forward_hook(self._end_step, with_kwargs=True)
 
     def clear(self) -> None:
         """Forget every step; the states of a step are several times as large as its tokens' KV of one layer."""
-        self._steps.clear()
-        self._rows = 0
+        self._states = None
 
     def states(self, slots: torch.Tensor) -> torch.Tensor:
         """Return the states [n, layers * hidden] of ``slots`` [n], all computed since ``clear``."""
-        rows = self._row_of_slot[slots]
-        parts = (torch.cat(every) if len(every) > 1 else every[0] for every in zip(*self._steps, strict=True))
-        return torch.cat([part[rows] for part in parts], dim=-1)
+        assert self._states is not None
+        return self._states[self._row_of_slot[slots]]
 
-    def _begin(self, _: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-        slots = kwargs["paged"].slots
-        self._row_of_slot[slots] = torch.arange(self._rows, self._rows + len(slots), device=slots.device)
-
-    def _end(self, *_: Any) -> None:
-        kept = tuple(self._step[layer] for layer in self._layers)
-        self._step = {}
-        self._steps.append(kept)
-        self._rows += len(kept[0])
-
-    def _entering(self, layer: int) -> Any:
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._step[layer] = (args[0] if args else kwargs["hidden_states"])[0]
-
-        return keep
-
-    def _leaving(self, layer: int) -> Any:
+    def _keeping(self, layer: int) -> Any:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             self._step[layer] = (output[0] if isinstance(output, tuple) else output)[0]
 
         return keep
+
+    def _end_step(self, _: nn.Module, __: Any, kwargs: dict[str, Any], ___: Any) -> None:
+        slots = kwargs["paged"].slots
+        states = torch.cat([self._step.pop(layer)[: len(slots)] for layer in self._layers], dim=-1)
+        before = 0 if self._states is None else len(self._states)
+        self._row_of_slot[slots] = torch.arange(before, before + len(slots), device=slots.device)
+        self._states = states if self._states is None else torch.cat([self._states, states])
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, read_described
-from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.adapter_slots import LoadedAdapters
+from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_described
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.engine.vllm.frontend import VllmFrontend
 from serve_app.engine.vllm.settings import VllmSettings
@@ -46,8 +43,7 @@ class VllmAdapters:
         directory.mkdir(parents=True)
         try:
             (directory / WEIGHTS_FILE).write_bytes(file.weights)
-            with safe_open(directory / WEIGHTS_FILE, "np") as weights:
-                (directory / CONFIG_FILE).write_text(json.dumps(peft_config(file.config, weights.keys())))
+            (directory / CONFIG_FILE).write_text(json.dumps(peft_config(file)))
             return self._frontend.call(self._frontend.add_lora(spec.key, number, str(directory))).result()
         except Exception as error:
             shutil.rmtree(directory, ignore_errors=True)
@@ -59,8 +55,9 @@ class VllmAdapters:
         shutil.rmtree(request.lora_path, ignore_errors=True)
 
 
-def peft_config(config: AdapterConfig, names: Iterable[str]) -> dict[str, Any]:
-    """Return the adapter_config.json of what was read, with nothing that was not. ``names``: of its tensors."""
+def peft_config(file: AdapterFile) -> dict[str, Any]:
+    """Return the adapter_config.json of what was read, with nothing that was not."""
+    config = file.config
     return {
         "peft_type": "LORA",
         "r": config.rank,
@@ -68,5 +65,7 @@ def peft_config(config: AdapterConfig, names: Iterable[str]) -> dict[str, Any]:
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
-        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}),
+        "target_modules": sorted(
+            {name.split(".lora_")[0].rpartition(".")[2] for name in file.shapes if ".lora_" in name}
+        ),
     }

@@ -180,7 +180,7 @@ class VllmEngine:
     def set_tenant_shares(self, shares: Mapping[str, float]) -> None:
         """Go by these tenants from now on, in the waiting line and with saves. vLLM's cache has no shares."""
         with self._lock:
-            self._load.line.tenants = len(shares)
+            self._load.line.shares.set_weights(shares)
         self._frontend.call(self._saves.set_shares(shares)).result()
 
     def export_prefix(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from router.protocol.events import LoadReport
 from router.protocol.samples import Labels, Sample
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.protocol import EngineRequest
+from serve_app.engine.protocol import EngineRequest, QueueFull
 from serve_app.engine.reservations import RouterReservations, retry_after_s
 from serve_app.engine.vllm.settings import VllmSettings
-from serve_app.engine.waiting import WaitingByTenant
+from serve_app.fairness.shares import Budget, Shares
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class LoadMirror:
     """
 
     def __init__(self, settings: VllmSettings, meters: EngineMeters) -> None:
-        self.line = WaitingByTenant(settings.max_waiting_requests, len(settings.tenant_shares))
+        self.line = Budget(Shares(settings.tenant_shares), lambda: settings.max_waiting_requests)
         self._settings = settings
         self._meters = meters
         self._prefills: dict[str, _Prefill] = {}
@@ -58,14 +58,17 @@ class LoadMirror:
 
     def check(self, tenant: str) -> None:
         """Raise QueueFull where the line is full for a tenant."""
-        self.line.check(tenant, retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s))
+        self.line.shares.touch(tenant)
+        if self.line.verdict(tenant, 1) != "granted":
+            wait_s = retry_after_s(self.queued_tokens, self._meters.prefill_tokens_per_s)
+            raise QueueFull(f"{self.line.used} requests are waiting", wait_s)
 
     def arrived(self, request: EngineRequest, uncached_tokens: int) -> None:
         """Count a request that was checked. ``uncached_tokens``: of its prompt, by what is known to be cached."""
         self._live += 1
         self._prefills[request.request_id] = _Prefill(request, uncached_tokens)
         self._reservations.arrived(request.router_id, request.reservation)
-        self.line.add(request.tenant)
+        self.line.take(request.tenant, 1)
 
     def recount(self, request_id: str, uncached_tokens: int) -> None:
         """Note how much of a live request's prompt is to be computed after all, once a copy has come or failed."""
@@ -103,7 +106,7 @@ class LoadMirror:
         """Note that a request has its first token: nothing of its prompt is left."""
         prefill = self._prefills.pop(request_id, None)
         if prefill is not None:
-            self.line.remove(prefill.request.tenant)
+            self.line.give_back(prefill.request.tenant, 1)
 
     def ended(self, request_id: str) -> None:
         """Note that a live request is live no more."""

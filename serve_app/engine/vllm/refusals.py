@@ -59,7 +59,6 @@ TABLE = (
         ("speculative_model", "num_speculative_tokens"),
         "an answer would depend on the drafts, and could not go on elsewhere",
     ),
-    Refusal(("attention_backend",), "vLLM chooses its kernels itself"),
 )
 """In the order in which they are told; a line goes when vLLM's engine can do it."""
 

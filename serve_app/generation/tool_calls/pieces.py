@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from serve_app.api.format import Choice, FinishReason, ToldToken
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, CallEvent, ToolCall
@@ -14,33 +13,33 @@ from serve_app.generation.answer import Piece
 from serve_app.generation.tool_calls.reader import CallReader
 
 
-async def pieces_with_calls(
-    pieces: AsyncGenerator[Piece, None], reader: CallReader, *, parallel: bool
-) -> AsyncGenerator[Piece, None]:
-    """Yield a choice's pieces with their calls apart from their text; in each the text comes first.
+class SplitCalls:
+    """Takes the calls out of one choice's pieces; in each piece the text comes first.
 
-    Without ``parallel`` the choice ends with its first call, and its generation too.
+    Without ``parallel`` the choice ends with its first call.
     """
-    async with aclosing(pieces):
-        async for piece in pieces:
-            events = reader.push(piece.text)
-            reason: FinishReason | None = piece.finish_reason
-            if reason is not None:
-                events += reader.flush()
-            if not parallel:
-                end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
-                if end is not None:
-                    events, reason = events[:end], "stop"
-            if reason == "stop" and reader.calls:
-                reason = "tool_calls"
-            stop_sequence = piece.stop_sequence
-            *first, last = _in_order(events)
-            for text, calls in first:
-                yield replace(piece, text=text, calls=calls, finish_reason=None)
-                piece = Piece(piece.index, "")
-            yield replace(piece, text=last[0], calls=last[1], finish_reason=reason, stop_sequence=stop_sequence)
-            if reason is not None:
-                return
+
+    def __init__(self, reader: CallReader, *, parallel: bool) -> None:
+        self._reader = reader
+        self._parallel = parallel
+
+    def __call__(self, piece: Piece) -> list[Piece]:
+        """Return a piece as one or several."""
+        events = self._reader.push(piece.text)
+        reason: FinishReason | None = piece.finish_reason
+        if reason is not None:
+            events += self._reader.flush()
+        if not self._parallel:
+            end = next((i for i, event in enumerate(events, 1) if isinstance(event, CallEnded)), None)
+            if end is not None:
+                events, reason = events[:end], "stop"
+        if reason == "stop" and self._reader.calls:
+            reason = "tool_calls"
+        parts = list(_in_order(events))
+        first = [Piece(piece.index, text, calls=calls) for text, calls in parts]
+        first[0] = replace(piece, text=parts[0][0], calls=parts[0][1], finish_reason=None, stop_sequence="")
+        first[-1] = replace(first[-1], finish_reason=reason, stop_sequence=piece.stop_sequence)
+        return first
 
 
 def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEvent, ...]]]:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from serve_app.api.tool_calls import ToolUse
 from serve_app.errors import InvalidRequest
-from serve_app.generation.answer import Pieces
+from serve_app.generation.answer import SplitPiece
 from serve_app.generation.tool_calls.formats import FORMATS, ToolFormat, check_format, find_format, json_list
-from serve_app.generation.tool_calls.pieces import pieces_with_calls
+from serve_app.generation.tool_calls.pieces import SplitCalls
 from serve_app.generation.tool_calls.reader import CallReader
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
@@ -44,17 +44,12 @@ class ToolCalls:
         written = self._format_of(use)
         return frozenset() if written is None else written.shown
 
-    def reading(self, use: ToolUse) -> Callable[[Pieces], Pieces]:
-        """Return what reads the calls out of a choice's pieces; nothing does where answers are text alone."""
+    def splitter(self, use: ToolUse) -> Callable[[], SplitPiece] | None:
+        """Return what makes the reader of one choice's calls; None where answers are text alone."""
         written = self._format_of(use)
         if written is None:
-            return lambda pieces: pieces
-
-        def read(pieces: Pieces) -> Pieces:
-            reader = CallReader(written.grammar, written.make_id, use.names)
-            return pieces_with_calls(pieces, reader, parallel=use.parallel)
-
-        return read
+            return None
+        return lambda: SplitCalls(CallReader(written.grammar, written.make_id, use.names), parallel=use.parallel)
 
     def _format_of(self, use: ToolUse) -> ToolFormat | None:
         if not use or not use.may_call:

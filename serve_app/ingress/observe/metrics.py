@@ -18,9 +18,6 @@ from serve_app.ingress.observe.families.family import Family
 TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5)
 
-ELSEWHERE = "warmpath_prompts_of_other_tenants_total"
-"""For operators' eyes alone, even as a sum: it moves when a tenant sends what another has sent."""
-
 _TELLING = ("tenant", "prompt")
 """Labels that say who is served; a prompt may be one tenant's own."""
 
@@ -42,7 +39,6 @@ class IngressMetrics:
         self.written_tokens = self._counter("warmpath_tenant_written_prompt_tokens_total")
         self.misses = self._counter("warmpath_cache_misses_total")
         self.missed_tokens = self._counter("warmpath_cache_missed_tokens_total")
-        self.elsewhere = self._counter(ELSEWHERE)
         self.completion_tokens = self._counter("warmpath_tenant_completion_tokens_total")
         self.retries = self._counter("warmpath_request_retries_total")
         self.disconnects = self._counter("warmpath_client_disconnects_total")
@@ -60,10 +56,6 @@ class IngressMetrics:
         """Count a prompt that was not read from the cache."""
         self.misses.labels(tenant, reason).inc()
         self.missed_tokens.labels(tenant, reason).inc(lost_tokens)
-
-    def found_elsewhere(self, tenant: str) -> None:
-        """Count a tenant's new prompt that another tenant has under another salt."""
-        self.elsewhere.labels(tenant).inc()
 
     def samples(self) -> list[Sample]:
         """Return everything as flat samples, to be merged with other ingresses' and replicas'."""
@@ -132,8 +124,6 @@ def without_tenants(samples: Iterable[Sample]) -> list[Sample]:
     """Return the samples summed over tenants: for those who may not know whom else this deployment serves."""
     sums: dict[tuple[str, Labels], float] = defaultdict(float)
     for name, labels, number in samples:
-        if name == ELSEWHERE:
-            continue
         sums[name, tuple(label for label in labels if label[0] not in _TELLING)] += number
     return [(name, labels, number) for (name, labels), number in sums.items()]
 

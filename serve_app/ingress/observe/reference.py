@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from serve_app.ingress.observe.families.catalog import SECTIONS
-from serve_app.ingress.observe.families.family import Family, Section
-from serve_app.ingress.observe.queries import QUERIES
+from serve_app.ingress.observe.families.family import Section
 
 _INTRODUCTION = """\
 # Metrics
@@ -17,7 +16,8 @@ Made from `serve_app/ingress/observe/families/` by `python -m serve_app.ingress.
 replica (label `replica`; its figures come through the feed and are up to a second old). With tenants configured it
 needs an operator key; with `metrics_public` nobody needs one, and who has none sees sums over all tenants. Counters
 start at 0 with their process, so use `rate()`; units are in the names. A series that has nothing to say is absent.
-A dashboard, alerts and scrape settings are ready to use: [observability](observability.md).
+A dashboard, whose panels hold the queries to begin with, alerts and scrape settings are ready to use:
+[observability](observability.md).
 
 Several families are near each other, and these are the ones to show: **time to first token** is
 `warmpath_time_to_first_token_seconds`, **time between tokens** `warmpath_inter_token_latency_seconds`: what clients
@@ -40,7 +40,6 @@ LABELS = {
     "status": "an HTTP status; 499: the client left",
     "after_first_token": "`true` or `false`",
     "finished_reason": "`stop`, `length`, `cancelled`, `timeout`, `error`",
-    "backend": "the name of an attention backend",
     "pid": "a process id",
     "state": "of blocks `used`, `cached`, `free`; of adapters `loaded`, `slots`, `running`",
     "outcome": "one of a few words, named where they are not plain",
@@ -58,27 +57,17 @@ LABELS = {
 
 
 def metrics_page() -> str:
-    """Return the page: what to ask first, every family by section, every label."""
-    parts = [_INTRODUCTION, _queries(), *(_section(section) for section in SECTIONS), _labels()]
-    return "\n".join(parts)
-
-
-def _queries() -> str:
-    lines = ["## Ten queries for a first dashboard", ""]
-    for number, (question, promql) in enumerate(QUERIES, 1):
-        lines += [f"{number}. {question}", "", "   ```promql", f"   {promql}", "   ```", ""]
-    return "\n".join(lines)
+    """Return the page: every family by section, every label."""
+    return "\n".join([_INTRODUCTION, *(_section(section) for section in SECTIONS), _labels()])
 
 
 def _section(section: Section) -> str:
-    rows = [_row(family) for family in section.families]
+    rows = [
+        f"| `{family.name}` | {family.kind} | {', '.join(f'`{label}`' for label in family.labels)} | {family.help} |"
+        for family in section.families
+    ]
     head = ["| name | kind | labels | meaning |", "|---|---|---|---|"]
     return "\n".join([f"## {section.title}", "", section.note, "", *head, *rows, ""])
-
-
-def _row(family: Family) -> str:
-    labels = ", ".join(f"`{label}`" for label in family.labels)
-    return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"
 
 
 def _labels() -> str:

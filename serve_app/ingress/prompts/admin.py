@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field
 
@@ -19,21 +19,14 @@ from serve_app.errors import InvalidRequest, NotFound, Overloaded, WarmpathError
 from serve_app.generation.prepare import Preparer
 from serve_app.ingress.prompts.warming import Warm, Warmer
 from serve_app.prompts.cutover import Cutover, Cutovers, write_cutovers
-from serve_app.prompts.lock import PromptDirectory, PromptError
-from serve_app.prompts.registry import Prompt, Prompts
+from serve_app.prompts.lock import Prompt, PromptDirectory, PromptError
+from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import Figures, PromptTraffic, Use, merged
 from serve_app.tokenization.tokenizer import PromptTokenizer
 
 logger = logging.getLogger(__name__)
 
 Report = tuple[dict[str, Figures], dict[str, list[Use]]]
-
-
-class Everywhere(Protocol):
-    """Calls a method of every ingress, this one too; returns nothing where there is no other."""
-
-    def __call__(self, method: str, *arguments: Any, timeout_s: float = 30) -> Awaitable[list[Any]]:
-        """Return the answers."""
 
 
 class PromptBody(JsonBody):
@@ -44,7 +37,10 @@ class PromptBody(JsonBody):
 
 
 class PromptAdmin:
-    """One ingress' part in what becomes of prompts. ``directory`` None: prompts come from the settings alone."""
+    """One ingress' part in what becomes of prompts. ``directory`` None: prompts come from the settings alone.
+
+    ``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other.
+    """
 
     def __init__(
         self,
@@ -54,11 +50,11 @@ class PromptAdmin:
         preparer: Preparer,
         tokenizer: PromptTokenizer,
         directory: Path | None,
-        ingresses: Everywhere,
+        ingresses: Callable[..., Awaitable[list[Any]]],
     ) -> None:
         self._prompts = prompts
-        self._traffic = traffic
-        self._warmer = warmer
+        self.traffic = traffic
+        self.warmer = warmer
         self._preparer = preparer
         self._tokenizer = tokenizer
         self._directory = directory
@@ -76,58 +72,48 @@ class PromptAdmin:
             raise NotFound(f"There is no prompt {name[:64]!r}.", code="prompt_not_found", param="prompt_ref")
         return {
             "object": "list",
-            "data": [
-                {
-                    "name": each,
-                    "tenant": versions[0].tenant,
-                    **_shown(self._prompts.cutovers.names.get(each)),
-                    "versions": [
-                        {
-                            "version": prompt.version,
-                            "digest": prompt.digest or None,
-                            "tokens": self._prompts.tokens(prompt.ref),
-                            **figures.get(prompt.ref, Figures()).to_json(),
-                        }
-                        for prompt in versions
-                    ],
-                }
-                for each, versions in sorted(by_name.items())
-            ],
+            "data": [self._shown(versions, figures) for _, versions in sorted(by_name.items())],
         }
 
     async def warm(self, body: bytes) -> dict[str, Any]:
         """Compute a version where its requests will go. Raises a WarmpathError."""
-        asked = self._asked(body)
+        ref, _ = _asked(body)
         async with self._one_at_a_time:
-            prompt = await self._prompt(asked)
-            warm = await self._warmed(prompt)
-        return self._done(await self.status(prompt.name), warm)
+            prompt = await self._prompt(ref)
+            return await self._done(prompt.name, await self._warmed(prompt))
 
     async def promote(self, body: bytes) -> dict[str, Any]:
         """Let the name mean a version, once it is warm. Raises a WarmpathError."""
-        return await self._change(self._asked(body), lambda now, prompt: now.promoted(prompt.name, prompt.version))
+        ref, cold = _asked(body)
+        async with self._one_at_a_time:
+            prompt = await self._prompt(ref)
+            warm = [] if cold else await self._warmed(prompt)
+            await self.learn()
+            await self._switch(self._prompts.cutovers.promoted(prompt.name, prompt.version))
+            return await self._done(prompt.name, warm)
 
     async def roll_back(self, body: bytes) -> dict[str, Any]:
         """Let a name mean the version before; one that cannot be warmed is taken cold."""
-        asked = self._asked(body)
+        ref, cold = _asked(body)
         async with self._one_at_a_time:
-            name = (asked.prompt_ref or "").partition("@")[0]
-            cutovers = (await self._newest()).rolled_back(name)
+            name = ref.partition("@")[0]
+            await self.learn()
+            cutovers = self._prompts.cutovers.rolled_back(name)
             warm: list[Warm] = []
-            if not asked.cold:
+            if not cold:
                 try:
-                    warm = await self._warmed(self._prompts.all()[f"{name}@{cutovers.names[name].promoted}"])
+                    warm = await self._warmed(self._prompts.all()[cutovers.refs(name)[0]])
                 except WarmpathError as error:
                     logger.warning("rolling back to a version that is not warm: %s", error.message)
             await self._switch(cutovers)
-        return self._done(await self.status(name), warm)
-
-    # What ingresses ask of each other.
+            return await self._done(name, warm)
 
     async def learn(self) -> None:
-        """Take in what other ingresses go by, where it is newer."""
-        for known in await self._ingresses("known_cutovers"):
-            await self.take(known)
+        """Take in what other ingresses go by, where it is newer, and give them what is newer here."""
+        for known in await self._ingresses("exchange_cutovers", self._prompts.cutovers):
+            await self.exchange(known)
+
+    # What ingresses ask of each other.
 
     async def reload(self) -> str:
         """Read the directory again; returns what is wrong with it, "" where nothing is, and else changes nothing."""
@@ -141,74 +127,44 @@ class PromptAdmin:
         self._preparer.prompts_changed()
         return ""
 
-    async def heard(self, warm: Sequence[Warm]) -> bool:
-        """Return whether this ingress' router knows who holds all that."""
-        return await self._warmer.heard(warm)
-
-    async def take(self, cutovers: Cutovers) -> str:
-        """Go by a state from now on, if it is newer, and keep it; returns why it cannot be kept, or ""."""
+    async def exchange(self, cutovers: Cutovers) -> Cutovers:
+        """Go by a state from now on, if it is newer, and keep it; returns what this ingress goes by then."""
         try:
             if self._prompts.switch(cutovers) and self._directory is not None:
                 await asyncio.to_thread(write_cutovers, self._directory, cutovers)
         except (PromptError, OSError) as error:
             logger.warning("a change of prompts is not kept: %s", error)
-            return str(error)
-        return ""
-
-    def known(self) -> Cutovers:
-        """Return what this ingress goes by."""
         return self._prompts.cutovers
 
-    def report(self) -> Report:
-        """Return how prompts are used here."""
-        return self._traffic.report()
-
-    async def _change(self, asked: PromptBody, change: Callable[[Cutovers, Prompt], Cutovers]) -> dict[str, Any]:
-        async with self._one_at_a_time:
-            prompt = await self._prompt(asked)
-            change(self._prompts.cutovers, prompt)  # what cannot be is refused before anything is computed
-            warm = [] if asked.cold else await self._warmed(prompt)
-            await self._switch(change(await self._newest(), prompt))
-        return self._done(await self.status(prompt.name), warm)
-
-    def _asked(self, body: bytes) -> PromptBody:
-        asked = PromptBody.parse(body)
-        require_none(asked.unknown())
-        if asked.prompt_ref is None:
-            raise InvalidRequest("prompt_ref must be given.", param="prompt_ref")
-        return asked
-
-    async def _prompt(self, asked: PromptBody) -> Prompt:
+    async def _prompt(self, ref: str) -> Prompt:
         """Return the version that is meant, once every ingress has it as it lies on disk."""
         problems = [problem for problem in await self._ingresses("reload_prompts") or [await self.reload()] if problem]
         if problems:
             raise InvalidRequest(f"The prompts cannot be used: {problems[0]}.", param="prompt_ref")
-        found = self._prompts.all().get(asked.prompt_ref or "")
-        if found is None or not found.digest:
+        prompt = self._prompts.all().get(ref)
+        if prompt is None or not prompt.digest:
             raise NotFound(
-                f"There is no {(asked.prompt_ref or '')[:160]!r} in prompts_dir; see GET /v1/prompts.",
+                f"There is no {ref[:160]!r} in prompts_dir; see GET /v1/prompts.",
                 code="prompt_not_found",
                 param="prompt_ref",
             )
-        return found
+        return prompt
 
     async def _warmed(self, prompt: Prompt) -> list[Warm]:
         reports = await self._reports()
         uses = list(dict.fromkeys(use for _, by_name in reports for use in by_name.get(prompt.name, ())))
         figures = merged(report for report, _ in reports)
-        cutover = self._prompts.cutovers.names.get(prompt.name)
-        named = [f"{prompt.name}@{version}" for version in (cutover.versions() if cutover else ())]
         used = sorted(figures, key=lambda ref: -figures[ref].requests)
-        others = dict.fromkeys(ref for ref in (*named, *used) if ref.partition("@")[0] == prompt.name)
-        others.pop(prompt.ref, None)
-        warm = await self._warmer.warm(prompt, uses, [ref for ref in others if ref in self._prompts.all()])
-        if not all(await self._ingresses("prompts_heard", warm) or [await self.heard(warm)]):
+        versions = self._prompts.all()
+        others = [
+            ref
+            for ref in dict.fromkeys((*self._prompts.cutovers.refs(prompt.name), *used))
+            if ref in versions and versions[ref].name == prompt.name and ref != prompt.ref
+        ]
+        warm = await self.warmer.warm(prompt, uses, others)
+        if not all(await self._ingresses("prompts_heard", warm) or [await self.warmer.heard(warm)]):
             raise Overloaded(f"Not every router knows yet who holds {prompt.ref}; try again.", retry_after_s=2.0)
         return warm
-
-    async def _newest(self) -> Cutovers:
-        await self.learn()
-        return self._prompts.cutovers
 
     async def _switch(self, cutovers: Cutovers) -> None:
         """Keep a state, then let every ingress go by it. Raises InvalidRequest where it cannot be kept here."""
@@ -219,18 +175,40 @@ class PromptAdmin:
             raise InvalidRequest(
                 f"prompts_dir cannot be written to ({error.strerror}); nothing has changed."
             ) from error
-        await self.take(cutovers)
-        await self._ingresses("take_cutovers", cutovers)
+        await self.exchange(cutovers)
+        await self._ingresses("exchange_cutovers", cutovers)
 
     async def _reports(self) -> list[Report]:
-        return await self._ingresses("prompt_report") or [self.report()]
+        return await self._ingresses("prompt_report") or [self.traffic.report()]
 
-    def _done(self, status: dict[str, Any], warm: Sequence[Warm]) -> dict[str, Any]:
-        (shown,) = status["data"]
-        return {**shown, "warm": [{"tokens": each.tokens, "replicas": list(each.replica_ids)} for each in warm]}
+    async def _done(self, name: str, warm: Sequence[Warm]) -> dict[str, Any]:
+        (shown,) = (await self.status(name))["data"]
+        return {**shown, "warm": [{"tokens": one.tokens, "replicas": list(one.replica_ids)} for one in warm]}
+
+    def _shown(self, versions: Sequence[Prompt], figures: Mapping[str, Figures]) -> dict[str, Any]:
+        name = versions[0].name
+        cutover = self._prompts.cutovers.names.get(name, Cutover(""))
+        return {
+            "name": name,
+            "tenant": versions[0].tenant,
+            "promoted": cutover.promoted or None,
+            "previous": cutover.previous or None,
+            "versions": [
+                {
+                    "version": prompt.version,
+                    "digest": prompt.digest or None,
+                    "tokens": self._prompts.tokens(prompt.ref),
+                    **figures.get(prompt.ref, Figures()).to_json(),
+                }
+                for prompt in versions
+            ],
+        }
 
 
-def _shown(cutover: Cutover | None) -> dict[str, Any]:
-    if cutover is None:
-        return {"promoted": None, "previous": None}
-    return {"promoted": cutover.promoted, "previous": cutover.previous or None}
+def _asked(body: bytes) -> tuple[str, bool]:
+    """Return a body's ``prompt_ref`` and ``cold``."""
+    asked = PromptBody.parse(body)
+    require_none(asked.unknown())
+    if asked.prompt_ref is None:
+        raise InvalidRequest("prompt_ref must be given.", param="prompt_ref")
+    return asked.prompt_ref, asked.cold

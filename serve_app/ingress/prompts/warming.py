@@ -22,7 +22,8 @@ from serve_app.errors import InvalidRequest, Overloaded, WarmpathError
 from serve_app.generation.dispatch import route_of
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.prepare import Preparer
-from serve_app.prompts.registry import Prompt, Prompts
+from serve_app.prompts.lock import Prompt
+from serve_app.prompts.registry import Prompts
 from serve_app.prompts.traffic import Use
 from serve_app.tenants.tenants import Tenants
 
@@ -66,60 +67,46 @@ class Warmer:
         self._generate = generate
         self._model = model
 
-    def least_tokens(self, ref: str) -> int:
-        """Return how many cached tokens say that all of a prompt was cached, 0 where it fills no block."""
-        return self._prompts.least_tokens(ref, self._core.settings.block_size)
-
     async def warm(self, prompt: Prompt, uses: Sequence[Use], others: Sequence[str]) -> list[Warm]:
         """Compute a prompt's KV, replica by replica, for each way it is asked for; returns where it is then.
 
         ``others``: versions whose holders will get this one's requests. Nothing is computed where it is held already.
         Raises Overloaded where a replica does not hold it in the end, and what a request itself would be refused with.
         """
-        least = self.least_tokens(prompt.ref)
-        if not least:
+        if not self._least_tokens(prompt.ref):
             return []
-        found: list[Warm] = []
+        warm: list[Warm] = []
         refused: WarmpathError | None = None
         for use in uses or self._default_uses(prompt):
             try:
-                found.append(await asyncio.wait_for(self._warm(prompt.ref, use, others, least), WARM_TIMEOUT_S))
+                warm.append(await asyncio.wait_for(self._warm(prompt.ref, use, others), WARM_TIMEOUT_S))
             except InvalidRequest as error:  # this way is open no more: a tenant or an adapter has gone
                 refused = error
                 logger.warning("%s is not warmed for %s: %s", prompt.ref, use, error.message)
             except TimeoutError:
                 raise Overloaded(f"{prompt.ref} took over {WARM_TIMEOUT_S:.0f} s to compute.") from None
-        if refused is not None and not found:
+        if refused is not None and not warm:
             raise refused
-        return found
+        return warm
 
     async def heard(self, warm: Sequence[Warm]) -> bool:
         """Return whether this router knows, or comes to know, who holds all that."""
-        deadline_s = time.monotonic() + HEARD_TIMEOUT_S
-        while not all(set(each.replica_ids) <= self._holders(each.route, each.tokens) for each in warm):
-            if time.monotonic() > deadline_s:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True
+        return await _becomes(
+            lambda: all(set(one.replica_ids) <= self._holders(one.route, one.tokens) for one in warm), HEARD_TIMEOUT_S
+        )
 
-    async def _warm(self, ref: str, use: Use, others: Sequence[str], least: int) -> Warm:
+    async def _warm(self, ref: str, use: Use, others: Sequence[str]) -> Warm:
+        least = self._least_tokens(ref)
         generation = await self._prepared(ref, use)
         route = route_of(generation)
         wanted: set[str] = set()
         for other in others[:_MAX_VERSIONS]:
-            tokens = self.least_tokens(other)
+            tokens = self._least_tokens(other)
             if tokens:
                 wanted |= self._holders(route_of(await self._prepared(other, use)), tokens)
         wanted &= set(self._core.replica_ids)
-        if not wanted and not self._holders(route, least):
-            await self._prefill(generation, ())
-            await self._until_held(route, least, None)
-        for replica_id in sorted(wanted):
-            for _ in range(_TRIES):
-                if replica_id in self._holders(route, least) or replica_id not in self._core.replica_ids:
-                    break
-                await self._prefill(generation, tuple(set(self._core.replica_ids) - {replica_id}))
-                await self._until_held(route, least, replica_id)
+        for replica_id in sorted(wanted) or (None,):
+            await self._place(generation, route, least, replica_id)
         held = self._holders(route, least)
         missing = wanted & set(self._core.replica_ids) - held
         if missing or not held:
@@ -130,35 +117,41 @@ class Warmer:
             )
         return Warm(route, least, tuple(sorted(held)))
 
+    async def _place(self, generation: Generation, route: RoutedRequest, least: int, replica_id: str | None) -> None:
+        """Compute a prompt on a replica, or where the router sends it (None), unless it is held there."""
+
+        def held() -> bool:
+            holders = self._holders(route, least)
+            return replica_id in holders or (replica_id is None and bool(holders))
+
+        for _ in range(_TRIES):
+            replica_ids = set(self._core.replica_ids)
+            if held() or (replica_id is not None and replica_id not in replica_ids):
+                return
+            await self._prefill(generation, () if replica_id is None else tuple(replica_ids - {replica_id}))
+            await _becomes(held, HEARD_TIMEOUT_S / _TRIES)
+
     async def _prefill(self, generation: Generation, avoid: tuple[str, ...]) -> None:
         """Compute a prompt in pieces: whoever asks the replica meanwhile waits for a piece, not for a whole step."""
         size = self._core.settings.block_size
         piece_tokens = max(1, PIECE_TOKENS // size) * size
-        for end in range(piece_tokens, len(generation.token_ids), piece_tokens):
-            blocks = end // size
-            scope = generation.scope
-            if scope.public_blocks:
-                scope = replace(scope, public_blocks=min(scope.public_blocks, blocks))
-            hashes = generation.block_hashes[: blocks * HASH_BYTES]
-            piece = replace(generation, token_ids=generation.token_ids[:end], block_hashes=hashes, scope=scope)
-            await self._compute(piece, avoid)
-        await self._compute(generation, avoid)
+        for end in (*range(piece_tokens, len(generation.token_ids), piece_tokens), None):
+            piece = replace(
+                generation,
+                request_id=f"warm-{uuid.uuid4().hex}",
+                deadline_s=time.perf_counter() + WARM_TIMEOUT_S,
+            )
+            if end is not None:
+                blocks = end // size
+                scope = replace(generation.scope, public_blocks=min(generation.scope.public_blocks, blocks))
+                hashes = generation.block_hashes[: blocks * HASH_BYTES]
+                piece = replace(piece, token_ids=piece.token_ids[:end], block_hashes=hashes, scope=scope)
+            async with aclosing(self._generate(piece, avoid)) as tokens:
+                async for _ in tokens:
+                    pass
 
-    async def _compute(self, generation: Generation, avoid: tuple[str, ...]) -> None:
-        own = replace(
-            generation, request_id=f"warm-{uuid.uuid4().hex}", deadline_s=time.perf_counter() + WARM_TIMEOUT_S
-        )
-        async with aclosing(self._generate(own, avoid)) as tokens:
-            async for _ in tokens:
-                pass
-
-    async def _until_held(self, route: RoutedRequest, least: int, replica_id: str | None) -> None:
-        deadline_s = time.monotonic() + HEARD_TIMEOUT_S / _TRIES
-        while time.monotonic() < deadline_s:
-            held = self._holders(route, least)
-            if replica_id in held or (replica_id is None and held):
-                return
-            await asyncio.sleep(_POLL_S)
+    def _least_tokens(self, ref: str) -> int:
+        return self._prompts.least_tokens(ref, self._core.settings.block_size)
 
     def _holders(self, route: RoutedRequest, tokens: int) -> set[str]:
         return {replica_id for replica_id, held in self._core.holders(route).items() if held >= tokens}
@@ -187,3 +180,13 @@ class Warmer:
             raise InvalidRequest(f"No tenant that may use {prompt.ref} leaves KV in the cache.", param="prompt_ref")
         models = [tenant for tenant in tenants if tenant.models is None or self._model in tenant.models]
         return [Use((models or tenants)[0].name, self._model, None, None, chat=True)]
+
+
+async def _becomes(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether something holds, or comes to hold in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True

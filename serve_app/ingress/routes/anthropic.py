@@ -46,8 +46,8 @@ def anthropic_guarded(endpoint: str) -> Callable[[Handler], Handler]:
 @anthropic_guarded("messages")
 async def messages(request: Request, services: Front) -> Response:
     """Anthropic's messages."""
-    history = services.history.of(services.guard.tenant(request).name)
-    return await services.generate(request, parse_messages, MessagesFormat(history))
+    compare = functools.partial(services.history.compare, services.guard.tenant(request).name)
+    return await services.generate(request, parse_messages, MessagesFormat(compare))
 
 
 @router.post(f"{PATH}/count_tokens", **takes(CountTokensBody))

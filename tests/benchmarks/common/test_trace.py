@@ -59,18 +59,14 @@ def test_the_default_trace_comes_with_the_project() -> None:
     trace = read_trace(DEFAULT_TRACE)
     assert len(trace) == 6000
     assert (trace[0].arrival_s, trace[-1].arrival_s) == (0.0, 1872.0)
+    note = DEFAULT_TRACE.with_name("README.md").read_text()
+    assert DEFAULT_TRACE.name in note and "Apache-2.0" in note and "github.com/kvcache-ai/Mooncake" in note
     newest = -1
     for request in trace:
         assert request.hash_ids[0] == 0 and request.output_tokens >= 1
         for hash_id in request.hash_ids:
             assert hash_id <= newest + 1
             newest = max(newest, hash_id)
-
-
-def test_its_source_and_licence_are_named() -> None:
-    """Beside the data."""
-    note = DEFAULT_TRACE.with_name("README.md").read_text()
-    assert DEFAULT_TRACE.name in note and "Apache-2.0" in note and "github.com/kvcache-ai/Mooncake" in note
 
 
 def test_flags_choose_the_requests() -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from benchmarks.common.trace import TRACE_BLOCK_TOKENS, TraceRequest, synthetic_trace
-from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation import run as simulate
 from benchmarks.simulation.cluster import Cluster, Outcome, unlimited
 from benchmarks.simulation.ray_prefix import RayPrefixTree
 from benchmarks.simulation.replica import SimulatedReplica
 from benchmarks.simulation.settings import ClusterSettings, Contender, prepare
-from router.protocol.events import Event, LoadReport
-from router.protocol.request import Decision
 
 KINDS = [Contender(policy, *kind) for policy in simulate.CONTENDING for kind in ((False, False), (True, True))]
 SMALL = ClusterSettings(replicas=4, blocks=250)
@@ -92,41 +87,6 @@ def test_a_very_hot_prefix_is_spread_by_copying(routers: int) -> None:
     assert sum(replica.cache.index.held(chain[16 * 15 : 16 * 16]) for replica in bounded.replicas.values()) == 2
 
 
-def test_what_another_router_sent_is_seen_by_who_is_sent_there_too() -> None:
-    """Routers whose feeds are late choose one idle replica; all prompts but the first are sent back."""
-    warm_up = [prompt(0.0, 512, 100 * n) for n in range(64)]
-    burst = [prompt(60.0, 5000, 10_000) for _ in range(4)]
-    settings = ClusterSettings(replicas=8, blocks=400, routers=4, feed_delay_s=0.5, decode_weight=0.0)
-    cluster = Cluster(settings, Contender("estimated_ttft", shortest_first=True, pull=False))
-    outcome = cluster.run(prepare([*warm_up, *burst]))
-    assert outcome.rerouted > 0
-    assert sorted(outcome.ttft_s) == list(range(68))
-    assert max(outcome.ttft_s[n] for n in range(64, 68)) < 2 * 5000 / 5000
-
-
-def test_load_is_reported_as_often_as_replicas_do() -> None:
-    """Whatever happens in a replica, routers hear its load once in an interval."""
-    sent: list[float] = []
-    clock = VirtualClock()
-    settings = ClusterSettings(replicas=1)
-
-    def publish(_: str, events: tuple[Event, ...]) -> None:
-        sent.extend(clock.now_s for event in events if isinstance(event, LoadReport))
-
-    peers: dict[str, SimulatedReplica] = {}
-    replica = SimulatedReplica(
-        "r", settings, clock, peers, shortest_first=True, pulls=False, on_first_token=lambda _: None, publish=publish
-    )
-    peers["r"] = replica
-    for number, request in enumerate(prepare([prompt(0.0, 1000, 100 * n) for n in range(20)])):
-        decision = Decision("r", "me", number, 0, 0, "cold")
-        clock.at(0.01 * number, partial(replica.submit, request, decision))
-    clock.run()
-    gaps = [later - earlier for earlier, later in pairwise(sent)]
-    assert len(sent) >= 4.0 / settings.report_interval_s
-    assert min(gaps) == pytest.approx(settings.report_interval_s)
-
-
 @pytest.mark.parametrize("contender", KINDS, ids=str)
 def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request has one first token, none for free; pools keep their bound and end idle."""
@@ -155,23 +115,6 @@ def test_nothing_is_lost_and_no_cache_overflows(contender: Contender, monkeypatc
         assert door.core.loads.open_reservations == 0
         for name, replica in cluster.replicas.items():
             assert door.core.directory.blocks_held(name).get("pool", 0) == len(replica.cache.index)
-
-
-@pytest.mark.parametrize("contender", KINDS, ids=str)
-def test_a_trace_without_reuse_hits_nothing(contender: Contender) -> None:
-    """The zero-reuse control: hit rate 0, and nothing to pull."""
-    trace = [prompt(0.1 * n, 3000 + n, 100 * n, output_tokens=50) for n in range(60)]
-    outcome = run(trace, contender)
-    assert outcome.summary()["hit_rate"] == 0.0
-    assert outcome.summary()["pulled_rate"] == 0.0
-
-
-def test_same_seed_same_outcome() -> None:
-    """A run is reproducible."""
-    trace, contender = synthetic_trace(200, seed=2), Contender("power_of_two")
-    assert run(trace, contender).ttft_s == run(trace, contender).ttft_s
-    other = ClusterSettings(replicas=4, blocks=250, seed=9)
-    assert run(trace, contender).ttft_s != run(trace, contender, other).ttft_s
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:

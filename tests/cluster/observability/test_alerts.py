@@ -19,99 +19,75 @@ needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not in
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Series with a value a minute, in promtool's words. ``labels``: of what fires, beside its severity."""
+    """Series with a value a minute, in promtool's words: where it fires, and where it is just silent.
 
-    fires: dict[str, str]
-    silent: dict[str, str]
+    ``labels``: of what fires, beside its severity.
+    """
+
+    series: dict[str, tuple[str, str]]
     labels: tuple[tuple[str, str], ...] = ()
     minutes: int = 60
 
 
-def _ttft(le5: int, le10: int) -> dict[str, str]:
-    name = "warmpath_time_to_first_token_seconds_bucket"
-    buckets = {"5.0": le5, "10.0": le10, "+Inf": le10}
-    return {f'{name}{{le="{le}"}}': f"0+{count}x120" for le, count in buckets.items()}
+def increasing(fires: int, silent: int) -> tuple[str, str]:
+    return f"0+{fires}x120", f"0+{silent}x120"
 
 
-def _requests(ok: int, other: int, status: int) -> dict[str, str]:
+def requests(status: int, fires: tuple[int, int], silent: tuple[int, int]) -> dict[str, tuple[str, str]]:
+    """Good requests a minute, and those of another status."""
     name = "warmpath_requests_total"
-    counts = {200: ok, status: other}
-    return {f'{name}{{status="{code}",tenant="acme"}}': f"0+{count}x120" for code, count in counts.items()}
+    rates = zip((200, status), zip(fires, silent, strict=True), strict=True)
+    return {f'{name}{{status="{code}",tenant="acme"}}': increasing(*counts) for code, counts in rates}
 
 
-def _hits(before: int, now: int) -> dict[str, str]:
-    """Cached tokens a minute of 100 prompt tokens, for 20 hours, then for one."""
-    return {
-        "warmpath_tenant_cached_prompt_tokens_total": f"0+{before}x1200 {before * 1200}+{now}x60",
-        "warmpath_tenant_prompt_tokens_total": "0+100x1260",
-    }
+def hits(fires: int, silent: int) -> tuple[str, str]:
+    """Cached tokens a minute of 100 prompt tokens: 80 for 20 hours, then others for one."""
+    return f"0+80x1200 96000+{fires}x60", f"0+80x1200 96000+{silent}x60"
 
 
-def _increasing(series: str, by: int) -> dict[str, str]:
-    return {series: f"0+{by}x120"}
-
-
+TTFT, QUEUE = "warmpath_time_to_first_token_seconds_bucket", "warmpath_router_queued_tokens"
+HIT_TOKENS, PROMPT_TOKENS = "warmpath_tenant_cached_prompt_tokens_total", "warmpath_tenant_prompt_tokens_total"
+TARGET = 'warmpath_autoscaling_target_replicas{reason="work"}'
+EVICTED = 'warmpath_prefix_cache_evicted_reused_blocks_total{replica="a"}'
 CASES = {
     "WarmpathDown": Case(
-        {'up{job="warmpath",instance="a"}': "0x120"},
-        {'up{job="warmpath",instance="a"}': "1x120", 'up{job="other",instance="b"}': "0x120"},
+        {'up{job="warmpath",instance="a"}': ("0x120", "1x120"), 'up{job="other",instance="b"}': ("1x120", "0x120")},
         (("instance", "a"), ("job", "warmpath")),
     ),
-    "WarmpathSlowFirstToken": Case(_ttft(90, 100), _ttft(96, 100)),
-    "WarmpathErrors": Case(_requests(94, 6, 503), _requests(96, 4, 503)),
-    "WarmpathRejecting": Case(_requests(88, 12, 429), _requests(92, 8, 429), (("tenant", "acme"),)),
+    "WarmpathSlowFirstToken": Case(
+        {f'{TTFT}{{le="5.0"}}': increasing(90, 96)}
+        | {f'{TTFT}{{le="{le}"}}': increasing(100, 100) for le in ("10.0", "+Inf")}
+    ),
+    "WarmpathErrors": Case(requests(503, (94, 6), (96, 4))),
+    "WarmpathRejecting": Case(requests(429, (88, 12), (92, 8)), (("tenant", "acme"),)),
     "WarmpathQueueLong": Case(
         {
-            'warmpath_router_queued_tokens{replica="a",ingress="i"}': "21000x120",
-            'warmpath_router_queued_tokens{replica="a",ingress="j"}': "20000x120",
-            'warmpath_prefill_tokens_per_second{replica="a"}': "2000x120",
-        },
-        {
-            'warmpath_router_queued_tokens{replica="a",ingress="i"}': "19000x120",
-            'warmpath_router_queued_tokens{replica="a",ingress="j"}': "19000x120",
-            'warmpath_prefill_tokens_per_second{replica="a"}': "2000x120",
-        },
+            f'{QUEUE}{{replica="a",ingress="i"}}': ("21000x120", "19000x120"),
+            f'{QUEUE}{{replica="a",ingress="j"}}': ("20000x120", "19000x120"),
+            'warmpath_prefill_tokens_per_second{replica="a"}': ("2000x120", "2000x120"),
+        }
     ),
-    "WarmpathHitRateFell": Case(_hits(80, 30), _hits(80, 60), minutes=1255),
+    "WarmpathHitRateFell": Case({HIT_TOKENS: hits(30, 60), PROMPT_TOKENS: ("0+100x1260", "0+100x1260")}, minutes=1255),
     "WarmpathPoolTooSmall": Case(
-        {
-            **_increasing('warmpath_prefix_cache_evicted_reused_blocks_total{replica="a"}', 20),
-            'warmpath_kv_cache_blocks{state="cached"}': "2000x120",
-        },
-        {
-            **_increasing('warmpath_prefix_cache_evicted_reused_blocks_total{replica="a"}', 20),
-            'warmpath_kv_cache_blocks{state="cached"}': "3000x120",
-        },
-        minutes=100,
+        {EVICTED: increasing(20, 20), 'warmpath_kv_cache_blocks{state="cached"}': ("2000x120", "3000x120")}, minutes=100
     ),
-    "WarmpathPreempting": Case(
-        _increasing('warmpath_num_preemptions_total{replica="a"}', 2),
-        _increasing('warmpath_num_preemptions_total{replica="a"}', 1),
-        (("replica", "a"),),
-    ),
-    "WarmpathReplicasMissing": Case(
-        {"warmpath_router_replicas": "2x120", 'warmpath_autoscaling_target_replicas{reason="work"}': "3x120"},
-        {"warmpath_router_replicas": "3x120", 'warmpath_autoscaling_target_replicas{reason="work"}': "3x120"},
-    ),
+    "WarmpathPreempting": Case({'warmpath_num_preemptions_total{replica="a"}': increasing(2, 1)}, (("replica", "a"),)),
+    "WarmpathReplicasMissing": Case({"warmpath_router_replicas": ("2x120", "3x120"), TARGET: ("3x120", "3x120")}),
     "WarmpathReplicasLost": Case(
-        _increasing('warmpath_request_retries_total{after_first_token="true"}', 1),
-        {"warmpath_request_retries_total": "9x120"},
+        {
+            'warmpath_request_retries_total{after_first_token="true"}': increasing(1, 0),
+            "warmpath_request_retries_total": ("9x120", "9x120"),
+        }
     ),
     "WarmpathRoutingFaults": Case(
-        {"warmpath_router_faults_total": "0+1x120", "warmpath_feed_malformed_total": "0x120"},
-        {"warmpath_router_faults_total": "7x120", "warmpath_feed_malformed_total": "0x120"},
+        {"warmpath_router_faults_total": ("0+1x120", "7x120"), "warmpath_feed_malformed_total": ("0x120", "0x120")}
     ),
-    "WarmpathDirectoryFull": Case(
-        _increasing("warmpath_directory_refused_blocks_total", 1), {"warmpath_directory_refused_blocks_total": "5x120"}
-    ),
+    "WarmpathDirectoryFull": Case({"warmpath_directory_refused_blocks_total": ("0+1x120", "5x120")}),
     "WarmpathDirectoryDrifts": Case(
-        _increasing('warmpath_directory_drift_total{replica="a",kind="missing"}', 1),
-        {'warmpath_directory_drift_total{replica="a",kind="missing"}': "0x30 1x30 2x60"},
+        {'warmpath_directory_drift_total{replica="a",kind="missing"}': ("0+1x120", "0x30 1x30 2x60")},
         (("kind", "missing"),),
     ),
-    "WarmpathSettingsRefused": Case(
-        _increasing("warmpath_refused_configurations_total", 1), {"warmpath_refused_configurations_total": "5x120"}
-    ),
+    "WarmpathSettingsRefused": Case({"warmpath_refused_configurations_total": ("0+1x120", "5x120")}),
 }
 
 
@@ -120,43 +96,27 @@ def test_each_alert_has_a_case() -> None:
 
 
 @needs_promtool
-def test_prometheus_takes_the_files() -> None:
-    """The scrape settings with their rules."""
-    checked = subprocess.run(
-        [str(PROMTOOL), "check", "config", str(FOLDER / "prometheus.yaml")], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
-
-@needs_promtool
 def test_alerts_fire_when_they_are_to(tmp_path: Path) -> None:
-    """For its case, with its labels and texts; and not for the case just below."""
-    tests = [
-        _promtool_test(alert, series, fires=fires)
-        for alert in ALERTS
-        for fires, series in ((True, CASES[alert["alert"]].fires), (False, CASES[alert["alert"]].silent))
-    ]
+    """For its case, with its labels and texts, and not for the case just below; and Prometheus takes the files."""
+    promtool("check", "config", FOLDER / "prometheus.yaml")
+    tests = [promtool_test(alert, fires=fires) for alert in ALERTS for fires in (True, False)]
     file = tmp_path / "alerts_test.yaml"
     rules = {"rule_files": [str(FOLDER / "alerts.yaml")], "evaluation_interval": "1m", "tests": tests}
     file.write_text(yaml.safe_dump(rules, sort_keys=False))
-    checked = subprocess.run([str(PROMTOOL), "test", "rules", str(file)], capture_output=True, text=True)
+    promtool("test", "rules", file)
+
+
+def promtool(*arguments: str | Path) -> None:
+    checked = subprocess.run([str(PROMTOOL), *arguments], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def _promtool_test(alert: dict[str, Any], series: dict[str, str], *, fires: bool) -> dict[str, Any]:
+def promtool_test(alert: dict[str, Any], *, fires: bool) -> dict[str, Any]:
     case = CASES[alert["alert"]]
-    labels = dict(case.labels)
     texts = dict(alert["annotations"])
     for label, value in case.labels:
         texts["summary"] = texts["summary"].replace("{{ $labels." + label + " }}", value)
-    expected = {
-        "exp_labels": {**alert["labels"], **labels},
-        "exp_annotations": texts,
-    }
-    asked = {
-        "eval_time": f"{case.minutes}m",
-        "alertname": alert["alert"],
-        "exp_alerts": [expected] if fires else [],
-    }
-    given = [{"series": name, "values": values} for name, values in series.items()]
+    expected = {"exp_labels": {**alert["labels"], **dict(case.labels)}, "exp_annotations": texts}
+    asked = {"eval_time": f"{case.minutes}m", "alertname": alert["alert"], "exp_alerts": [expected] if fires else []}
+    given = [{"series": name, "values": pair[0] if fires else pair[1]} for name, pair in case.series.items()]
     return {"interval": "1m", "input_series": given, "alert_rule_test": [asked]}

@@ -12,8 +12,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.lora.slots import LoadedAdapters
 
 OURS = ("serve_app.", "router.")
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, Counter, OrderedDict)
@@ -23,17 +23,13 @@ class Imbalance(Exception):
     """A law does not hold; the message says which."""
 
 
-BOUNDED = (
-    *("table Quota._line", "table Account.leaves", "table Pins._expiries"),
-    *("AdapterSlots", "LoraPair", "table LoraLayers", "_Bundle", "table _Bundle", "_Stack", "table AdapterSlots"),
-)
-"""Sizes that go up and down within bounds of their own: lines that drop stale entries once those are the most, and what
-belongs to adapters, whose number the audit checks."""
+BOUNDED = ("LoraPair", "LayerStack", "table LoraLayers")
+"""Sizes that go up and down within bounds of their own: what belongs to adapters, whose number the audit checks."""
 
 EMPTY_WHEN_IDLE = (
-    *("Inbox.arrivals", "Inbox._cancels", "Inbox._calls", "Inbox._live", "WaitingByTenant._waiting"),
+    *("LoadReporter._arrived", "LiveRequests._deadlines_s", "Budget._held", "EngineLoop.calls"),
     *("Scheduler._waiting", "RunningSet.sequences", "PendingBlocks._computing", "PendingBlocks._parked"),
-    *("Admission._reserved", "Admission._running", "PromptSaves._under_way", "PromptSaves._by_key", "Outbox._batches"),
+    *("RunningSet._reserved", "RunningSet._running", "Outbox._batches"),
     *("LoadedAdapters._live", "LoadedAdapters._running", "LoadedAdapters._retired", "TierLoader._fetches"),
 )
 """Tables, as ``tables`` names them, that have no entry while no request is in the engine."""
@@ -56,29 +52,24 @@ def audit(engine: TorchEngine, sizes: Mapping[str, int]) -> None:
     _hold(reserved == 0, f"{reserved} blocks are reserved to nobody")
     _hold(len(adapters._loaded) <= adapters._max_cpu_loras, "more adapters in memory than max_cpu_loras")
     _hold(len(adapters._slots) <= adapters._max_loras, "more adapters in slots than max_loras")
-    _hold(sizes.get("LoraLayers._singles", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
-    if engine._tier_loader is not None:
-        _audit_tiers(engine._tier_loader.tiers)
+    _hold(sizes.get("LoraLayers._stacked", 0) <= adapters._max_loras, "adapters stay on the device without a slot")
+    _audit_tiers(engine._tier_loader.tiers)
 
 
 def tier_hashes(engine: TorchEngine) -> dict[str, frozenset[bytes]]:
     """Return the hashes of the blocks held, by the tier that events name."""
     held = {"pool": engine._cache.index.hashes()}
-    tiers = engine._tier_loader.tiers if engine._tier_loader is not None else None
-    if tiers is not None and tiers._host is not None:
-        held["host"] = frozenset(block.block_hash for block in tiers._host.blocks())
-    if tiers is not None and tiers.disk is not None:
-        held["disk"] = tiers.disk.tier.hashes()
+    for tier, index in engine._tier_loader.tiers.indexes.items():
+        held[tier] = frozenset(entry.block.block_hash for entry in index)
     return held
 
 
 def settled(engine: TorchEngine) -> bool:
     """Whether nothing is on its way to disk and every event was delivered."""
-    tier_loader = engine._tier_loader
-    if engine._cache._events or (tier_loader is not None and tier_loader.tiers.has_news):
+    tiers = engine._tier_loader.tiers
+    if engine._cache._events or tiers.has_news:
         return False
-    disk = tier_loader.tiers.disk if tier_loader is not None else None
-    return disk is None or not (disk.pending_blocks or disk._tasks or disk._loads)
+    return tiers.disk is None or tiers.disk.idle
 
 
 def tables(root: object) -> dict[str, int]:
@@ -164,14 +155,14 @@ def _audit_index(cache: PrefixCache) -> None:
 
 
 def _audit_tiers(tiers: Any) -> None:
-    host, disk = tiers._host, tiers.disk
+    host, disk = tiers.host, tiers.disk
+    for tier, index in tiers.indexes.items():
+        held = sum(index.holdings().values())
+        _hold(held == index.used_bytes, f"tenants hold {held} bytes of the {tier} tier, which holds {index.used_bytes}")
     if host is not None:
         _hold(len(host) + len(host._free) == host.capacity_blocks, "host memory lost a slot")
-        _hold(sum(host.index.holdings().values()) == host.used_bytes, "tenants hold other bytes than host memory")
     if disk is not None:
-        held = sum(disk.tier.index.holdings().values())
-        _hold(held == disk.tier.used_bytes, f"tenants hold {held} bytes on disk, where {disk.tier.used_bytes} are used")
-        _hold(disk.tier.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
+        _hold(disk.tier.index.used_bytes <= disk.tier.capacity_bytes, "the disk tier is over its bound")
 
 
 def _hold(law: bool, otherwise: str) -> None:

@@ -26,6 +26,7 @@ from serve_app.engine.settings import EngineSettings
 from tests.harness.churn.audit import Imbalance, audit, instances, settled, tables, tier_hashes
 from tests.harness.churn.ledger import CANARY, REPLICA, Ledger
 from tests.harness.churn.traffic import SECRET, Traffic
+from tests.harness.sequence_laws import assert_laws
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class Churn:
         """Audit on the engine's loop; False while something is still on its way."""
         scheduler = self.engine._scheduler
         for sequence in [*scheduler.running, *scheduler.waiting]:
-            sequence.assert_laws(self._engine_settings.block_size)
+            assert_laws(sequence, self._engine_settings.block_size)
         if not settled(self.engine):
             return False
         sizes = tables(self.engine)

@@ -1,46 +1,51 @@
-"""Rounds of questions whose calls break, many at once, each answer compared with the undisturbed one."""
+"""Rounds of questions whose calls break, many at once, each answer beside the undisturbed one."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from dataclasses import dataclass
 
 from tests.harness.crashes.calls import MOST_BREAKS, CallCrashes
-from tests.harness.crashes.questions import MOST_TOKENS, Questions
-from tests.harness.crashes.tally import Broken, Tally
+from tests.harness.crashes.questions import MOST_TOKENS, Broken, Question, Questions, Reply
 
 AT_ONCE = 16
 
 
-async def break_calls(
-    crashes: CallCrashes, questions: Questions, rng: random.Random, breaks: int
-) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One question's answers: alone, beside others, and beside others with breaks."""
+
+    question: Question
+    alone: Reply | Broken
+    under_load: Reply | Broken
+    with_breaks: Reply | Broken
+
+
+async def break_calls(crashes: CallCrashes, questions: Questions, rng: random.Random, breaks: int) -> list[Compared]:
     """Ask questions alone, then many at once, then many at once with breaks, until so many calls have broken."""
-    undisturbed, disturbed = Tally(), Tally()
+    compared: list[Compared] = []
     before = crashes.replicas.broken
     while crashes.replicas.broken - before < breaks:
         asked = []
         for number in range(AT_ONCE):
             question = questions.draw()
             prepared = await crashes.prepare(question)
-            expected = await crashes.answer(*prepared)
-            if number % 2 and not isinstance(expected, Broken):
-                question = questions.with_stops(question, expected)
+            alone = await crashes.answer(*prepared)
+            if number % 2 and isinstance(alone, Reply):
+                question = questions.with_stops(question, alone)
                 # A seed that was not given is drawn once: what is compared has the same.
                 prepared = (await crashes.prepare(question))[0], prepared[1]
-                expected = await crashes.answer(*prepared)
-            if isinstance(expected, Broken):
-                raise expected
-            asked.append((question, prepared, expected))
-        for tally, plans in ((undisturbed, False), (disturbed, True)):
-            answers = [
-                crashes.answer(*prepared, break_points(rng, len(prepared[1])) if plans else ())
-                for _, prepared, _ in asked
-            ]
-            for (question, _, expected), got in zip(asked, await asyncio.gather(*answers), strict=True):
-                tally.add(question, expected, got)
-    return {"undisturbed_under_load": undisturbed.results(), "with_breaks": disturbed.results()}
+                alone = await crashes.answer(*prepared)
+            asked.append((question, prepared, alone))
+        loaded = await asyncio.gather(*(crashes.answer(*prepared) for _, prepared, _ in asked))
+        breaking = (crashes.answer(*prepared, break_points(rng, len(prepared[1]))) for _, prepared, _ in asked)
+        broken = await asyncio.gather(*breaking)
+        compared += [
+            Compared(question, alone, under_load, with_breaks)
+            for (question, _, alone), under_load, with_breaks in zip(asked, loaded, broken, strict=True)
+        ]
+    return compared
 
 
 def break_points(rng: random.Random, choices: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.api.request import GenerateRequest
 from serve_app.engine.protocol import Engine, EngineOutput
 from serve_app.errors import WarmpathError
-from serve_app.generation.answer import choice_pieces
+from serve_app.generation.answer import ChoiceReader, choice_pieces
 from serve_app.generation.dispatch import MAX_ATTEMPTS, Dispatcher
 from serve_app.generation.generation import Generation
 from serve_app.generation.prepare import Preparer
@@ -39,8 +39,7 @@ from serve_app.replica.token_streams import TokenStream
 from serve_app.structured.matcher import Matchers
 from serve_app.tenants.tenants import DEFAULT_TENANT, Tenant
 from serve_app.tokenization.tokenizer import PromptTokenizer
-from tests.harness.crashes.questions import CHAT, Question, Reply
-from tests.harness.crashes.tally import Broken
+from tests.harness.crashes.questions import CHAT, Broken, Question, Reply
 
 LOSSES = (
     ActorDiedError(), ActorUnavailableError("gone", None), NodeDiedError("gone"), OwnerDiedError("00", None, ""),
@@ -218,7 +217,7 @@ class CallCrashes:
         try:
             read = await asyncio.gather(*(self._choice(index, one, wanted) for index, one in enumerate(asked)))
         except WarmpathError as error:
-            return Broken("cut", repr(error))
+            return Broken(repr(error))
         finally:
             for one in asked:
                 self.replicas.breaks.pop(one.request_id, None)
@@ -231,7 +230,7 @@ class CallCrashes:
         text, reason, tokens = "", "", 0
         decoder, include_stop = self._tokenizer.decoder(), wanted.include_stop_str_in_output
         reader = AnswerReader(generation.sampling, decoder, wanted.stop, include_stop=include_stop)
-        pieces = choice_pieces(index, generation, self._dispatcher, reader)
+        pieces = choice_pieces(generation, self._dispatcher, ChoiceReader(index, generation, reader, None))
         async for piece in pieces:
             text += piece.text
             tokens += piece.new_tokens

@@ -37,41 +37,37 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """An answer that is none."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """One request. ``options``: what of the contract it is about."""
+    """One request."""
 
     path: str
     body: Mapping[str, Any]
-    options: tuple[str, ...]
-
-    @property
-    def choices(self) -> int:
-        """How many answers it gets, over all prompts."""
-        prompt = self.body.get("prompt")
-        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-        return int(self.body["n"]) * prompts
 
 
 class Questions:
     """Draws questions for one deployment. ``adapters`` and ``prompt_refs``: names that it serves.
 
-    ``needs_seed``: without a seed every answer is another one. ``has_logits``: there is a model, whose choice of tokens
-    rules and grammars can change.
+    ``has_logits``: there is a model, whose choice of tokens rules and grammars can change.
     """
 
     def __init__(
         self,
         rng: random.Random,
         *,
-        adapters: Sequence[str] = (),
-        prompt_refs: Sequence[str] = (),
-        needs_seed: bool = True,
-        has_logits: bool = True,
+        adapters: Sequence[str],
+        prompt_refs: Sequence[str],
+        has_logits: bool,
     ) -> None:
         self._random = rng
         self._adapters = adapters
         self._prompt_refs = prompt_refs
-        self._needs_seed = needs_seed
         self._has_logits = has_logits
 
     def draw(self) -> Question:
@@ -84,34 +80,26 @@ class Questions:
             "max_tokens": rng.choice([1, 2, 8, 15, 16, 17, MOST_TOKENS, MOST_TOKENS]),
             "stream": rng.random() < 0.7,
         }
-        options = ["chat" if path == CHAT else "completions", "streamed" if body["stream"] else "whole"]
         if path == CHAT:
             system = [{"role": "system", "content": f"Rules of the {rng.choice(_WORDS[:3])}: " + "be brief. " * 60}]
             body["messages"] = [*(system if rng.random() < 0.5 else ()), {"role": "user", "content": self._text()}]
         else:
             prompts: list[Any] = [self._text(), [rng.randrange(300, 3000) for _ in range(rng.randrange(1, 40))]]
             body["prompt"] = rng.choice([prompts[0], prompts[1], [self._text(), self._text()]])
-        self._sampling(body, options)
-        if body["n"] > 1 or (path == COMPLETIONS and Question(path, body, ()).choices > 1):
-            options.append("several choices")
+        self._sampling(body)
         if body["stream"] and rng.random() < 0.5:
             body["stream_options"] = {"include_usage": True}
-        if self._adapters and rng.random() < 0.3:
+        if rng.random() < 0.3:
             body["lora_name"] = rng.choice(self._adapters)
-            options.append("lora")
-        if self._prompt_refs and rng.random() < 0.3 and (path == CHAT or isinstance(body["prompt"], str)):
+        if rng.random() < 0.3 and (path == CHAT or isinstance(body["prompt"], str)):
             body["prompt_ref"] = rng.choice(self._prompt_refs)
-            options.append("public prompt")
         if path == CHAT and rng.random() < 0.2:
             body["save_system_prompt_kv_cache"] = True
-            options.append("save")
         if rng.random() < 0.2:
             body["cache_salt"] = rng.choice(_WORDS)
-            options.append("salt")
         if rng.random() < 0.3:
             body["disable_spec_decode"] = True
-            options.append("no speculation")
-        return Question(path, body, tuple(options))
+        return Question(path, body)
 
     def with_stops(self, question: Question, reply: Reply) -> Question:
         """Return the question with stop strings out of its own answer: one that ends it, others held back in vain."""
@@ -122,41 +110,34 @@ class Questions:
         found = text[start : start + self._random.randrange(1, 4)]
         begun = text[: self._random.randrange(1, min(len(text), 12))] + "\x01"
         stops = [found, begun] if self._random.random() < 0.7 else [begun, text[start:] + "\x02"]
-        return replace(question, body={**question.body, "stop": stops}, options=(*question.options, "stop strings"))
+        return replace(question, body={**question.body, "stop": stops})
 
     def _text(self) -> str:
         rng = self._random
         words = " ".join(rng.choice(_WORDS) for _ in range(rng.choice([1, 5, 20, 150])))
         return f"{rng.randrange(1000)} {words} déjà 木 🌍" if rng.random() < 0.3 else words
 
-    def _sampling(self, body: dict[str, Any], options: list[str]) -> None:
+    def _sampling(self, body: dict[str, Any]) -> None:
         rng = self._random
         greedy = rng.random() < 0.4
         body["temperature"] = 0 if greedy else rng.choice([0.3, 0.7, 1.0, 1.5])
-        options.append("greedy" if greedy else "sampled")
-        if self._needs_seed or not greedy:
+        if not greedy:
             body["seed"] = rng.choice([0, 1, -7, 2**62 + 3, rng.randrange(1 << 31)])
-        else:
-            options.append("no seed")
         if not greedy and rng.random() < 0.4:
             body |= {"top_p": rng.choice([0.5, 0.95]), "top_k": rng.choice([0, 5, 100])}
-            options.append("top-p, top-k")
         if rng.random() < 0.3:
             body["ignore_eos"] = True
         if rng.random() < 0.2:
             body["min_tokens"] = rng.randrange(body["max_tokens"] + 1)
             body |= {"stop_token_ids": rng.sample(range(300, 3000), 100), "include_stop_str_in_output": True}
-            options.append("stop tokens")
         if self._has_logits and rng.random() < 0.4:
-            self._rules(body, options)
+            self._rules(body)
 
-    def _rules(self, body: dict[str, Any], options: list[str]) -> None:
+    def _rules(self, body: dict[str, Any]) -> None:
         rng = self._random
         if rng.random() < 0.6:
             body |= {"presence_penalty": rng.choice([-0.5, 1.5]), "frequency_penalty": rng.choice([0, 0.7])}
             body |= {"repetition_penalty": rng.choice([0.9, 1.3]), "bad_words": rng.sample(_WORDS, 3)}
             body |= {"logit_bias": {str(rng.randrange(3000)): rng.choice([-100, 4])}, "min_p": rng.choice([0, 0.05])}
-            options.append("rules")
         if rng.random() < 0.6:
             body["structured_outputs"] = rng.choice(_GRAMMARS)
-            options.append("grammar")

@@ -1,62 +1,113 @@
-"""Two instances for all modules of this folder: Ray is started twice, not once a module."""
+"""One instance of a real model for this folder: tenants, adapters, prompts; two replicas and two ingresses."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+import yaml
+from openai import OpenAI
 
+from benchmarks.common.random_adapters import make_adapters
 from benchmarks.common.server import instance
-from tests.integration.conftest import START, alone
-from tests.serve_app.tracing.spans import Collector, collecting
+from serve_app.checkpoints.demo_model import ensure_demo_model
+from serve_app.prompts.lock import PromptDirectory
+from serve_app.tenants.tenants import make_api_key
+from tests.integration.conftest import HTTP, PATIENCE_S, alone, replicas_of, wait_until_cached
 
-ROOT = Path(__file__).parents[3]
-EXPORTER = importlib.util.find_spec("opentelemetry.exporter.otlp") is not None
-
-_BENCHMARK = """
-import sys, time
-from benchmarks.common.server import instance
-settings = ["dtype=float32", "policy=round_robin", "served_model_name=second", "strict=true", *sys.argv[1:]]
-with instance("--model", "demo", *(f"--set={setting}" for setting in settings)) as url:
-    print(url, flush=True)
-    time.sleep(3600)
-"""
+CHAT = "/v1/chat/completions"
+INGRESSES = 2
+NAMES = ("acme", "globex", "initech", "initrode", "passing", "narrow", "expired", "revoked", "operator")
+KEYS = {name: make_api_key() for name in NAMES}
+RULES = "You advise on berths and tides. Name the ship before any advice, and the hour after it. " * 6
+"""A public prompt."""
 
 
-@pytest.fixture(scope="package")
-def url() -> Iterator[str]:
-    """Two replicas of the demo model in float32, no tenants."""
-    with alone(instance("--model", "demo", "--set", "dtype=float32", "--set", "kv_cache_bytes=268435456")) as base:
-        yield base
+def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
 
 
 @dataclass(frozen=True, slots=True)
-class Second:
-    """An instance that a benchmark of its own process started, and that process; ``collector`` gets its traces."""
+class Served:
+    """The instance, as its tenants and its operator see it. ``root``: where its adapters and prompts lie."""
 
     url: str
-    collector: Collector
-    benchmark: subprocess.Popen[str]
+    root: Path
+
+    def headers(self, name: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {KEYS[name][0]}"}
+
+    def openai(self, name: str = "acme") -> OpenAI:
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key=KEYS[name][0], max_retries=0, timeout=PATIENCE_S, http_client=HTTP
+        )
+
+    def get(self, path: str, name: str) -> httpx.Response:
+        return HTTP.get(self.url + path, headers=self.headers(name))
+
+    def post(self, path: str, name: str, **body: object) -> httpx.Response:
+        return HTTP.post(self.url + path, headers=self.headers(name), json=body)
+
+    def chat(self, name: str, *messages: tuple[str, str], **body: object) -> tuple[int, int, str]:
+        """Prompt tokens, cached ones among them, and the answer."""
+        wanted = {"model": "demo", "max_tokens": 4, "temperature": 0, "messages": said(*messages), **body}
+        answer = self.post(CHAT, name, **wanted).raise_for_status().json()
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return usage["prompt_tokens"], cached, answer["choices"][0]["message"]["content"]
+
+    def wait_until_held(self, name: str, tokens: int, *messages: tuple[str, str], **body: Any) -> None:
+        """Wait until both routers have heard that a replica holds so much of a tenant's prompt."""
+        asked = {"model": "demo", "tenant": name, "messages": said(*messages), **body}
+        wait_until_cached(self.url, asked, tokens, self.headers("operator"), INGRESSES)
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        return replicas_of(self.url, self.headers("operator"))
 
 
 @pytest.fixture(scope="package")
-def second() -> Iterator[Second]:
-    """Two strict replicas beside the other instance's, to which requests go in turn, whatever they hold."""
-    with collecting() as collector:
-        traces = [f"otlp_endpoint={collector.url}"] if EXPORTER else []
-        command, env = [sys.executable, "-c", _BENCHMARK, *traces], {**os.environ, "NO_PROXY": "127.0.0.1"}
-        with START:
-            benchmark = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
-            assert benchmark.stdout is not None
-            url = benchmark.stdout.readline().strip()
-        try:
-            yield Second(url, collector, benchmark)
-        finally:
-            benchmark.terminate()
-            benchmark.wait(240)
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The demo model in float32 with one preloaded adapter; more lie in ``root``, and versions of two prompts."""
+    root, model = tmp_path_factory.mktemp("served"), ensure_demo_model("demo")
+    for spec, name in zip(make_adapters(model, root, 3), ("pirate", "poet", "judge"), strict=True):
+        Path(spec.path).rename(root / name)
+    shelf, file = PromptDirectory(root / "prompts"), root / "prompt.txt"
+    for ref, tenant in (("clerk@1", None), ("clerk@2", None), ("pilot@1", "acme")):
+        file.write_text(f"You are {ref}. " * 60)
+        shelf.add(ref, file, tenant)
+    keys = {name: key[1] for name, key in KEYS.items()}
+    ended = [
+        {"sha256": keys["expired"], "expires": "2001-01-01T00:00:00Z"},
+        {"sha256": keys["revoked"], "revoked": True},
+    ]
+    tenants: list[dict[str, Any]] = [
+        {"name": "acme", "key_sha256": [keys["acme"]]},
+        {"name": "globex", "key_sha256": [keys["globex"], *ended]},
+        {"name": "initech", "key_sha256": [keys["initech"]], "trust_group": "init"},
+        {"name": "initrode", "key_sha256": [keys["initrode"]], "trust_group": "init"},
+        {"name": "passing", "key_sha256": [keys["passing"]], "store_kv": False},
+        {"name": "narrow", "key_sha256": [keys["narrow"]], "models": ["pirate"]},
+    ]
+    settings = {
+        "model": "demo",
+        "dtype": "float32",
+        "kv_cache_bytes": 128 * 1024 * 1024,
+        "ingress_replicas": INGRESSES,
+        "tenants": tenants,
+        "operator_key_sha256": [keys["operator"]],
+        "public_prompts": [{"name": "rules", "version": "2", "text": RULES}],
+        "prompts_dir": str(root / "prompts"),
+        "usage_file": str(root / "usage.sqlite"),
+        "prices": {"input_per_million": 3, "output_per_million": 15},
+        "pin_budget": 300,
+        "lora_adapters": {"pirate": str(root / "pirate")},
+        "lora_root": str(root),
+        "allow_runtime_lora": True,
+    }
+    (root / "settings.yaml").write_text(yaml.safe_dump(settings))
+    with alone(instance("--config", str(root / "settings.yaml"))) as url:
+        yield Served(url, root)

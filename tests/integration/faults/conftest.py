@@ -1,16 +1,35 @@
-"""One instance for all modules of this folder: slow replicas with little room, to have time to kill them in."""
+"""Two instances for all modules of this folder: slow simulated replicas with little room, to have time to kill them in.
+
+The second is in Ray Serve's other mode, and was started by a benchmark in a process of its own.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from benchmarks.common.server import instance
 from serve_app.checkpoints.demo_model import ensure_demo_model
-from tests.integration.conftest import alone
+from tests.integration.conftest import START, alone
+from tests.serve_app.tracing.spans import Collector, collecting
+
+EXPORTER = importlib.util.find_spec("opentelemetry.exporter.otlp") is not None
+
+_BENCHMARK = """
+import sys, time
+from benchmarks.common.server import instance
+with instance(*sys.argv[1:], env={"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}) as url:
+    print(url, flush=True)
+    time.sleep(3600)
+"""
 
 
 @pytest.fixture(scope="package")
@@ -39,3 +58,30 @@ def flags(model: Path) -> Sequence[str]:
 def url(flags: Sequence[str]) -> Iterator[str]:
     with alone(instance(*flags)) as base:
         yield base
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """An instance that a benchmark of its own process started, and that process; ``collector`` gets its traces."""
+
+    url: str
+    collector: Collector
+    benchmark: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="package")
+def second(flags: Sequence[str]) -> Iterator[Second]:
+    """Replicas beside the other instance's, to which requests go in turn, whatever they hold."""
+    with collecting() as collector:
+        more = ["--set=policy=round_robin"] + ([f"--set=otlp_endpoint={collector.url}"] if EXPORTER else [])
+        command, env = [sys.executable, "-c", _BENCHMARK, *flags, *more], {**os.environ, "NO_PROXY": "127.0.0.1"}
+        root = Path(__file__).parents[3]
+        with START:
+            benchmark = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, env=env)
+            assert benchmark.stdout is not None
+            url = benchmark.stdout.readline().strip()
+        try:
+            yield Second(url, collector, benchmark)
+        finally:
+            benchmark.terminate()
+            benchmark.wait(240)

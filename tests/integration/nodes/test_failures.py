@@ -7,118 +7,235 @@ with it: nothing can hold a client's connection but the process that has it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from cluster.local import LocalCluster
-from tests.harness.failures import strikes
-from tests.harness.failures.clients import Clients, Seen
-from tests.integration.conftest import alone, eventually
+from benchmarks.common.client import RequestFailed, stream_events
+from benchmarks.common.prompts import text_of
+from benchmarks.common.server import NO_CERTIFICATES, answers
+from cluster.local import LocalCluster, application
+from serve_app.checkpoints.sources.resolve import resolve_model
+from tests.integration.conftest import PATIENCE_S, alone, cache_state, eventually
 
 pytestmark = pytest.mark.integration
 
-REQUESTS = 4
-ALL_WHOLE = {"whole": REQUESTS, "lost": 0, "cut short": 0, "altered": 0}
+REPLICAS, INGRESSES, REQUESTS = 3, 2, 4
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "engine": "simulated",
+    "replicas": REPLICAS,
+    "ingress_replicas": INGRESSES,
+    "simulated_prefill_tokens_per_s": 4000,
+    "simulated_decode_step_s": 0.02,
+}
+SURGE = {"max_surge_percent": 50}
+"""A rolling update starts a new one before it stops an old one: there is room for all, and a cache to start from."""
+LATE_TOKENS = 8000
+"""Of a prompt that is killed before its first byte."""
+MARK = f"warmpath-{secrets.token_hex(16)}"
+
+
+def deployed(**settings: object) -> dict[str, Any]:
+    return application({**SETTINGS, **settings}, {"Replica": SURGE, "Ingress": SURGE})
 
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[LocalCluster]:
-    with alone(LocalCluster(3)) as made:
-        made.deploy(strikes.deployed())
+    with alone(LocalCluster(3, env={"WARMPATH_TEST_MARK": MARK})) as made:
+        made.deploy(deployed())
         yield made
 
 
 @pytest.fixture
 def cluster(running: LocalCluster) -> LocalCluster:
     """The cluster, whole again after whatever was killed before."""
-    strikes.wait_until_whole(running)
+    eventually(lambda: is_whole(running), 300)
     return running
 
 
-def disturbed(
-    cluster: LocalCluster,
-    asked: Sequence[dict[str, Any]],
-    ready: Callable[[Sequence[Seen]], Awaitable[bool]],
-    strike: Callable[[LocalCluster], float],
-) -> dict[str, int]:
-    """Ask undisturbed, then with the strike; return how the second answers compare with the first."""
-
-    async def run() -> dict[str, int]:
-        clients = Clients(cluster.url)
-        await clients.undisturbed(asked)
-        seen, _ = await clients.disturbed(asked, ready, lambda: strike(cluster))
-        return clients.outcomes(seen)
-
-    return asyncio.run(run())
+def names(cluster: LocalCluster, *kinds: str) -> set[str]:
+    return {process["name"] for process in cluster.processes() if process["kind"] in kinds}
 
 
-def names(cluster: LocalCluster, kind: str) -> set[str]:
-    return {one["name"] for one in cluster.processes(kind)}
+def is_whole(cluster: LocalCluster) -> bool:
+    """Whether as many run as were asked for, HTTP answers, and the router has heard of all that are alive."""
+    running = {name: found["replica_states"] for name, found in cluster.status()["deployments"].items()}
+    if running != {"Replica": {"RUNNING": REPLICAS}, "Ingress": {"RUNNING": INGRESSES}}:
+        return False
+    # Serve's status counts a replica of a dead node as running until the controller notices.
+    heard = {name for name, replica in here(cluster).items() if replica["report_age_s"] is not None}
+    return len(heard) == REPLICAS and heard == names(cluster, "Replica")
+
+
+def here(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
+    """The replicas that are not away: of one that was killed a moment ago its last load is still told."""
+    return {each["replica_id"]: each for each in cache_state(cluster.url)["replicas"] if not each["away"]}
+
+
+def at_work(cluster: LocalCluster) -> bool:
+    """Whether a replica has told that it works."""
+    return any(each["running_sequences"] + each["waiting_sequences"] for each in here(cluster).values())
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client has had so far; of two equal ones each is whole, where one was undisturbed."""
+
+    text: str = ""
+    tokens: int = 0
+    ending: str = ""
+
+
+class Clients:
+    """Ask one server ``REQUESTS`` questions; every second one greedy, the others sampled with a seed.
+
+    ``first``: the number of the first prompt, so that no two tests share one.
+    """
+
+    def __init__(self, cluster: LocalCluster, first: int, tokens: int, max_tokens: int) -> None:
+        self._cluster = cluster
+        texts = [text_of(tokens, resolve_model("demo"), first + number) for number in range(REQUESTS)]
+        self._bodies = [
+            {"model": "demo", "prompt": text, "max_tokens": max_tokens, "temperature": seed % 2, "seed": seed}
+            for seed, text in enumerate(texts)
+        ]
+        # Under a salt, which leaves the caches of the others cold.
+        self.undisturbed = asyncio.run(self._ask_all("undisturbed"))
+        assert {answer.ending for answer in self.undisturbed} == {"length"}
+
+    def disturbed(self, strike: Callable[[], object], begun_tokens: int) -> list[Answer]:
+        """Ask, and strike once every stream has so many tokens; 0: once a replica works, and nobody has had a byte."""
+
+        async def run() -> list[Answer]:
+            got = [Answer() for _ in self._bodies]
+            asking = asyncio.create_task(self._ask_all("", got))
+            while min(answer.tokens for answer in got) < begun_tokens or not await asyncio.to_thread(
+                at_work, self._cluster
+            ):
+                assert not asking.done(), "every request was done before anything could fail"
+                await asyncio.sleep(0.02)
+            assert begun_tokens or not any(answer.tokens for answer in got), "ask for longer prompts"
+            await asyncio.to_thread(strike)
+            return await asking
+
+        return asyncio.run(run())
+
+    def under_load(self, during: Callable[[], object]) -> list[list[Answer]]:
+        """Ask again and again until ``during`` returns; return all rounds."""
+
+        async def run() -> list[list[Answer]]:
+            rounds = []
+            happens = asyncio.create_task(asyncio.to_thread(during))
+            while not happens.done():
+                rounds.append(await self._ask_all(""))
+            await happens
+            return rounds
+
+        return asyncio.run(run())
+
+    async def _ask_all(self, salt: str, got: Sequence[Answer] = ()) -> list[Answer]:
+        # A connection for each request: those that share one would break together.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        seen = list(got) or [Answer() for _ in self._bodies]
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, verify=NO_CERTIFICATES) as client:
+            await asyncio.gather(
+                *(self._ask(client, body, salt, answer) for body, answer in zip(self._bodies, seen, strict=True))
+            )
+        return seen
+
+    async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any], salt: str, answer: Answer) -> None:
+        salted = {**body, "stream": True, **({"cache_salt": salt} if salt else {})}
+        try:
+            async for event in stream_events(client, f"{self._cluster.url}/v1/completions", salted):
+                for choice in event["choices"]:
+                    answer.tokens += 1
+                    answer.text += choice["text"]
+                    answer.ending = choice["finish_reason"] or ""
+        except (httpx.HTTPError, RequestFailed) as error:
+            answer.ending = f"{type(error).__name__}: {error}"
+
+
+def texts(answers: Sequence[Answer]) -> list[tuple[str, str]]:
+    return [(answer.ending, answer.text) for answer in answers]
 
 
 def test_controller_killed(cluster: LocalCluster) -> None:
-    """Streams go on, and Serve finds the same replicas again."""
-    before = names(cluster, "Replica"), names(cluster, "Ingress")
-    old = cluster.processes("controller")[0]["pid"]
-    asked = strikes.bodies(REQUESTS, 100, tokens=100, max_tokens=150)
-    assert disturbed(cluster, asked, strikes.streaming(cluster), strikes.kill_controller) == ALL_WHOLE
-    eventually(lambda: [one["pid"] for one in cluster.processes("controller")] not in ([], [old]))
-    strikes.wait_until_whole(cluster)
-    assert (names(cluster, "Replica"), names(cluster, "Ingress")) == before
-
-
-def test_replica_killed_before_the_first_byte(cluster: LocalCluster) -> None:
-    before = names(cluster, "Replica")
-    asked = strikes.bodies(REQUESTS, 200, tokens=strikes.LATE_TOKENS, max_tokens=10)
-    assert disturbed(cluster, asked, strikes.computing(cluster), strikes.kill_busiest_replica) == ALL_WHOLE
-    eventually(lambda: len(before - names(cluster, "Replica")) == 1)
-
-
-def test_replica_killed_in_the_middle_of_streams(cluster: LocalCluster) -> None:
-    before = names(cluster, "Replica")
-    asked = strikes.bodies(REQUESTS, 300, tokens=500, max_tokens=150)
-    assert disturbed(cluster, asked, strikes.streaming(cluster), strikes.kill_busiest_replica) == ALL_WHOLE
-    eventually(lambda: len(before - names(cluster, "Replica")) == 1)
+    """Streams go on, and Serve finds the same replicas again. (docs/failures.md)"""
+    before = names(cluster, "Replica", "Ingress")
+    clients = Clients(cluster, 100, tokens=100, max_tokens=150)
+    killed: list[int] = []
+    got = clients.disturbed(lambda: killed.append(cluster.kill("controller")), 10)
+    assert texts(got) == texts(clients.undisturbed)
+    eventually(lambda: [process["pid"] for process in cluster.processes("controller")] not in ([], killed))
+    eventually(lambda: is_whole(cluster))
+    assert names(cluster, "Replica", "Ingress") == before
 
 
 def test_one_of_two_ingresses_killed_before_the_first_byte(cluster: LocalCluster) -> None:
     """Requests that it had taken go to the other one: nobody has had a byte of their answers."""
     before = names(cluster, "Ingress")
-    asked = strikes.bodies(REQUESTS, 400, tokens=strikes.LATE_TOKENS, max_tokens=10)
-    assert disturbed(cluster, asked, strikes.computing(cluster), strikes.kill_ingress) == ALL_WHOLE
+    clients = Clients(cluster, 400, tokens=LATE_TOKENS, max_tokens=10)
+    got = clients.disturbed(lambda: cluster.kill("Ingress"), 0)
+    assert texts(got) == texts(clients.undisturbed)
     eventually(lambda: len(before - names(cluster, "Ingress")) == 1)
 
 
 def test_rolling_update_under_load(cluster: LocalCluster) -> None:
     """A setting that restarts everything: new replicas and ingresses take over without a client noticing."""
-    asked = strikes.bodies(REQUESTS, 500, tokens=100, max_tokens=40)
+    clients = Clients(cluster, 500, tokens=100, max_tokens=40)
+    before = names(cluster, "Replica", "Ingress")
 
-    async def run() -> dict[str, int]:
-        clients = Clients(cluster.url)
-        await clients.undisturbed(asked)
-        seen = await clients.under_load(asked, REQUESTS, lambda: strikes.rolling_update(cluster, 1))
-        return clients.outcomes(seen)
+    def update() -> None:
+        cluster.deploy(deployed(save_ttl_s=1000))
+        eventually(lambda: not before & names(cluster, "Replica", "Ingress"), 300)
 
-    outcomes = asyncio.run(run())
-    assert outcomes.pop("whole") >= REQUESTS
-    assert not any(outcomes.values()), outcomes
+    rounds = clients.under_load(update)
+    assert rounds
+    for got in rounds:
+        assert texts(got) == texts(clients.undisturbed)
 
 
 def test_node_killed_with_its_replicas(cluster: LocalCluster) -> None:
     """Other nodes take its replicas; as many run as before."""
     replicas = cluster.processes("Replica")
-    on_it = {one["name"] for one in replicas if one["node"] == max(each["node"] for each in replicas)}
-    asked = strikes.bodies(REQUESTS, 600, tokens=500, max_tokens=150)
-    assert disturbed(cluster, asked, strikes.streaming(cluster), strikes.kill_node) == ALL_WHOLE
+    node = max(replica["node"] for replica in replicas)
+    on_it = {replica["name"] for replica in replicas if replica["node"] == node}
+    clients = Clients(cluster, 600, tokens=500, max_tokens=150)
+    got = clients.disturbed(lambda: cluster.kill_node(node), 10)
+    assert texts(got) == texts(clients.undisturbed)
     eventually(lambda: not on_it & names(cluster, "Replica"))
 
 
 def test_haproxy_killed(cluster: LocalCluster) -> None:
     """Nothing listens until Serve has noticed; then everything is as before."""
     before = names(cluster, "Replica")
-    assert strikes.seconds_until_http_answers(cluster) < strikes.UP_TIMEOUT_S
-    asked = strikes.bodies(REQUESTS, 700, tokens=100, max_tokens=10)
-    asyncio.run(Clients(cluster.url).undisturbed(asked))
+    cluster.kill("haproxy")
+    eventually(lambda: answers(f"{cluster.url}/health"))
+    Clients(cluster, 700, tokens=100, max_tokens=10)
     assert names(cluster, "Replica") == before
+
+
+def test_a_stop_leaves_no_process(cluster: LocalCluster) -> None:
+    """Of all that inherited a mark in its environment; simulated replicas had no torch. (docs/cluster.md)"""
+
+    def marked() -> set[int]:
+        found = set()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if MARK.encode() in environment.read_bytes():
+                    found.add(int(environment.parent.name))
+            except OSError:  # it has ended
+                continue
+        return found
+
+    replica = cluster.processes("Replica")[0]["pid"]
+    assert "libtorch" not in Path(f"/proc/{replica}/maps").read_text()
+    assert marked()
+    cluster.stop()
+    eventually(lambda: not marked())

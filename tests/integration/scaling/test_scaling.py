@@ -1,16 +1,19 @@
-"""Replicas that join and leave real Ray Serve, with simulated engines: caches, saves and streams survive both."""
+"""Replicas that join and leave real Ray Serve, with simulated engines: caches, saves and streams survive both.
+
+Some die in the middle of it: the mortal ones, which a rolling update brings.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
+from pathlib import Path
 
-import httpx
 import pytest
 
-from cluster.local import LocalCluster
-from tests.integration.conftest import PATIENCE_S, eventually, replicas_of, wait_for_replicas, wait_until_cached
+from cluster.local import LocalCluster, application
+from tests.integration.conftest import HTTP, PATIENCE_S, eventually, metric, replicas_of, wait_for_replicas
+from tests.integration.conftest import wait_until_cached as wait_until_heard
 from tests.integration.scaling.stage import (
+    SETTINGS,
     SYSTEM_TOKENS,
     ask,
     ask_at_once,
@@ -25,89 +28,98 @@ from tests.integration.scaling.stage import (
 
 pytestmark = pytest.mark.integration
 
-DRAIN_S, NO_DRAIN_S = 9, 3
-"""Both shorter than a long stream; the second leaves no time for a hand-over."""
-LONG_TOKENS = 600
-"""12 seconds."""
+DRAIN_S, NO_DRAIN_S = 8, 3
+"""The first has time for a hand-over, and not for a long stream; the second for neither."""
+LONG_TOKENS, STREAM_TOKENS = 400, 250
+"""8 and 5 seconds."""
 
 
-def test_a_new_replica_has_what_its_peer_had_before_its_first_request(cluster: LocalCluster) -> None:
-    """The only peer is killed once the new one runs: what is cached then came with the pre-warm."""
-    scale(cluster, 1)
-    url = cluster.url
-    wait_for_replicas(url, 1)
-    (old,) = replicas_of(url)
-    systems = texts(5, 100)
-    answers = [ask(url, body(system))[0] for system in systems]
-    wait_until_cached(url, body(systems[-1]), SYSTEM_TOKENS - 16)
-    scale(cluster, 2)
-    wait_for_replicas(url, 2)
-    (new,) = replicas_of(url).keys() - {old}
-    receipt = notices(url, "prewarm")[new]
-    assert receipt["blocks"] >= 5 * (SYSTEM_TOKENS // 16 - 1)
-    assert not receipt["skipped_blocks"]
-    assert replicas_of(url)[new]["blocks"]["pool"] >= receipt["blocks"]
-    os.kill(int(replicas_of(url)[old]["pid"]), signal.SIGKILL)
-    for system, answer in zip(systems, answers, strict=True):
-        text, cached = ask(url, body(system))
-        assert text == answer
-        assert cached >= SYSTEM_TOKENS - 16
-    wait_for_replicas(url, 2, [old])
+@pytest.fixture
+def url(cluster: LocalCluster) -> str:
+    return cluster.url
 
 
-def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster) -> None:
-    """Three become one: every prompt is a hit there, a save is still one, and every answer is the same."""
-    url = cluster.url
+def scale_mortal(cluster: LocalCluster, replicas: int, *, wait: bool = True) -> None:
+    """Deploy with so many mortal replicas; where there were others, each is replaced, the new one first."""
+    surge = {"max_surge_percent": 100}
+    options = {"Replica": {"num_replicas": replicas, **surge}, "Ingress": surge}
+    wanted = application({**SETTINGS, "num_blocks": 700}, options)
+    wanted["import_path"] = "tests.integration.scaling.mortal:build_app"
+    cluster.deploy(wanted, PATIENCE_S if wait else 0)
+
+
+def forget(url: str) -> None:
+    """Have every replica forget what it has cached."""
+    HTTP.post(f"{url}/reset_prefix_cache").raise_for_status()
+    eventually(lambda: not any(replica["blocks"].get("pool") for replica in replicas_of(url).values()))
+
+
+def wait_until_cached(url: str, request: dict[str, object], tokens: int = SYSTEM_TOKENS) -> None:
+    wait_until_heard(url, request, tokens - 16)
+
+
+def asked(url: str, systems: list[str]) -> list[str]:
+    """The answers to each prompt, once the router has heard where all are cached."""
+    answers = [text for text, _ in ask_at_once(url, map(body, systems))]
+    for system in systems:
+        wait_until_cached(url, body(system))
+    return answers
+
+
+def test_what_a_leaving_replica_held_is_cached_where_it_was_not(cluster: LocalCluster, url: str) -> None:
+    """Three become one: every prompt is a hit there, a save is still one, and every answer is the same.
+
+    docs/lifecycle.md
+    """
     scale(cluster, 3)
     wait_for_replicas(url, 3)
     systems, saved = texts(12, 200), texts(3, 300)
-    save = {"save_system_prompt_kv_cache": True}
-
-    requests = [body(system) for system in systems] + [body(system, **save) for system in saved]
+    requests = [body(system) for system in systems]
+    requests += [body(system, save_system_prompt_kv_cache=True) for system in saved]
     answers = ask_at_once(url, requests)
     assert max(cached for _, cached in answers[:12]) < 64
     for request in requests:
-        wait_until_cached(url, request, SYSTEM_TOKENS - 16)
+        wait_until_cached(url, request)
     before = replicas_of(url)
     scale(cluster, 1)
     wait_for_replicas(url, 1)
     (stays,) = replicas_of(url)
-    gone = before.keys() - {stays}
-    wait_left(url, set(gone))
-    receipts = [notices(url, "handover")[name] for name in gone]
+    left = before.keys() - {stays}
+    wait_left(url, left)
+    receipts = [notices(url, "handover")[name] for name in left]
     assert sum(receipt["blocks"] for receipt in receipts) > 0
     assert not any(reason != "held_by_peer" for receipt in receipts for reason in receipt["skipped_blocks"])
     assert sum(receipt["saves_lost"] for receipt in receipts) == 0
-    again = ask_at_once(url, [body(system) for system in systems + saved])
+    again = ask_at_once(url, map(body, systems + saved))
     assert [text for text, _ in again] == [text for text, _ in answers]
     assert min(cached for _, cached in again) >= SYSTEM_TOKENS - 16
     eventually(lambda: replicas_of(url)[stays]["blocks_pinned"] >= 3 * (SYSTEM_TOKENS // 16 - 1))
-    metrics = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
-    assert "warmpath_handover_blocks_total" in metrics
+    assert metric(url, "warmpath_handover_blocks_total{") > 0
 
 
 @pytest.mark.parametrize("graceful_s", [DRAIN_S, NO_DRAIN_S])
-def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(cluster: LocalCluster, graceful_s: int) -> None:
+def test_streams_longer_than_the_drain_go_on_elsewhere_token_for_token(
+    cluster: LocalCluster, url: str, graceful_s: int
+) -> None:
     """Their replica is stopped in the middle; without time for a hand-over cache is lost, and nothing else.
 
     docs/lifecycle.md
     """
-    url, options = cluster.url, {"graceful_shutdown_timeout_s": graceful_s}
+    options = {"graceful_shutdown_timeout_s": graceful_s}
     scale(cluster, 2, **options)
     wait_for_replicas(url, 2)
     before = replicas_of(url)
     disturbed = long_streams(url, 400, LONG_TOKENS, lambda: scale(cluster, 1, wait=False, **options))
     wait_for_replicas(url, 1)
-    (gone,) = before.keys() - replicas_of(url).keys()
+    (left,) = before.keys() - replicas_of(url).keys()
     if graceful_s == DRAIN_S:
-        eventually(lambda: notices(url, "handover").get(gone, {}).get("blocks", 0) > 0)
+        eventually(lambda: notices(url, "handover").get(left, {}).get("blocks", 0) > 0)
     # Not before: what another replica holds as well is not handed over.
     assert disturbed == undisturbed(url, 400, LONG_TOKENS)
 
 
-def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster) -> None:
+def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster, url: str) -> None:
     """A new version whose model is not there: the old replica that is left answers everything, until the way back."""
-    url = cluster.url
     scale(cluster, 2)
     wait_for_replicas(url, 2)
     before = set(replicas_of(url))
@@ -122,26 +134,99 @@ def test_a_replica_that_cannot_start_takes_no_traffic(cluster: LocalCluster) -> 
 
     eventually(given_up, 300.0)
     assert len(answers) == 1
-    scale(cluster, 2, wait=False)
-    wait_for_replicas(url, 2)
+    scale(cluster, 1, wait=False)
+    wait_for_replicas(url, 1)
     assert ask(url, request)[0] in answers
 
 
-def test_a_prewarm_survives_a_peer_that_hangs_and_dies(cluster: LocalCluster) -> None:
-    """What the other peer holds is there; the start takes no longer than its budget."""
-    url = cluster.url
-    scale(cluster, 2)
+def test_a_rolling_update_starts_with_what_the_old_replica_had(cluster: LocalCluster, url: str) -> None:
+    """The new one copies it before the old one leaves, so its first requests are hits. (docs/lifecycle.md)"""
+    scale(cluster, 1)
+    wait_for_replicas(url, 1)
+    forget(url)
+    (old,) = replicas_of(url)
+    systems = texts(5, 700)
+    answers = asked(url, systems)
+    scale_mortal(cluster, 1)
+    wait_left(url, {old})
+    wait_for_replicas(url, 1, [old])
+    (new,) = replicas_of(url)
+    copied, given = notices(url, "prewarm")[new], notices(url, "handover")[old]
+    assert copied["blocks"] >= 5 * (SYSTEM_TOKENS // 16)
+    assert not copied["skipped_blocks"]
+    assert given["blocks"] == 0
+    assert set(given["skipped_blocks"]) == {"held_by_peer"}
+    wait_until_cached(url, body(systems[-1]))
+    again = [ask(url, body(system)) for system in systems]
+    assert [text for text, _ in again] == answers
+    assert min(cached for _, cached in again) >= SYSTEM_TOKENS - 16
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_prewarm(cluster: LocalCluster, url: str, faults: Path) -> None:
+    """It gave the beginning that all prompts share: the new replica starts with that, and within its time.
+
+    docs/lifecycle.md
+    """
+    scale_mortal(cluster, 1)
+    wait_for_replicas(url, 1)
+    forget(url)
+    (dies,) = replicas_of(url)
+    (shared,) = texts(1, 800)
+    systems = [f"{shared} {text}" for text in texts(4, 810)]
+    answers = asked(url, systems)
+    (faults / "export_kv").write_text("1")
+    scale_mortal(cluster, 2, wait=False)
+    wait_for_replicas(url, 2, [dies])
+    assert not (faults / "export_kv").exists()
+    (receipt,) = (receipt for receipt in notices(url, "prewarm").values() if receipt["peers_lost"])
+    assert receipt["peers"] == receipt["peers_lost"] == 1
+    assert SYSTEM_TOKENS // 16 <= receipt["blocks"] <= SYSTEM_TOKENS // 16 + 2
+    assert set(receipt["skipped_blocks"]) == {"peer_lost"}
+    assert receipt["skipped_blocks"]["peer_lost"] >= 4 * (SYSTEM_TOKENS // 16 - 1)
+    wait_until_cached(url, body(systems[0]))
+    again = [ask(url, body(system)) for system in systems]
+    assert [text for text, _ in again] == answers
+    assert again[0][1] >= SYSTEM_TOKENS - 16
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_hand_over(cluster: LocalCluster, url: str, faults: Path) -> None:
+    """Streams run on all three, so some lose the replica that leaves, or the one that dies: all go on as they were.
+
+    docs/lifecycle.md
+    """
+    scale_mortal(cluster, 2)
     wait_for_replicas(url, 2)
-    for text in texts(4, 600):
-        ask(url, body(text))
-    before = replicas_of(url)
-    hangs = int(before[min(before)]["pid"])
-    os.kill(hangs, signal.SIGSTOP)
-    try:
-        scale(cluster, 3, wait=False)
-        eventually(lambda: len(cluster.processes("Replica")) > 2)
-    finally:
-        os.kill(hangs, signal.SIGKILL)
-    wait_for_replicas(url, 3, [min(before)])
-    new = replicas_of(url).keys() - before.keys()
-    assert any(notices(url, "prewarm")[name]["blocks"] > 0 for name in new)
+    stay = set(replicas_of(url))
+    scale_mortal(cluster, 3)
+    wait_for_replicas(url, 3)
+    forget(url)
+    (leaves,) = replicas_of(url).keys() - stay  # Serve stops the newest
+    systems = texts(9, 1000)
+    answers = asked(url, systems)
+    held = [system for system in systems if leaves in holders(url, system)]
+    assert held
+
+    def leave() -> None:
+        (faults / "take_kv").write_text("0")
+        scale_mortal(cluster, 2, wait=False)
+
+    disturbed = long_streams(url, 1100, STREAM_TOKENS, leave)
+    wait_left(url, {leaves})
+    assert not (faults / "take_kv").exists()
+    receipt = notices(url, "handover")[leaves]
+    assert receipt["peers_lost"] == 1
+    assert set(receipt["skipped_blocks"]) <= {"held_by_peer"}
+    eventually(lambda: len(stay & replicas_of(url).keys()) == 1)  # who died is known until its death is noticed
+    wait_for_replicas(url, 2, [leaves])
+    assert disturbed == undisturbed(url, 1100, STREAM_TOKENS)
+    again = [ask(url, body(system)) for system in systems]
+    assert [text for text, _ in again] == answers
+    assert all(
+        cached >= SYSTEM_TOKENS - 16 for system, (_, cached) in zip(systems, again, strict=True) if system in held
+    )
+
+
+def holders(url: str, system: str) -> set[str]:
+    """Which replicas have a prompt whole, as the router has heard by now."""
+    explained = HTTP.post(f"{url}/v1/cache/explain", json=body(system)).json()["prompts"][0]["replicas"]
+    return {replica["replica_id"] for replica in explained if replica["cached_tokens"] >= SYSTEM_TOKENS - 16}

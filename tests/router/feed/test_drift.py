@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from hashlib import blake2b
 from operator import xor
 from random import Random
 from typing import Any
@@ -13,132 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.core import RoutingCore
 from router.directory.directory import Directory
 from router.directory.drift import FIRST_PAUSE_S, LAST_PAUSE_S, DriftChecks
-from router.feed import FeedSubscriber
 from router.feed.messages import FeedMessage, decode_message, encode
-from router.feed.resequencer import FeedResequencer
-from router.feed.sequencer import FeedSequencer
-from router.protocol.events import (
-    BlocksRemoved,
-    BlocksStored,
-    CacheCleared,
-    CacheDigest,
-    Event,
-    LoadReport,
-    TierDigest,
-)
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheDigest, Event, TierDigest
 from router.settings import RouterSettings
-from tests.router.feed.test_feed_sockets import BEAT, CHAIN, FAST, blocks, run, started, until
-
-NUMBERS = 40
-HASHES = [blake2b(bytes([number]), digest_size=16).digest() for number in range(NUMBERS)]
-TIERS = ("pool", "host")
-LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
-
-Held = dict[str, set[int]]
-
-
-def packed(numbers: list[int] | set[int]) -> bytes:
-    return b"".join(HASHES[number] for number in numbers)
-
-
-def word(block_hash: bytes) -> int:
-    key = int.from_bytes(block_hash[:8], "little")
-    return (key // 2**28) * (key % 2**28)
-
-
-def digest_of(held: Held) -> CacheDigest:
-    """What an honest replica says, worked out one block at a time."""
-    words = {tier: [word(HASHES[number]) for number in held[tier]] for tier in TIERS}
-    return CacheDigest(tuple(TierDigest(tier, len(words[tier]), reduce(xor, words[tier], 0)) for tier in TIERS))
-
-
-class Replica:
-    """A replica's caches, its feed and one router, with every message in the test's hands."""
-
-    def __init__(self, seed: int, max_blocks: int = 1000) -> None:
-        self.now_s = 0.0
-        self.rng = Random(seed)
-        self.core = RoutingCore("me", RouterSettings(max_blocks=max_blocks), clock=lambda: self.now_s)
-        self.core.update_replicas(["a"])
-        self.lives = 0
-        self.begin_life()
-        self.resequencer = FeedResequencer(
-            "a", "epoch-0", lambda epoch, events: self.core.apply("a", epoch, events), self.core.counters.feed,
-            self.rng, 0.0,
-        )  # fmt: skip
-        self.core.follow(lambda _: self.resequencer.live, resync=lambda _: self.resequencer.resync())
-
-    def begin_life(self) -> None:
-        self.sequencer = FeedSequencer("a", f"epoch-{self.lives}", 3)
-        self.held: Held = {tier: set() for tier in TIERS}
-        self.lives += 1
-
-    def does(self, events: list[Any]) -> list[bytes]:
-        """Change the caches and return the messages of it; "digest" stands for one of what is held then."""
-        told: list[Event] = []
-        for event in events:
-            match event:
-                case ("store", tier, numbers):
-                    self.held[tier] |= set(numbers)
-                    told.append(BlocksStored(packed(numbers), tier))
-                case ("remove", tier, numbers):
-                    self.held[tier] -= set(numbers)
-                    told.append(BlocksRemoved(packed(numbers), tier))
-                case "clear":
-                    self.held = {tier: set() for tier in TIERS}
-                    told.append(CacheCleared())
-                case "digest":
-                    told.append(digest_of(self.held))
-                case _:
-                    told.append(LOAD)
-        return self.sequencer.publish(told)
-
-    def hears(self, messages: list[bytes]) -> None:
-        for message in messages:
-            self.resequencer.on_delta(message, self.now_s)
-
-    def settle(self) -> None:
-        """Let the line be perfect until nothing is known to be missing."""
-        for _ in range(50):
-            self.hears(self.does(["load"]))
-            self.now_s += 11.0
-            nonce = self.resequencer.poll(self.now_s)
-            for chunk in self.sequencer.snapshot(nonce) if nonce is not None else ():
-                self.resequencer.on_chunk(chunk, self.now_s)
-            if self.resequencer.live:
-                return
-        raise AssertionError("the feed never became live")
-
-    def known(self) -> Held:
-        """What the directory says that the replica holds, block by block."""
-        found: Held = {tier: set() for tier in TIERS}
-        for number, block_hash in enumerate(HASHES):
-            match = self.core.directory.match(block_hash)
-            for tier, tokens in self.core.directory.tiers(block_hash, match).get("a", {}).items():
-                if tokens:
-                    found[tier].add(number)
-        return found
-
-    @property
-    def found(self) -> int:
-        return sum(kinds.total() for kinds in self.core.drift.found.values())
-
-
-numbers = st.lists(st.integers(0, NUMBERS - 1), max_size=6)
-tiers = st.sampled_from(TIERS)
-changes = st.one_of(
-    st.tuples(st.just("store"), tiers, numbers),
-    st.tuples(st.just("store"), tiers, numbers),
-    st.tuples(st.just("remove"), tiers, numbers),
-    st.sampled_from(["clear", "digest", "digest", "load"]),
-)
-steps = st.lists(
-    st.tuples(st.lists(changes, max_size=4), st.sampled_from(["send", "poll", "wait", "restart", "garbage"])),
-    max_size=25,
-)
+from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_of, packed, steps, word
+from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, in_loop, until
 
 
 @settings(max_examples=150)
@@ -146,7 +26,7 @@ steps = st.lists(
 def test_no_honest_feed_is_taken_for_drift(steps: list[tuple[list[Any], str]], seed: int, loss: float) -> None:
     """Messages lost, doubled and reordered, snapshots in flight, new epochs: no digest of an honest replica differs.
 
-    docs/routing.md
+    Once the line is whole the directory equals the caches. (docs/routing.md)
     """
     line = Replica(seed)
     rng = Random(seed + 1)
@@ -319,17 +199,13 @@ def test_a_mirror_that_lies_is_found_by_its_own_replica(events: list[Any], wrong
     assert len(line.sequencer.publish([true])) == 1
 
 
-def test_over_sockets_an_invented_block_is_gone_after_the_next_digest() -> None:
+@in_loop
+async def test_over_sockets_an_invented_block_is_gone_after_the_next_digest() -> None:
     """The whole way: digest by the feed, comparison, a snapshot asked for, the directory right again."""
-
-    async def main() -> None:
-        feed = started("a", max_blocks_per_message=8)
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
-        core.follow(subscriber.is_live, resync=subscriber.resync)
-        subscriber.connect("a", feed.endpoint)
+    async with following("a") as (core, subscriber, feeds):
+        feed = feeds["a"]
         feed.put([BlocksStored(CHAIN), BEAT])
+        subscriber.connect("a", feed.endpoint)
         await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
         core.apply("a", feed.endpoint.epoch, [BlocksStored(Random(9).randbytes(160))])
         assert blocks(core, "a") == 60
@@ -337,13 +213,8 @@ def test_over_sockets_an_invented_block_is_gone_after_the_next_digest() -> None:
         true = CacheDigest((TierDigest("pool", 50, reduce(xor, words)),))
         feed.put([true])
         await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
-        assert core.drift.found == {"a": {"extra": 1}}
         feed.put([true])
         await until(lambda: core.drift.checks == 2)
         assert core.drift.found == {"a": {"extra": 1}}
         feed.put([CacheDigest(())])
         await until(lambda: feed.mirror_drifts == 1)
-        feed.stop()
-        await subscriber.close()
-
-    run(main())

@@ -3,54 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Coroutine
+import socket
 from random import Random
-from typing import Any
+from threading import Event as Flag
+from threading import Thread
 
 import pytest
 import zmq
 
-from router.core import RoutingCore
-from router.feed import FeedEndpoint, FeedPublisher, FeedPublisherThread, FeedSubscriber
+from router.feed import FeedEndpoint, FeedPublisher, FeedSubscriber
+from router.feed.messages import FeedCounters
 from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import BlocksRemoved, BlocksStored, Event, LoadReport
-
-BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
-CHAIN = Random(0).randbytes(16 * 50)
-FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
+from router.protocol.request import RoutedRequest
+from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, in_loop, until
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 20))
-
-
-async def until(true: Callable[[], bool], timeout_s: float = 8.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never became true"
-        await asyncio.sleep(0.01)
-
-
-def blocks(core: RoutingCore, name: str) -> int:
-    return sum(core.directory.blocks_held(name).values())
-
-
-def started(name: str, **settings: Any) -> FeedPublisherThread:
-    publisher = FeedPublisherThread(FeedPublisher(name, **settings))
-    publisher.start()
-    return publisher
-
-
-def test_snapshot_then_deltas() -> None:
-    """A router that joins late gets what was stored before, then follows; load arrives with it."""
-
-    async def main() -> None:
-        feed = started("a", max_blocks_per_message=8)
+@in_loop
+async def test_snapshot_then_deltas_then_a_new_epoch() -> None:
+    """A router that joins late gets what was stored before, then follows; of a restarted replica only its new life."""
+    async with following("a") as (core, subscriber, feeds):
+        feed = feeds["a"]
         feed.put([BlocksStored(CHAIN), BEAT])
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
         subscriber.connect("a", FeedEndpoint.from_dict(feed.endpoint.to_dict()))
         await until(lambda: blocks(core, "a") == 50)
         assert core.loads.queue_ahead("a") == 3
@@ -60,170 +34,137 @@ def test_snapshot_then_deltas() -> None:
         assert core.directory.match(CHAIN) == {"a": 320}
         assert core.counters.feed.gaps == 0
         feed.stop()
-        feed.stop()
-        await subscriber.close()
-
-    run(main())
-
-
-def test_restart_of_a_publisher_is_a_new_epoch() -> None:
-    """After a restart under the same id only what the new life stored is known."""
-
-    async def main() -> None:
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
-        first = started("a")
-        first.put([BlocksStored(CHAIN)])
-        subscriber.connect("a", first.endpoint)
-        await until(lambda: blocks(core, "a") == 50)
-        first.stop()
-        second = started("a")
-        assert second.endpoint.epoch != first.endpoint.epoch
+        second = feeds["a"] = FeedPublisher("a")
+        second.start()
+        assert second.endpoint.epoch != feed.endpoint.epoch
         second.put([BlocksStored(CHAIN[:160])])
         subscriber.connect("a", second.endpoint)
         subscriber.connect("a", second.endpoint)
         await until(lambda: blocks(core, "a") == 10 and subscriber.is_live("a"))
-        second.stop()
-        await subscriber.close()
-
-    run(main())
 
 
-def test_joining_waits_for_no_timeout() -> None:
+@in_loop
+async def test_joining_waits_for_no_timeout() -> None:
     """The first request finds no connection yet; the next one goes out after the backoff, not after the timeout."""
-
-    async def main() -> None:
-        feed = started("a")
-        feed.put([BlocksStored(CHAIN), BEAT])
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=ResequencerSettings(timeout_s=3600.0))
-        core.follow(subscriber.is_live)
-        subscriber.connect("a", feed.endpoint)
+    async with following("a", settings=ResequencerSettings(timeout_s=3600.0)) as (core, subscriber, feeds):
+        feeds["a"].put([BlocksStored(CHAIN), BEAT])
+        subscriber.connect("a", feeds["a"].endpoint)
         assert not core.knows_every_cache
-        feed.put([BEAT])
+        feeds["a"].put([BEAT])
         await until(lambda: core.knows_every_cache)
         assert blocks(core, "a") == 50
         core.update_replicas(["a", "b"])
         assert not core.knows_every_cache
-        feed.stop()
-        await subscriber.close()
-
-    run(main())
 
 
-def test_dead_endpoint_delays_no_other_and_recovers_by_itself() -> None:
-    """One replica nobody answers for leaves the loop and the other feeds alone."""
-
-    async def main() -> None:
-        core = RoutingCore("me")
-        core.update_replicas(["a", "dead"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
-        key = zmq.curve_keypair()[0].decode()
-        subscriber.connect("dead", FeedEndpoint("tcp://127.0.0.1:9", "tcp://127.0.0.1:9", key, "e"))
-        feed = started("a")
-        feed.put([BlocksStored(CHAIN)])
-        subscriber.connect("a", feed.endpoint)
-        await until(lambda: blocks(core, "a") == 50)
-        for _ in range(50):  # a loop that waits for the dead one never gets through these
-            await asyncio.sleep(0.005)
-        assert not subscriber.is_live("dead")
+@in_loop
+async def test_endpoints_that_do_not_answer_delay_nobody() -> None:
+    """One refuses connections, one takes them and says nothing: neither is live, and the other feed is."""
+    silent = socket.create_server(("127.0.0.1", 0), backlog=64)
+    key = zmq.curve_keypair()[0].decode()
+    async with following("a", "dead", "silent") as (core, subscriber, feeds):
+        for name, port in (("dead", 9), ("silent", silent.getsockname()[1])):
+            address = f"tcp://127.0.0.1:{port}"
+            subscriber.connect(name, FeedEndpoint(address, address, key, "e"))
+        feeds["a"].put([BlocksStored(CHAIN)])
+        subscriber.connect("a", feeds["a"].endpoint)
+        await until(lambda: subscriber.is_live("a"))
+        assert blocks(core, "a") == 50
+        assert not subscriber.is_live("dead") and not subscriber.is_live("silent")
+        assert not core.knows_every_cache
         subscriber.disconnect("dead")
-        assert subscriber.replica_ids == {"a"}
-        feed.stop()
-        await subscriber.close()
-
-    run(main())
+        assert subscriber.replica_ids == {"a", "silent"}
+    silent.close()
 
 
-def test_wrong_key_gets_nothing() -> None:
+@in_loop
+async def test_wrong_key_gets_nothing() -> None:
     """Without the publisher's own key a listener hears nothing: the feed is encrypted and authenticated.
 
     docs/security.md
     """
-
-    async def main() -> None:
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        subscriber = FeedSubscriber(core.apply, core.counters.feed, settings=FAST)
-        feed = started("a")
-        endpoint = feed.endpoint
-        wrong = zmq.curve_keypair()[0].decode()
+    async with following("a") as (core, subscriber, feeds):
+        endpoint, wrong = feeds["a"].endpoint, zmq.curve_keypair()[0].decode()
         subscriber.connect("a", FeedEndpoint(endpoint.pub_address, endpoint.snapshot_address, wrong, endpoint.epoch))
         for _ in range(20):
-            feed.put([BlocksStored(CHAIN)])
+            feeds["a"].put([BlocksStored(CHAIN)])
             await asyncio.sleep(0.02)
         assert blocks(core, "a") == 0
-        feed.stop()
-        await subscriber.close()
-
-    run(main())
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [FeedEndpoint("nonsense", "tcp://127.0.0.1:9", "x" * 40, "e"), FeedEndpoint("tcp://127.0.0.1:9", "", "short", "e")],
-)
-def test_unusable_endpoint_is_refused(endpoint: FeedEndpoint) -> None:
+@in_loop
+async def test_an_unusable_endpoint_is_refused() -> None:
     """An endpoint that cannot be dialled raises at once and leaves nothing behind."""
-
-    async def main() -> None:
-        core = RoutingCore("me")
-        subscriber = FeedSubscriber(core.apply, core.counters.feed)
-        with pytest.raises((zmq.ZMQError, ValueError)):
-            subscriber.connect("a", endpoint)
+    async with following() as (_, subscriber, _):
+        for addresses in (("nonsense", "tcp://127.0.0.1:9", "x" * 40), ("tcp://127.0.0.1:9", "", "short")):
+            with pytest.raises((zmq.ZMQError, ValueError)):
+                subscriber.connect("a", FeedEndpoint(*addresses, "e"))
         assert subscriber.replica_ids == frozenset()
-        await subscriber.close()
-
-    run(main())
 
 
-def test_large_snapshot_leaves_the_loop_its_turns() -> None:
+@in_loop
+async def test_large_snapshot_leaves_the_loop_its_turns() -> None:
     """While 200,000 blocks arrive, others in the router's loop get their turn after every few thousand."""
+    arrived = since_turn = most = 0
 
-    async def main() -> None:
-        core = RoutingCore("me")
-        core.update_replicas(["a"])
-        since_turn = 0
+    def deliver(name: str, epoch: str, events: tuple[Event, ...]) -> None:
+        nonlocal arrived, since_turn
+        stored = sum(len(event.hashes) // 16 for event in events if isinstance(event, BlocksStored))
+        arrived, since_turn = arrived + stored, since_turn + stored
 
-        def deliver(name: str, epoch: str, events: tuple[Event, ...]) -> None:
-            nonlocal since_turn
-            since_turn += sum(len(event.hashes) // 16 for event in events if isinstance(event, BlocksStored))
-            core.apply(name, epoch, events)
-
-        feed = started("a")
-        feed.put([BlocksStored(Random(5).randbytes(16 * 200_000)), BEAT])
-        subscriber = FeedSubscriber(deliver, core.counters.feed)
-        subscriber.connect("a", feed.endpoint)
-        most = 0
-        while blocks(core, "a") < 200_000:
+    async with following("a", blocks_per_message=2048) as (_, _, feeds):
+        feeds["a"].put([BlocksStored(Random(5).randbytes(16 * 200_000)), BEAT])
+        subscriber = FeedSubscriber(deliver, FeedCounters())
+        subscriber.connect("a", feeds["a"].endpoint)
+        while arrived < 200_000:
             await asyncio.sleep(0)
             most, since_turn = max(most, since_turn), 0
         assert 0 < most <= 3 * 2048
-        feed.stop()
         await subscriber.close()
 
-    run(main())
+
+@in_loop
+async def test_a_flooding_feed_starves_no_other() -> None:
+    """While one publisher sends as fast as it can, another's blocks and loads arrive."""
+    async with following("flood", "a", blocks_per_message=2048, max_queued_messages=50) as (core, subscriber, feeds):
+        for name, feed in feeds.items():
+            subscriber.connect(name, feed.endpoint)
+        stop = Flag()
+
+        def pour() -> None:
+            rng = Random(2)
+            while not stop.wait(0.001):
+                feeds["flood"].put([BlocksStored(rng.randbytes(16 * 2000)), LoadReport(-5, -1, -1, -1, -1, 0.0, 0.0)])
+
+        pouring = Thread(target=pour, daemon=True)
+        pouring.start()
+        try:
+            await until(lambda: blocks(core, "flood") > 5000)
+            feeds["a"].put([BlocksStored(CHAIN), LoadReport(7, 0, 1, 8, 64, 1000.0, 0.01)])
+            await until(lambda: core.directory.match(CHAIN).get("a") == 800)
+            await until(lambda: core.loads.queue_ahead("a") == 7)
+            decision = core.decide(RoutedRequest("q", CHAIN, 805, b"k" * 16))
+            assert decision is not None and decision.replica_id == "a"
+        finally:
+            stop.set()
+            pouring.join()
 
 
-def test_malformed_request_is_ignored() -> None:
+@in_loop
+async def test_a_malformed_request_is_ignored() -> None:
     """The publisher answers well-formed requests only and survives the others."""
-    publisher = FeedPublisher("a")
-    context = zmq.Context()
-    asker = context.socket(zmq.DEALER)
-    public, secret = zmq.curve_keypair()
-    asker.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    asker.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    asker.setsockopt(zmq.CURVE_SERVERKEY, publisher.endpoint.public_key.encode())
-    asker.connect(publisher.endpoint.snapshot_address)
-    asker.send(b"what?")
-    asker.send_multipart([b"a", b"b", b"c"])
-    asker.send(b"12345678")
-    deadline = time.monotonic() + 5
-    while not asker.poll(10) and time.monotonic() < deadline:
-        publisher.answer()
-    assert b"12345678" in asker.recv(zmq.NOBLOCK)
-    assert not asker.poll(50)
-    context.destroy(linger=0)
-    publisher.close()
+    async with following("a") as (_, _, feeds):
+        endpoint = feeds["a"].endpoint
+        context = zmq.Context()
+        asker = context.socket(zmq.DEALER)
+        asker.curve_publickey, asker.curve_secretkey = zmq.curve_keypair()
+        asker.curve_serverkey = endpoint.public_key.encode()
+        asker.connect(endpoint.snapshot_address)
+        for nonce in (b"12345678", b"87654321"):
+            asker.send(nonce)
+            assert asker.poll(5000)
+            assert nonce in asker.recv(zmq.NOBLOCK)
+            asker.send(b"what?")
+            asker.send_multipart([b"a", b"b", b"c"])
+            assert not asker.poll(200)
+        context.destroy(linger=0)

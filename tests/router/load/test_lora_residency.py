@@ -27,8 +27,8 @@ def report(adapters: tuple[str, ...] = (), load_s: float = 0.0, queued: int = 0)
     )  # fmt: skip
 
 
-def core_with(reports: dict[str, LoadReport], shadow: str = "") -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(shadow_policy=shadow), clock=lambda: 0.0, rng=Random(1))
+def core_with(reports: dict[str, LoadReport]) -> RoutingCore:
+    core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(1))
     core.update_replicas(reports)
     for name, said in reports.items():
         core.apply(name, "e", [said])
@@ -71,16 +71,14 @@ def test_kv_that_saves_more_than_the_load_wins() -> None:
         assert chosen(core, ask(1, chain=chain, tokens=325)) == expected
 
 
-def test_the_estimate_has_the_load_in_it_and_a_shadow_sees_it_too() -> None:
-    """For the acting policy, for one that does not look at adapters, and in an explanation."""
-    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)}, "least_loaded")
+def test_the_estimate_has_the_load_in_it() -> None:
+    """In the decision, and in an explanation, also of a policy that does not look at adapters."""
+    core = core_with({"a": report((), 0.3), "b": report((STYLE,), 0.3, queued=8000)})
     decision = core.decide(ask(1))
     assert decision is not None
     assert (decision.replica_id, decision.estimated_ttft_s) == ("a", pytest.approx(0.4))
-    assert core.shadow is not None
-    assert core.shadow[1].estimated_ttft_s == pytest.approx(0.4)
     core.release(decision)
-    said = core.explain(ask(1), ["estimated_ttft"])
+    said = core.explain(ask(1), ["least_loaded", "estimated_ttft"])
     by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
     assert (by_id["a"]["adapter_load_s"], by_id["b"]["adapter_load_s"]) == (0.3, 0.0)
     assert by_id["a"]["estimated_ttft_s"] == pytest.approx(0.4)
@@ -136,31 +134,3 @@ def test_a_replica_that_goes_is_forgotten() -> None:
     core.apply("c", "e", [report()])
     assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
     assert not core._known.adapters._holders
-
-
-def loads_needed(*, routers_know: bool, requests: int = 600) -> int:
-    """Cold prompts of twelve adapters one after the other, on four replicas that keep the last four used in memory."""
-    names, memory, loads = ["a", "b", "c", "d"], dict[str, list[str]](), 0
-    core = core_with({name: report() for name in names})
-    for number in range(requests):
-        adapter = f"style-{Random(number).randrange(12)}@1"
-        name = chosen(core, ask(number, adapter if routers_know else ""))
-        held = memory.setdefault(name, [])
-        if adapter in held:
-            held.remove(adapter)
-        else:
-            loads += 1
-        held.append(adapter)
-        del held[:-4]
-        core.apply(name, "e", [report(tuple(held), 0.1)])
-    return loads
-
-
-def test_adapters_that_fit_all_replicas_together_stay_in_memory() -> None:
-    """Otherwise two of three requests wait for a load, though there is room for every adapter somewhere.
-
-    docs/lora.md
-    """
-    blind, knowing = loads_needed(routers_know=False), loads_needed(routers_know=True)
-    assert blind > 300
-    assert knowing < 60, knowing

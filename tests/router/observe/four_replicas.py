@@ -12,8 +12,8 @@ from router.settings import RouterSettings
 CHAIN = Random(0).randbytes(16 * 20)
 
 
-def core_with(policy: str, shadow: str = "") -> RoutingCore:
-    core = RoutingCore("me", RouterSettings(policy, shadow_policy=shadow), clock=lambda: 0.0, rng=Random(1))
+def core_with(policy: str) -> RoutingCore:
+    core = RoutingCore("me", RouterSettings(policy), clock=lambda: 0.0, rng=Random(1))
     core.update_replicas("abcd")
     for number, name in enumerate("abcd"):
         core.apply(name, "e", [BlocksStored(CHAIN[: 80 * number]), LoadReport(100 * number, 1, 1, 8, 16, 1000.0, 0.01)])

@@ -104,14 +104,6 @@ def test_facts_of_each_replica() -> None:
     assert {replica["in_flight_tokens"] for replica in follow["replicas"]} == {0, 320}
 
 
-def test_the_last_block_of_a_prompt_that_ends_with_it_is_not_reusable() -> None:
-    """Tiers count no more than a decision does."""
-    core = core_with({"a": 20})
-    replica = core.explain(ask(320), ["estimated_ttft"])["replicas"][0]
-    assert replica["cached_tokens"] == 304
-    assert replica["cached_tokens_by_tier"] == {"pool": 304}
-
-
 @pytest.mark.parametrize(
     ("held", "loads", "said"),
     [

@@ -62,11 +62,8 @@ def test_it_is_never_negative_and_lies_among_the_differences_seen(seen: list[tup
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
-    """Of two routers one sees slow first tokens: it decides the same, and expects that much more, its shadow too.
-
-    docs/routing.md
-    """
-    plain, learned = core_with(policy, "lmetric"), core_with(policy, "lmetric")
+    """Of two routers one sees slow first tokens: it decides the same, and expects that much more. (docs/routing.md)"""
+    plain, learned = core_with(policy), core_with(policy)
     for number in range(2 * LEAST):
         for core, beyond_s in ((plain, 0.0), (learned, 0.25)):
             decision = decided(core, number)
@@ -84,13 +81,6 @@ def test_it_is_part_of_estimates_and_of_no_decision(policy: str) -> None:
     for one, other in zip(said["replicas"], more["replicas"], strict=True):
         assert other["work_s"] == one["work_s"] == one["estimated_ttft_s"]
         assert other["estimated_ttft_s"] == pytest.approx(one["work_s"] + 0.25)
-    assert plain.shadow is not None
-    assert learned.shadow is not None
-    beyond_s = learned.shadow[1].estimated_ttft_s - plain.shadow[1].estimated_ttft_s
-    assert beyond_s == pytest.approx(
-        learned.shadow[1].acting_estimated_ttft_s - plain.shadow[1].acting_estimated_ttft_s
-    )
-    assert beyond_s > 20 * 0.25 - 0.01
 
 
 def decided(core: RoutingCore, number: int) -> Decision:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from msgspec import structs
 
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import RoutingView
-from router.policy.pull_cost import plan_pull, work_tokens
+from router.policy.costs import plan_pull, work_tokens
 from router.protocol.events import BlocksStored, LoadReport
 from router.protocol.request import RoutedRequest
 from router.settings import PolicySettings, RouterSettings
@@ -21,15 +20,11 @@ REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 @pytest.fixture(autouse=True)
 def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 1.0)
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
     return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
-
-
-def replace_rate(report: LoadReport, rate: float, tokens: int) -> LoadReport:
-    return structs.replace(report, prefill_tokens_per_s=rate, prefill_rate_tokens=tokens)
 
 
 def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:
@@ -45,33 +40,23 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
     return RoutingView(REQUEST, match, loads, 1, Random(0), PULLING)
 
 
-def work(match: dict[str, int], pull_rate: float = 10_000.0) -> list[float]:
+@pytest.mark.parametrize(
+    ("match", "pull_rate", "price", "expected"),
+    [
+        pytest.param({"b": 600}, 10_000.0, 1.0, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
+        pytest.param({"b": 600}, 10_000.0, 3.0, [580, 400, 580], id="at a price of 3 three times as much"),
+        pytest.param({"b": 600}, 10_000.0, 99.0, [1000, 400, 1000], id="never more than computing"),
+        pytest.param({"b": 600, "c": 501}, 10_000.0, 1.0, [460, 400, 499], id="a short pull is not worth its set-up"),
+        pytest.param({"b": 600}, 900.0, 1.0, [1000, 400, 1000], id="a link slower than computing"),
+    ],
+)
+def test_the_work_that_is_left(
+    match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.policy.costs.PULL_PRICE", price)
     loads = loads_of(pull_rate, a=0, b=0, c=0)
-    return [float(tokens) for tokens in work_tokens(view_of(match, loads))]
-
-
-def test_a_pulled_token_costs_its_share_of_prefill() -> None:
-    """At ten times the prefill rate, 600 pulled tokens weigh as 60 computed ones; the holder pays nothing."""
-    assert work({"b": 600}) == pytest.approx([400 + 60, 400, 400 + 60])
-
-
-def test_a_pull_has_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a price of 3 the same pull weighs three times as much, and never more than computing."""
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 3.0)
-    assert work({"b": 600}) == pytest.approx([400 + 180, 400, 400 + 180])
-    monkeypatch.setattr("router.policy.pull_cost.PULL_PRICE", 99.0)
-    assert work({"b": 600}) == pytest.approx([1000, 400, 1000])
-
-
-def test_a_short_pull_is_not_worth_its_set_up() -> None:
-    """Below min_pull_tokens a replica computes."""
-    assert work({"b": 600, "c": 501}) == pytest.approx([460, 400, 499])
-
-
-def test_a_slow_link_is_not_used() -> None:
-    """Where copying is slower than computing, nothing changes, and no pull is planned."""
-    assert work({"b": 600}, pull_rate=900.0) == pytest.approx([1000, 400, 1000])
-    assert plan_pull(view_of({"b": 600}, loads_of(900.0, a=0, b=0)), "a", 0) == ("", 0)
+    assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
+    assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
 
 
 def test_each_replica_pulls_at_the_rate_it_reports() -> None:
@@ -134,31 +119,3 @@ def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
         assert decision is not None
         reasons.append(decision.reason == "in_flight")
     assert reasons == [False, False, True]
-
-
-def test_a_warm_up_beside_other_work_keeps_nobody_from_pulling() -> None:
-    """A replica that measured a tenth of its rate over a warm-up of 1,024 tokens gets its part of the work."""
-    chain, clock = Random(0).randbytes(16 * 625), iter(range(1_000))
-    core = RoutingCore("me", RouterSettings(), clock=lambda: float(next(clock)))
-    core.update_replicas(["holder", "other"])
-    for name, rate, tokens in (("other", 200.0, 1024), ("holder", 2000.0, 8192)):
-        core.apply(name, "e", [replace_rate(load(0, 37_000.0), rate, tokens)])
-    core.apply("other", "e", [replace_rate(load(0, 37_000.0), 200.0, 1024)])
-    core.apply("holder", "e", [BlocksStored(chain)])
-    decisions = [
-        core.decide(RoutedRequest(f"q{n}", chain + Random(n + 1).randbytes(16 * 93), 11_500, b"k" * 16))
-        for n in range(10)
-    ]
-    assert "holder" in [decision.pull_from for decision in decisions if decision is not None]
-
-
-def test_without_a_link_nothing_is_pulled() -> None:
-    """The default has no pull, so decisions name nobody."""
-    chain = Random(0).randbytes(16 * 50)
-    core = RoutingCore("me", RouterSettings("round_robin"), clock=lambda: 0.0)
-    core.update_replicas(["a", "b"])
-    core.apply("b", "e", [BlocksStored(chain)])
-    for number in range(2):
-        decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16))
-        assert decision is not None
-        assert (decision.pull_from, decision.pull_tokens) == ("", 0)

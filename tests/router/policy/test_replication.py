@@ -52,12 +52,19 @@ class Cluster:
         return sum(1 for name in self.names if self.core.directory.blocks_held(name))
 
 
-def test_one_long_request_makes_no_prefix_hot() -> None:
-    """However much it computes: a second holder would be of no use to it."""
-    cluster = Cluster()
-    for _ in range(20):
-        cluster.now_s += 2.0
-        cluster.send(new_tokens=32_000)
+@pytest.mark.parametrize(
+    ("requests", "gap_s", "new_tokens", "pull_rate"),
+    [
+        pytest.param(20, 2.0, 32_000, 50_000.0, id="long requests: a second holder would be of no use to them"),
+        pytest.param(300, 1.0, 100, 50_000.0, id="a tenth of a replica's time"),
+        pytest.param(600, 1 / 30, 100, 0.0, id="a copy has to be computed: only load decides"),
+    ],
+)
+def test_a_prefix_keeps_its_one_holder(requests: int, gap_s: float, new_tokens: int, pull_rate: float) -> None:
+    cluster = Cluster(pull_rate=pull_rate)
+    for _ in range(requests):
+        cluster.now_s += gap_s
+        cluster.send(new_tokens=new_tokens)
     assert cluster.holders() == 1
 
 
@@ -83,16 +90,11 @@ def test_demand_is_bounded() -> None:
     assert (demand.rate(b"b", 0.0), demand.rate(b"a", 0.0) > 0) == (0.0, True)
 
 
-def test_demand_outlives_its_numbers() -> None:
-    """However long a router lives, rates are right and old keys are dropped in passing."""
-    demand, now_s = PrefixDemand(memory_s=5.0), 1e6
-    for _ in range(5000):
-        now_s += 1.0
-        rate = demand.add(b"steady", 0.25, now_s)
+def test_demand_of_a_steady_load_tends_to_it_however_long_a_router_lives() -> None:
+    demand = PrefixDemand(memory_s=5.0)
+    for second in range(100):
+        rate = demand.add(b"steady", 0.25, 1e9 + second)
     assert rate == pytest.approx(0.25, rel=0.11)
-    demand.add(b"once", 1.0, now_s)
-    demand.add(b"steady", 1.0, now_s + 1e9)
-    assert len(demand) == 1
 
 
 def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
@@ -109,15 +111,6 @@ def test_a_prefix_in_demand_gets_holders_before_anything_queues() -> None:
     spread = [decision for decision in decisions if decision.reason == "hot_prefix"]
     assert len(spread) == cluster.holders() - 1
     assert all(decision.pull_from and decision.pull_tokens == 2048 for decision in spread)
-
-
-def test_a_prefix_with_little_demand_keeps_its_holder() -> None:
-    """A tenth of a replica's time is no reason for another copy."""
-    cluster = Cluster()
-    for _ in range(300):
-        cluster.now_s += 1.0
-        cluster.send()
-    assert cluster.holders() == 1
 
 
 def test_holders_are_bounded_by_demand_and_by_load() -> None:
@@ -162,15 +155,6 @@ def test_a_hot_opening_of_many_conversations_moves_no_conversation() -> None:
         if turn >= 300:
             assert decision.replica_id == home.setdefault(conversation, decision.replica_id)
     assert len(set(home.values())) > 1
-
-
-def test_without_pulls_nothing_is_spread() -> None:
-    """Where a copy has to be computed, only load decides."""
-    cluster = Cluster(pull_rate=0.0)
-    for _ in range(600):
-        cluster.now_s += 1 / 30
-        cluster.send()
-    assert cluster.holders() == 1
 
 
 def test_a_long_prefix_is_counted_once_its_opening_is_in_demand() -> None:

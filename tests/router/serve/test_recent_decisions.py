@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from router.protocol.request import Decision
-from router.serve.core_registry import core_for, decisions_for
 from router.serve.recent_decisions import RecentDecisions
 
 
@@ -36,11 +35,3 @@ def test_who_leaves_first_has_nothing_sent_and_who_leaves_later_learns_where_it_
         decisions.leave(f"q{number}")
     assert decisions.add("q807", decision)
     assert not decisions.add("q808", decision)
-
-
-def test_one_core_and_one_memory_of_decisions_a_deployment() -> None:
-    """Whoever names the same deployment in a process shares both."""
-    assert core_for("registry-a") is core_for("registry-a")
-    assert decisions_for("registry-a") is decisions_for("registry-a")
-    assert core_for("registry-a") is not core_for("registry-b")
-    assert decisions_for("registry-a") is not decisions_for("registry-b")

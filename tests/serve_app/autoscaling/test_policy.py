@@ -8,8 +8,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.protocol.autoscaling import Bounds
 from serve_app.autoscaling.policy import CONTROL_PERIOD_S, Decision, State, decide
-from serve_app.autoscaling.signals import Bounds, Signals
+from serve_app.autoscaling.signals import Signals
 
 BOUNDS = Bounds(1, 64, 2.0, 10.0, 600.0)
 PERIODS = int(BOUNDS.downscale_delay_s / CONTROL_PERIOD_S)
@@ -60,6 +61,15 @@ class Deployment:
         return decided
 
 
+def after(seen: list[Signals]) -> tuple[State | None, float]:
+    """Return the state and the time after a past of control periods."""
+    state, now_s = None, 0.0
+    for signals in seen:
+        now_s += CONTROL_PERIOD_S
+        _, state = decide(state, signals, now_s)
+    return state, now_s
+
+
 @given(st.lists(any_signals, min_size=1, max_size=30))
 def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None:
     """Whatever is reported: the number stays where reports are missing, and is within the bounds else."""
@@ -76,23 +86,17 @@ def test_a_target_is_within_the_bounds_or_untouched(seen: list[Signals]) -> None
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals)
 def test_a_tick_that_is_repeated_changes_nothing(seen: list[Signals], last: Signals) -> None:
     """Asked again at the same moment, with the target that it gave: the same target."""
-    state, now_s = None, 0.0
-    for each in seen:
-        now_s += CONTROL_PERIOD_S
-        _, state = decide(state, each, now_s)
+    state, now_s = after(seen)
     first, state = decide(state, last, now_s)
-    again, after = decide(state, replace(last, target=first.target), now_s)
+    again, left = decide(state, replace(last, target=first.target), now_s)
     assert again.target == first.target
-    assert decide(after, replace(last, target=first.target), now_s)[1] == after
+    assert decide(left, replace(last, target=first.target), now_s)[1] == left
 
 
 @given(st.lists(any_signals, min_size=1, max_size=20), any_signals, st.floats(1, 10))
 def test_more_load_never_means_fewer_replicas(seen: list[Signals], last: Signals, more: float) -> None:
     """After the same past, with more waiting, decoding, in use or a later first token: no fewer."""
-    state, now_s = None, 0.0
-    for each in seen:
-        now_s += CONTROL_PERIOD_S
-        _, state = decide(state, each, now_s)
+    state, now_s = after(seen)
     now_s += CONTROL_PERIOD_S
     loaded = replace(
         last,
@@ -158,8 +162,8 @@ def test_after_a_restart_of_the_controller_the_number_stays(work: float, periods
     for fault in ("no replica runs", "3 of 48 replicas have not reported lately", "no ingress has reported lately"):
         [held] = deployment.tick(work, fault=fault)
         assert (held.target, held.reason) == (target, "hold")
-    after = deployment.tick(0.0, PERIODS, fault="")
-    assert min(each.target for each in after[:-1]) == target
+    reported = deployment.tick(0.0, PERIODS, fault="")
+    assert min(decision.target for decision in reported[:-1]) == target
     assert deployment.tick(0.0, 2)[-1].target == 1
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serve_app.cache import eviction
 from serve_app.cache.eviction import Candidate, EvictionQueue, Standing, eviction_key
 from tests.serve_app.cache.prefix.test_quota import Bench
-from tests.serve_app.cache.tiers.test_disk import FILE, fill, path, tier
+from tests.serve_app.cache.tiers.test_disk import fill, tier
+from tests.serve_app.cache.tiers.tier_blocks import held, path
 
 
 @given(
@@ -47,5 +48,4 @@ def test_another_order_is_another_rank_and_nothing_else(tmp_path: Path, monkeypa
     fill(disk, path(1), saved=True)
     for number in (2, 3, 4):
         fill(disk, path(number))
-    assert disk.hashes() == {path(number)[0].block_hash for number in (1, 2, 4)}
-    assert disk.used_bytes == 3 * FILE
+    assert held(disk.index) == {path(number)[0].block_hash for number in (1, 2, 4)}

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope
+from serve_app.cache_diagnostics import memory as memories
 from serve_app.cache_diagnostics.detector import MAX_AT_ONCE, MissDetector
 from serve_app.cache_diagnostics.explain import Miss, is_miss
+from serve_app.cache_diagnostics.memory import FAMILY_PROMPTS, MAX_FAMILIES, MAX_PROMPT_TOKENS, PromptMemory, SeenPrompt
 from serve_app.engine.protocol import SamplingParams
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -47,70 +49,70 @@ class Bench:
 
     def __init__(self) -> None:
         self.counted: list[tuple[str, str, int]] = []
-        self.elsewhere: list[str] = []
         self.now_s = 0.0
         workers = FairWorkers(Shares({}), threads=2)
-        self.detector = MissDetector(
-            decode, workers, lambda: 3, lambda *miss: self.counted.append(miss), self.elsewhere.append
-        )
+        self.detector = MissDetector(decode, workers, lambda: 3, lambda *miss: self.counted.append(miss))
 
     async def ask(self, wanted: Generation, cached_tokens: int = 0) -> Miss | None:
         self.now_s += 1
         task = self.detector.observe(wanted, cached_tokens, self.now_s, self.now_s + 0.5)
         return None if task is None else await task
 
+    def run(self, *asked: tuple[Generation, int]) -> list[Miss | None]:
+        """Ask one after the other."""
 
-def test_a_hit_costs_nothing_but_being_remembered() -> None:
-    """No task, nothing counted; few computed tokens, or a small part of a prompt, are no miss."""
+        async def all_of_them() -> list[Miss | None]:
+            return [await self.ask(wanted, cached_tokens) for wanted, cached_tokens in asked]
 
-    async def run() -> None:
-        bench = Bench()
-        assert await bench.ask(generation(REST), len(REST) - 16) is None
-        assert bench.counted == []
-        again = await bench.ask(generation(REST), 0)
-        assert again is not None and again.reason == "evicted" and again.lost_tokens == len(REST)
+        return asyncio.run(all_of_them())
 
-    asyncio.run(run())
+
+def reasons(misses: Sequence[Miss | None]) -> list[str | None]:
+    return [None if miss is None else miss.reason for miss in misses]
+
+
+def test_hits_and_requests_that_leave_nothing_are_not_explained() -> None:
+    """A hit is remembered, and nothing else; with store_kv false a request is not even that."""
+    bench = Bench()
+    kept, left_out = generation(REST), generation("Private. " + REST, store_kv=False)
+    asked = bench.run((kept, len(REST) - 16), (kept, 0), (left_out, 0), (generation("Private. " + REST), 0))
+    assert reasons(asked) == [None, "evicted", None, "text"]
+    assert bench.counted[0] == ("a", "evicted", len(REST))
     assert not is_miss(63, 0) and is_miss(64, 0)
     assert not is_miss(10_000, 9_000) and is_miss(10_000, 8_000)
 
 
 def test_reasons_of_a_day(caplog: pytest.LogCaptureFixture) -> None:
     """Each reason with what it cost; one line for a pattern, which does not hold what the prompt says."""
-
-    async def run() -> list[Miss | None]:
-        bench = Bench()
-        found = [
-            await bench.ask(generation("Today is 2026-11-21. " + REST)),
-            await bench.ask(generation("Today is 2026-11-22. " + REST), 16),
-            await bench.ask(generation("Today is 2026-11-23. " + REST), 16),
-            await bench.ask(generation("Today is 2026-11-23. " + REST, lora="clerk")),
-            await bench.ask(generation("Today is 2026-11-23. " + REST, salt="x")),
-        ]
-        assert [reason for _, reason, _ in bench.counted] == ["never_seen", "date", "date", "adapter", "salt"]
-        return found
-
+    bench = Bench()
     with caplog.at_level(logging.WARNING):
-        _, second, third, adapter, _ = asyncio.run(run())
-    assert second is not None and third is not None and adapter is not None
+        _, second, _, adapter, _ = bench.run(
+            (generation("Today is 2026-11-21. " + REST), 0),
+            (generation("Today is 2026-11-22. " + REST), 16),
+            (generation("Today is 2026-11-23. " + REST), 16),
+            (generation("Today is 2026-11-23. " + REST, lora="clerk"), 0),
+            (generation("Today is 2026-11-23. " + REST, salt="x"), 0),
+        )
+    assert [reason for _, reason, _ in bench.counted] == ["never_seen", "time", "time", "adapter", "salt"]
+    assert second is not None and adapter is not None
     shown = second.shown()
     assert shown["first_difference"] == {"part": "system", "token": 18, "char": 18, "line": 1, "found": "2026-11-22"}
-    assert shown["lost_tokens"] == second.lost_tokens == len(REST) + 2
-    assert adapter.lost_tokens == len(REST) + 21
-    assert [record.message.count("date at character 18") for record in caplog.records].count(1) == 1
+    assert shown["lost_tokens"] == len(REST) + 2 and "last user message" in shown["remedy"]
+    assert (adapter.lost_tokens, adapter.shown()["first_difference"]) == (len(REST) + 21, None)
+    assert [record.message.count("time at character 18") for record in caplog.records].count(1) == 1
     assert not any("2026" in record.message or "rules" in record.message for record in caplog.records)
 
 
-def test_a_request_that_leaves_nothing_is_not_remembered() -> None:
-    """With store_kv false: neither told of, nor compared with."""
-
-    async def run() -> None:
-        bench = Bench()
-        assert await bench.ask(generation(REST, store_kv=False)) is None
-        seen = await bench.ask(generation(REST))
-        assert seen is not None and seen.reason == "never_seen"
-
-    asyncio.run(run())
+def test_of_several_prompts_the_one_that_differs_last_explains() -> None:
+    """Another prompt with the same beginning but other rules does not, however late it came."""
+    other = "Today is sunny, and the harbour is open to whoever comes with papers and a flag. " * 4
+    *_, miss = Bench().run(
+        (generation("Today is 2026-11-21. Turn 1. " + REST), 0),
+        (generation(other), 0),
+        (generation("Today is 2026-11-21. Turn 2. " + REST), 0),
+    )
+    assert miss is not None and miss.reason == "id" and miss.first_difference is not None
+    assert (miss.first_difference.char, miss.first_difference.found) == (26, "2")
 
 
 def test_what_was_answered_later_explains_nothing() -> None:
@@ -118,55 +120,72 @@ def test_what_was_answered_later_explains_nothing() -> None:
 
     async def run() -> None:
         bench = Bench()
-        first = bench.detector.observe(generation(REST), 0, 1.0, 2.0)
-        second = bench.detector.observe(generation(REST), 0, 1.0, 2.1)
-        assert first is not None and second is not None
-        assert (await first).reason == (await second).reason == "never_seen"
-        tasks = [bench.detector.observe(generation(REST), 0, 3.0, 3.0) for _ in range(MAX_AT_ONCE + 3)]
+        tasks = [bench.detector.observe(generation(REST), 0, 1.0, 2.0 + number) for number in range(MAX_AT_ONCE + 3)]
         assert sum(task is None for task in tasks) == 3
-        await asyncio.gather(*filter(None, tasks))
+        misses = await asyncio.gather(*filter(None, tasks))
+        assert reasons(misses) == ["never_seen"] * MAX_AT_ONCE
         assert [reason for _, reason, _ in bench.counted].count("not_compared") == 3
 
     asyncio.run(run())
 
 
-requests = st.lists(
-    st.tuples(
-        st.sampled_from("ab"),
-        st.sampled_from(("Today is 2026-11-21. ", "Today is 2026-11-22. ", "Turn 1. ", "Turn 2. ")),
-        st.sampled_from(("", "x")),
-    ),
-    max_size=8,
-)
-
-
 @settings(max_examples=40, deadline=None)
-@given(requests)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ab"),
+            st.sampled_from(("Today is 2026-11-21. ", "Today is 2026-11-22. ", "Turn 1. ", "Turn 2. ")),
+            st.sampled_from(("", "x")),
+        ),
+        max_size=8,
+    )
+)
 def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list[tuple[str, str, str]]) -> None:
     """Whatever another tenant sends between them, the answers and the counts are the same. (docs/caching.md)"""
 
-    async def told(only: str) -> tuple[list[Miss | None], list[tuple[str, str, int]]]:
+    def told(only: str) -> tuple[list[Miss | None], list[tuple[str, str, int]]]:
         bench = Bench()
-        found = [
-            (tenant, await bench.ask(generation(start + REST, tenant, salt=salt)))
-            for tenant, start, salt in asked
-            if tenant in only
-        ]
-        return [miss for tenant, miss in found if tenant == "a"], [each for each in bench.counted if each[0] == "a"]
+        sent = [(generation(start + REST, tenant, salt=salt), 0) for tenant, start, salt in asked if tenant in only]
+        misses = bench.run(*sent)
+        mine = [miss for (wanted, _), miss in zip(sent, misses, strict=True) if wanted.tenant == "a"]
+        return mine, [count for count in bench.counted if count[0] == "a"]
 
-    assert asyncio.run(told("ab")) == asyncio.run(told("a"))
+    assert told("ab") == told("a")
 
 
-def test_operators_hear_that_two_tenants_have_one_prompt() -> None:
-    """Not the tenants: to each of them it is new. The same tenant again, or another prompt, is no such thing."""
+def prompt(tokens: int) -> SeenPrompt:
+    return SeenPrompt(np.zeros(tokens, dtype=np.int32), PrefixScope("m", "", b""), 0, 0.0)
 
-    async def run() -> None:
-        bench = Bench()
-        for tenant in ("a", "b"):
-            miss = await bench.ask(generation(REST, tenant))
-            assert miss is not None and miss.reason == "never_seen"
-        assert bench.elsewhere == ["b"]
-        await bench.ask(generation("An entirely different prompt. " * 12, "b"))
-        assert bench.elsewhere == ["b"]
 
-    asyncio.run(run())
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.integers(0, 5000)), max_size=120),
+    st.integers(1000, 200_000),
+)
+def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
+    added: list[tuple[str, int, int]], max_bytes: int
+) -> None:
+    """After each prompt within the bounds of bytes, prompts and families, as if nobody else had come.
+
+    docs/caching.md
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memories, "MAX_TENANT_BYTES", max_bytes)
+        both, alone = PromptMemory(lambda: 2), PromptMemory(lambda: 2)
+        for tenant, family, tokens in added:
+            seen = prompt(tokens)
+            for memory in (both, alone) if tenant == "a" else (both,):
+                memory.add(tenant, b"%d" % family, seen)
+            assert sum(known.ids.nbytes for known in both.prompts(tenant)) <= max_bytes
+            assert len(both.prompts(tenant)) <= FAMILY_PROMPTS * MAX_FAMILIES
+        assert both.prompts("a") == alone.prompts("a")
+
+
+def test_a_long_prompt_is_kept_in_part_and_a_tenant_that_is_gone_not_at_all() -> None:
+    """The first tokens, copied: they keep no more alive. The settings have two tenants, so a third takes a room."""
+    long = prompt(MAX_PROMPT_TOKENS + 1)
+    assert len(long.ids) == MAX_PROMPT_TOKENS and long.ids.base is None
+    memory = PromptMemory(lambda: 2)
+    for tenant in "abc":
+        memory.add(tenant, b"f", prompt(10))
+    assert [len(memory.prompts(tenant)) for tenant in "abc"] == [0, 1, 1]

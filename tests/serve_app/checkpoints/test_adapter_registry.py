@@ -147,25 +147,10 @@ def test_an_ingress_that_has_just_started_serves_no_adapter_before_it_knows_what
     class Others(Broadcast):
         """The first call finds no replica that answers, the second one an ingress that does not."""
 
-        calls = 0
-
         def __init__(self) -> None:
-            self._replica = SimpleNamespace(describe=SimpleNamespace(remote=self.describe))
-
-        async def describe(self) -> None:
-            pass
-
-        async def replicas(self, method: str, *arguments: Any, timeout_s: float = 0) -> list[Any]:
-            self.calls += 1
-            if self.calls == 1:
-                raise ActorUnavailableError("not yet", None)
-            return [()]
-
-        async def ingresses(self, method: str, *arguments: Any, timeout_s: float = 0) -> list[Any]:
-            assert not new.current
-            if self.calls == 2:
-                raise TimeoutError
-            return [new.entries(), old.entries()]
+            self._replica = SimpleNamespace(describe=SimpleNamespace(remote=AsyncMock()))
+            self.replicas = AsyncMock(side_effect=[ActorUnavailableError("not yet", None), [()], [()]])
+            self.ingresses = AsyncMock(side_effect=[TimeoutError, [new.entries(), old.entries()]])
 
     asyncio.run(Others().connect(new, AsyncMock()))
     assert new.current

@@ -5,24 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from router.protocol.block_hash import PrefixScope
 from serve_app.api.openai.request import parse_chat, parse_completion
 from serve_app.checkpoints.checkpoint import CheckpointError, load_checkpoint_info
 from serve_app.checkpoints.drafter import with_drafter
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import SamplingParams
 from serve_app.engine.runner.kv_size import kv_bytes_per_block
 from serve_app.engine.speculative.eagle_config import read_eagle_config
 from serve_app.engine.speculative.eagle_head import EagleHead
 from serve_app.engine.speculative.runner import SpeculativeRunner
 from serve_app.errors import InvalidRequest
-from serve_app.replica import messages as wire
 from serve_app.replica.engine_factory import make_engine
 
 
@@ -55,41 +52,34 @@ def test_the_pair_has_a_fingerprint_of_its_own(demo_model_path: Path, copy: Path
     assert with_drafter(info, settings(demo_model_path, copy)).fingerprint not in (pair.fingerprint, info.fingerprint)
 
 
-def test_another_vocabulary_is_refused_by_size_and_by_content(demo_model_path: Path, copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"vocab_size": 4095}, r"has 4095 tokens.*has 4096"),
+        ({"max_position_embeddings": 2048}, "set max_model_len to at most 2048"),
+        ({"tokens": "swapped"}, "the token '!' has id"),
+        ({"nowhere": True}, "neither a built-in model"),
+        ({"engine": "simulated"}, "needs the torch engine"),
+    ],
+    ids=str,
+)
+def test_who_cannot_draft_is_refused(demo_model_path: Path, copy: Path, change: dict[str, Any], sentence: str) -> None:
+    """Another vocabulary, by size and by content, too few positions, nothing there, nothing to draft with."""
     info = load_checkpoint_info(demo_model_path)
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    assert with_drafter(info, settings(demo_model_path, copy)), "written otherwise it is the same vocabulary"
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
-    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(CheckpointError, match="the token '!' has id"):
-        with_drafter(info, settings(demo_model_path, copy))
+    if "tokens" in change:
+        vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 4095}))
-    with pytest.raises(CheckpointError, match=r"has 4095 tokens.*has 4096"):
-        with_drafter(info, settings(demo_model_path, copy))
-
-
-def test_a_tokenizer_file_written_otherwise_is_the_same_vocabulary(demo_model_path: Path, copy: Path) -> None:
-    text = json.dumps(json.loads((copy / "tokenizer.json").read_text()), indent=1)
-    (copy / "tokenizer.json").write_text(text)
-    assert with_drafter(load_checkpoint_info(demo_model_path), settings(demo_model_path, copy))
-
-
-def test_too_few_positions_are_refused_unless_requests_are_shorter(demo_model_path: Path, copy: Path) -> None:
-    info = load_checkpoint_info(demo_model_path)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
-    with pytest.raises(CheckpointError, match="set max_model_len to at most 2048"):
-        with_drafter(info, settings(demo_model_path, copy))
-    assert with_drafter(info, settings(demo_model_path, copy, max_model_len=2048))
-
-
-def test_a_missing_drafter_and_a_simulated_engine_are_refused(demo_model_path: Path, tmp_path: Path) -> None:
-    info = load_checkpoint_info(demo_model_path)
-    with pytest.raises(CheckpointError, match="neither a built-in model"):
-        with_drafter(info, settings(demo_model_path, tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match="needs the torch engine"):
-        with_drafter(info, settings(demo_model_path, demo_model_path, engine="simulated"))
+    (copy / "config.json").write_text(json.dumps(config | change))
+    drafter = copy / "nowhere" if "nowhere" in change else copy
+    with pytest.raises(CheckpointError, match=sentence):
+        with_drafter(info, settings(demo_model_path, drafter, engine=change.get("engine", "torch")))
+    if "max_position_embeddings" in change:
+        assert with_drafter(info, settings(demo_model_path, copy, max_model_len=2048))
 
 
 def test_both_pools_fit_the_budget(demo_model_path: Path) -> None:
@@ -135,7 +125,7 @@ def test_an_eagle_head_is_a_drafter_of_its_own_format(demo_model_path: Path, tmp
     assert str(demo_model_path) in str(refused.value)
 
 
-def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -> None:
+def test_disable_spec_decode_is_read_from_the_body() -> None:
     chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
     assert not parse_chat(json.dumps(chat).encode()).disable_spec_decode
     assert parse_chat(json.dumps({**chat, "disable_spec_decode": True}).encode()).disable_spec_decode
@@ -143,16 +133,3 @@ def test_disable_spec_decode_is_read_from_the_body_and_travels_to_the_engine() -
     assert parse_completion(json.dumps(body).encode()).disable_spec_decode
     with pytest.raises(InvalidRequest, match="disable_spec_decode must be true or false"):
         parse_chat(json.dumps({**chat, "disable_spec_decode": "yes"}).encode())
-    for value in (True, False):
-        call = wire.GenerateCall(
-            request_id="r",
-            caller="me",
-            reply_to=wire.ReplyTo(),
-            token_ids=np.array([1], dtype="<i4").tobytes(),
-            scope=PrefixScope("m"),
-            root=PrefixScope("m").root(b"secret"),
-            tenant="t",
-            sampling=SamplingParams(1, disable_spec_decode=value),
-        )
-        request = wire.decode_call(wire.encode(call)).to_engine_request(b"", "", 0)
-        assert request.sampling.disable_spec_decode is value

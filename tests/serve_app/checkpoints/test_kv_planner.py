@@ -80,7 +80,4 @@ def test_a_gguf_file_is_planned_without_a_conversion(tmp_path: Path, demo_model_
     vocabulary = json.loads((demo_model_path / "config.json").read_text())["vocab_size"]
     assert abs(found["vocab_size"] - vocabulary) < 8
     plan_kv(found, "bfloat16", memory_bytes=10**9, prefixes=1, prefix_tokens=16)
-
-
-def test_a_built_in_model_has_a_config() -> None:
     assert model_config("demo")["num_hidden_layers"] > 0

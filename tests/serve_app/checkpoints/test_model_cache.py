@@ -31,30 +31,23 @@ def whole(directory: Path) -> None:
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
-    """The reason comes through, and the next call makes it."""
+    """The reason comes through, a full device as one sentence, and the next call makes it."""
 
-    def broken(directory: Path) -> None:
-        whole(directory)
-        raise ValueError("no weights")
+    def fail_with(error: Exception) -> None:
+        def broken(directory: Path) -> None:
+            whole(directory)
+            raise error
+
+        ensure_made(tmp_path / "demo", broken)
 
     with pytest.raises(ValueError, match="no weights"):
-        ensure_made(tmp_path / "model", broken)
+        fail_with(ValueError("no weights"))
+    with pytest.raises(CheckpointError, match=r"demo cannot be put into the model cache: .*full.* XDG_CACHE_HOME"):
+        fail_with(OSError(errno.ENOSPC, "full"))
     assert list(tmp_path.iterdir()) == []
-    assert (ensure_made(tmp_path / "model", whole) / "config.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize("made", ["cache", "model"])
-def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path, made: str) -> None:
-    """Whatever is in its way: here a file where a directory belongs, and a device that is full."""
-
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    if made == "cache":
-        (tmp_path / "cache").write_text("")
-    with pytest.raises(CheckpointError, match=r"demo cannot be put into the model cache: .* XDG_CACHE_HOME") as refused:
-        ensure_made(tmp_path / "cache" / "demo", full)
-    assert "\n" not in str(refused.value)
+    assert (ensure_made(tmp_path / "demo", whole) / "config.json").read_text() == "{}"
+    with pytest.raises(CheckpointError, match="XDG_CACHE_HOME"):
+        ensure_made(tmp_path / "demo" / "config.json" / "other", whole)
 
 
 def test_a_killed_maker_leaves_nothing_half_and_is_cleaned_up_after(tmp_path: Path) -> None:

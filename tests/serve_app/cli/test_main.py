@@ -12,30 +12,28 @@ from typer.testing import CliRunner
 
 from serve_app.cli import foreign_flags, main
 from serve_app.cli.foreign_flags import instead_of
+from serve_app.cli.greeting import greeting
 from serve_app.cli.main import app
 from serve_app.cli.supervisor import Launch, Supervisor
 from serve_app.config.app import AppConfig
 from serve_app.config.files import load_settings
 
 
-def test_settings_survive_json() -> None:
-    """What travels to a replica is what was configured."""
-    settings = AppConfig(model="demo", replicas=7, policy="lmetric")
-    assert AppConfig.model_validate(json.loads(json.dumps(settings.to_json()))) == settings
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """What `warmpath serve` would start; its port is not looked at."""
+    launches: list[Launch] = []
+    monkeypatch.setattr(main, "problems", lambda *_: [])
+    monkeypatch.setattr(Supervisor, "run", lambda _, launch: launches.append(launch) or 0)
+    return launches
 
 
-def test_serve_refuses_what_it_cannot_start() -> None:
+@pytest.mark.parametrize("flag", ["--port=99999", "--set=nonsense", "--config=no.yaml", "--set=prompts_dir=/nowhere"])
+def test_serve_refuses_what_it_cannot_start(flag: str) -> None:
     """Wrong flags end with status 2 and a sentence, before anything is started."""
-    runner = CliRunner()
-    for arguments in (
-        ["--port", "99999"],
-        ["--set", "nonsense"],
-        ["--config", "no-such-file.yaml"],
-        ["--set", "prompts_dir=/nowhere/at/all"],
-    ):
-        result = runner.invoke(app, ["serve", *arguments])
-        assert result.exit_code == 2, result.output
-        assert result.output.startswith("error: "), result.output
+    result = CliRunner().invoke(app, ["serve", flag])
+    assert result.exit_code == 2, result.output
+    assert result.output.startswith("error: "), result.output
 
 
 def test_the_version_and_the_settings_are_told() -> None:
@@ -44,6 +42,8 @@ def test_the_version_and_the_settings_are_told() -> None:
     assert runner.invoke(app, ["--version"]).output == f"warmpath {version('warmpath-serve')}\n"
     assert "max_pulls: integer, 1 to 64; default 4" in runner.invoke(app, ["settings", "pull"]).output
     assert "replicas: 2" in runner.invoke(app, ["settings", "--yaml"]).output
+    listed = runner.invoke(app, ["settings", "autoscaling"]).output
+    assert "min_replicas: integer" in listed and "max_replicas: integer" in listed
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,9 @@ def test_the_version_and_the_settings_are_told() -> None:
     ids=["alone", "network", "configured", "tenants"],
 )
 def test_pages_of_any_name_may_post_only_where_that_may_be_meant(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], allowed: list[str] | None
+    launched: list[Launch], arguments: list[str], allowed: list[str] | None
 ) -> None:
     """On loopback without tenants no name leads here but by DNS rebinding, unless it is configured."""
-    launched: list[Launch] = []
-    monkeypatch.setattr(main, "check_address", lambda *_: None)
-    monkeypatch.setattr(Supervisor, "run", lambda _, launch: launched.append(launch) or 0)
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
     assert launched[0].settings.get("allowed_hosts") == allowed
@@ -85,26 +82,17 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
     assert words in " ".join(answered.output.replace("\u2502", " ").split())
 
 
-def test_a_model_may_be_named_without_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Launch] = []
-
-    class Started:
-        def __init__(self, *_: object) -> None: ...
-
-        def run(self, launch: Launch) -> int:
-            launched.append(launch)
-            return 0
-
-    monkeypatch.setattr(main, "Supervisor", Started)
-    monkeypatch.setattr(main, "check_address", lambda host, port: None)
+def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
     assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
     assert launched[0].settings["model"] == "demo"
 
 
-def test_settings_of_a_name_are_listed_with_all_their_fields() -> None:
-    listed = CliRunner().invoke(app, ["settings", "autoscaling"]).output
-    assert "min_replicas: integer" in listed
-    assert "max_replicas: integer" in listed
+def test_printed_requests_do_not_sample() -> None:
+    """What a start prints to be pasted shows the model at its best."""
+    text = greeting(AppConfig(model="demo", engine="simulated"), "127.0.0.1", 8000)
+    [body] = re.findall(r"-d '(.*)'", text)
+    assert json.loads(body)["temperature"] == 0
+    assert re.search(r"completions\.create\([^)]*temperature=0\b", text)
 
 
 def test_what_answers_recommend_can_be_set() -> None:

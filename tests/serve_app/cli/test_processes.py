@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from serve_app.cli import processes
-from serve_app.cli.processes import OWNER, descendants, end_descendants, port_holder
+from serve_app.cli.processes import OWNER, Holder, descendants, end_descendants, port_holder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
 
@@ -34,52 +35,14 @@ def test_everything_that_descends_ends() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
-_ORPHANS = """
-import os, subprocess
-from serve_app.cli.processes import adopt_orphans, forget_orphans
-adopt_orphans()
-subprocess.run(["sh", "-c", "sleep 0 & sleep 0 &"])
-try:
-    while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT):
-        forget_orphans(())
-except ChildProcessError:
-    print("both gone")
-own = subprocess.Popen(["sh", "-c", "exit 7"])
-os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
-forget_orphans((own.pid,))
-print(own.wait())
-forget_orphans(())
-try:
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
-except ChildProcessError:
-    print("none left")
-"""
-
-
-def test_what_was_adopted_leaves_nothing_when_it_ends() -> None:
-    """The status of a child of one's own stays for whoever asks for it."""
-    done = subprocess.run([sys.executable, "-c", _ORPHANS], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["both gone", "7", "none left"], done.stderr
-
-
 def test_a_stranger_is_no_descendant() -> None:
     """The parent of this process is none, nor is this process itself."""
     assert not {os.getpid(), os.getppid()} & descendants(os.getpid())
 
 
-def test_who_holds_a_port_is_named() -> None:
-    """Ours where an instance's mark is in its environment or a parent's; a free port has no holder."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        holder = port_holder(port)
-        assert holder is not None
-        assert (holder.pid, holder.ours, holder.supervisor) == (os.getpid(), False, None)
-    assert port_holder(port) is None
-
-
 @pytest.mark.parametrize("alive", [True, False])
 def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
-    """A process that an instance left behind has its mark, and no supervisor above it."""
+    """A process that an instance left behind has its mark, and no supervisor above it; others have none."""
     listening = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)"
     supervisor = os.getpid() if alive else 2**22 + 1
     child = subprocess.Popen(
@@ -97,6 +60,10 @@ def test_the_supervisor_to_stop_is_named_while_it_lives(alive: bool) -> None:
     finally:
         child.kill()
         child.wait()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert port_holder(port) == Holder(os.getpid(), psutil.Process().name(), ours=False, supervisor=None)
+    assert port_holder(port) is None
 
 
 def test_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,14 @@ import pytest
 from serve_app.cli.start_failure import failure, innermost
 
 REPLICA = """A replica failed to start with exception. Retrying 5 more time(s). Error:
-ray::ServeReplica:warmpath:Replica.initialize_and_get_metadata() (pid=7, ip=127.0.0.1)
-  File "/ray/serve/_private/replica.py", line 1928, in initialize_and_get_metadata
-    raise RuntimeError(traceback.format_exc()) from None
 RuntimeError: Traceback (most recent call last):
   File "/ray/serve/_private/replica.py", line 1900, in initialize
-    await self._user_callable_wrapper.initialize_callable()
 OSError: [Errno 2] no such thing
 
 During handling of the above exception, another exception occurred:
 
 Traceback (most recent call last):
   File "/serve_app/replica/replica.py", line 80, in __init__
-    raise AdapterError(f"the adapter {entry.name!r}: {error}") from error
 serve_app.engine.protocol.AdapterError: the adapter 'a': layer 1 has rank 8, over max_lora_rank 4
 """
 

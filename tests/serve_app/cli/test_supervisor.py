@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGINT, SIGTERM, Signals
 
+import psutil
 import pytest
+
+from serve_app.cli.processes import runs
 
 _SUPERVISOR = """
 import sys
@@ -22,15 +25,19 @@ sys.exit(Supervisor(Console(stderr=True, highlight=False), float(sys.argv[2]), f
 """
 
 _INSTANCE = """
-import json, os, signal, subprocess, sys, time
-launch = json.loads(sys.stdin.readline())
+import io, json, os, signal, subprocess, sys, time
+channel = io.FileIO(0, "r+", closefd=False)
+launch = json.loads(channel.readline())
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 log = os.open(launch["log"], os.O_WRONLY)
-users = os.dup(2)
+terminal = os.fdopen(os.dup(2), "w")
 os.dup2(log, 2)
 print("noise of a library", file=sys.stderr)
-def say(kind, text):
-    print(json.dumps([kind, text]), flush=True)
+def say(text):
+    print(text, file=terminal, flush=True)
+def serve():
+    channel.write(b"serving\\n")
+    say("hello")
 def detached():
     subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
 open(launch["run_dir"] + "/file", "w").close()
@@ -74,71 +81,54 @@ def started(tmp_path: Path) -> Callable[..., Started]:
     return lambda instance, *args: Started(instance, tmp_path, *args)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_is_given_up_at_once(started: Callable[..., Started], number: signal.Signals) -> None:
-    """Also by an instance that heeds nothing, with all that it started."""
-    made = started('os.dup2(users, 2); detached(); say("done", "[1/4] model"); time.sleep(600)')
-    made.wait_for("[1/4]")
-    made.process.send_signal(number)
-    output = made.rest()
-    assert "stopping: the start is given up" in output
-    assert output.endswith("stopped\n")
-    assert "Traceback" not in output, "it was interrupted before it was ready for that"
-    assert made.process.returncode == 128 + number
-    assert made.left_over == []
-
-
-def test_an_instance_that_serves_is_told_to_stop(started: Callable[..., Started]) -> None:
-    """And has its time; its own noise is not shown."""
-    made = started('say("serving", "hello"); print(sys.stdin.readline(), file=sys.stderr); say("done", "drained")')
-    made.wait_for("hello")
-    made.process.send_signal(signal.SIGINT)
-    output = made.rest()
-    assert "answers under way have 600 s" in output
-    assert output.endswith("drained\nstopped\n")
-    assert "noise" not in output
-    assert made.process.returncode == 0
-    assert made.left_over == []
-
-
-def test_what_its_parents_left_behind_leaves_no_id_when_it_ends(started: Callable[..., Started]) -> None:
-    """A killed replica leaves its own processes; each would keep its id until the instance ends."""
-    made = started("""
+_GIVEN_UP = 'os.dup2(terminal.fileno(), 2); detached(); say("[1/4]"); time.sleep(600)'
+_ORPHANS = """
 line = "setsid sleep 0 </dev/null >/dev/null 2>&1 & echo $!"
 pid = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.strip()
 while os.path.exists("/proc/" + pid):
     time.sleep(0.01)
-say("serving", "it is gone")
-sys.stdin.readline()
-""")
-    made.wait_for("it is gone")
-    made.process.send_signal(signal.SIGTERM)
-    assert made.rest().endswith("stopped\n")
-    assert made.process.returncode == 0
+serve(); channel.readline()
+"""
+_BUSY = 'serve(); channel.readline(); say("asked"); time.sleep(600)'
 
 
-def test_a_second_signal_leaves_at_once(started: Callable[..., Started]) -> None:
-    """Whatever the instance still does. (docs/starting.md)"""
-    made = started('say("serving", "hello"); sys.stdin.readline(); say("done", "told"); time.sleep(600)')
-    made.wait_for("hello")
-    made.process.send_signal(signal.SIGTERM)
-    made.wait_for("told")
-    made.process.send_signal(signal.SIGINT)
-    assert made.rest().endswith("stopping at once\nstopped\n")
-    assert made.process.returncode == 128 + signal.SIGINT
+@pytest.mark.parametrize(
+    ("instance", "signals", "end", "status"),
+    [
+        (_GIVEN_UP, {"[1/4]": SIGINT}, "stopping: the start is given up\nstopped\n", 128 + SIGINT),
+        (_GIVEN_UP, {"[1/4]": SIGTERM}, "stopping: the start is given up\nstopped\n", 128 + SIGTERM),
+        ('serve(); say(channel.readline() == b"stop\\n")', {"hello": SIGINT}, "ends them now\nTrue\nstopped\n", 0),
+        (_ORPHANS, {"hello": SIGTERM}, "answers under way have 600 s; Ctrl-C again ends them now\nstopped\n", 0),
+        (_BUSY, {"hello": SIGTERM, "asked": SIGINT}, "stopping at once\nstopped\n", 128 + SIGINT),
+    ],
+    ids=["start", "start, SIGTERM", "serving", "orphans", "stopping"],
+)
+def test_a_signal_ends_it_at_any_moment(
+    started: Callable[..., Started], instance: str, signals: dict[str, Signals], end: str, status: int
+) -> None:
+    """A start at once, also one that heeds nothing, with all that it started; a service in order, until the second one.
+
+    What a killed replica's processes leave keeps no id until the instance ends. docs/starting.md
+    """
+    made = started(instance)
+    for word, number in signals.items():
+        made.wait_for(word)
+        made.process.send_signal(number)
+    output = made.rest()
+    assert output.endswith(end)
+    assert "Traceback" not in output, "it was interrupted before it was ready for that"
+    assert "noise" not in output
+    assert made.process.returncode == status
+    assert made.left_over == []
 
 
 @pytest.mark.parametrize(
     ("instance", "status", "sentence"),
     [
-        (
-            'say("refused", "no [such] thing"); say("refused", "and more")',
-            2,
-            "error: no [such] thing\nerror: and more\n",
-        ),
-        ('say("failed", "it broke")', 1, "error: it broke\n"),
+        ('say("error: no such thing"); sys.exit(2)', 2, "error: no such thing\n"),
+        ('say("error: it broke"); sys.exit(1)', 1, "error: it broke\n"),
         ("sys.exit(3)", 1, "error: the instance ended without a word\n"),
-        ('say("serving", "hello"); os.kill(os.getpid(), 9)', 1, "error: the instance ended without a word\n"),
+        ("serve(); os.kill(os.getpid(), 9)", 1, "error: the instance ended without a word\n"),
     ],
     ids=["refused", "failed", "silent", "killed"],
 )
@@ -161,20 +151,19 @@ def test_what_goes_wrong_is_said(started: Callable[..., Started], instance: str,
 
 def test_one_that_does_not_stop_is_ended(started: Callable[..., Started]) -> None:
     """After the answers' time and a margin."""
-    made = started('say("serving", "hello"); sys.stdin.readline(); time.sleep(600)', 0, 0.5)
+    made = started("serve(); channel.readline(); time.sleep(600)", 0, 0.5)
     made.wait_for("hello")
-    made.process.send_signal(signal.SIGINT)
+    made.process.send_signal(SIGINT)
     assert "it does not stop in time" in made.rest()
     assert made.process.returncode == 1
 
 
 _LOYAL = """
-import io, threading
+import threading
 from serve_app.cli.instance import _take_orders
 child = subprocess.Popen(["sleep", "600"])
-orders = io.FileIO(0, closefd=False), launch["run_dir"], threading.Event()
-threading.Thread(target=_take_orders, args=orders, daemon=True).start()
-say("serving", f"{os.getpid()} {child.pid}")
+threading.Thread(target=_take_orders, args=(channel, launch["run_dir"], threading.Event()), daemon=True).start()
+say(f"{os.getpid()} {child.pid}")
 time.sleep(600)
 """
 
@@ -190,14 +179,7 @@ def test_an_instance_ends_with_its_supervisor(started: Callable[..., Started]) -
     made.process.kill()
     made.process.wait()
     deadline_s = time.monotonic() + 60
-    while any(_runs(pid) for pid in pids):
+    while any(psutil.pid_exists(pid) and runs(psutil.Process(pid)) for pid in pids):
         assert time.monotonic() < deadline_s, "it did not end"
         time.sleep(0.05)
     assert not [name for name in made.left_over if not name.endswith(".log")]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

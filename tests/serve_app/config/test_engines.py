@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from serve_app.cli import main
-from serve_app.cli.preflight import problems
 from serve_app.config import engine
 from serve_app.config.app import AppConfig
 from serve_app.replica.engine_factory import MAKERS
@@ -33,14 +32,6 @@ def test_where_vllm_is_not_installed_serve_says_what_to_do(monkeypatch: pytest.M
     assert told.exit_code == 2
     assert "pip install '.[vllm]'" in told.output
     assert "make venv-vllm" in " ".join(told.output.split())
-
-
-def test_settings_that_vllm_cannot_follow_are_told_before_a_start() -> None:
-    """By `warmpath serve` and `warmpath check` alike, all of them at once."""
-    settings = AppConfig(engine="vllm", model="/no/model", admission="worst_case", save_ttl_s=60)
-    told = problems(settings, elsewhere=True).sentences
-    assert [sentence.partition(":")[0] for sentence in told] == ["save_ttl_s", "admission"]
-    assert problems(AppConfig(engine="vllm", model="/no/model"), elsewhere=True).sentences == ()
 
 
 def test_an_engine_is_named_in_its_two_tables_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 
@@ -11,83 +10,49 @@ from serve_app.config.app import AppConfig
 from serve_app.config.files import MODELS, PATHS, load_settings, rooted
 
 
-def test_later_sources_win(tmp_path: Path) -> None:
-    """File, then assignments, then flags."""
-    file = tmp_path / "settings.yaml"
-    file.write_text("model: small\nreplicas: 3\npolicy: round_robin\n")
-    settings = load_settings(file, ["replicas=4", "kv_cache_bytes=2097152"], model=None, replicas=5)
-    assert (settings.model, settings.replicas, settings.policy) == ("small", 5, "round_robin")
-    assert settings.kv_cache_bytes == 2097152
-
-
-@pytest.mark.parametrize(
-    ("assignment", "word"),
-    [
-        ("replicas", "NAME=VALUE"),
-        ("replicas=0", "replicas"),
-        ("repplicas=2", "repplicas"),
-        ("policy=best", "policy"),
-        ("tenants=[{name: a}]", "key_sha256"),
-    ],
-)
-def test_bad_settings_name_the_setting(assignment: str, word: str) -> None:
-    """A typo is an error with the setting's name, never a default."""
-    with pytest.raises(ValueError, match=word):
-        load_settings(None, [assignment])
-
-
-def _holds_path(annotation: Any) -> bool:
-    return annotation is Path or any(map(_holds_path, get_args(annotation)))
-
-
 def test_every_path_of_the_settings_is_known_as_one() -> None:
     """A new one would else start where the command happens to run."""
-    paths = {name for name, field in AppConfig.model_fields.items() if _holds_path(field.annotation)}
-    assert paths == PATHS | {"lora_adapters"}
+    assert {"disk_cache_dir", "lora_root", "prompts_dir", "secret_file", "usage_file"} == PATHS
     assert set(AppConfig.model_fields) > MODELS
 
 
-def test_paths_start_where_the_file_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the command runs; what is given beside the file starts where that is."""
+def test_paths_start_where_the_file_lies_and_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File, then assignments, then flags; what is given beside the file starts where the command runs."""
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
-    (home / "prompts").mkdir(parents=True)
-    elsewhere.mkdir()
-    (home / "checkpoints" / "mine").mkdir(parents=True)
+    for directory in (home / "prompts", elsewhere, home / "checkpoints" / "mine", home / "demo"):
+        directory.mkdir(parents=True)
     (home / "prompts" / "clerk.txt").write_text("Be brief.")
-    file = home / "settings.yaml"
-    file.write_text("""
+    (home / "settings.yaml").write_text("""
 model: checkpoints/mine
+replicas: 3
+max_loras: 3
 speculative_model: ./draft
 lora_adapters: {pirate: adapters/pirate, poet: /adapters/poet}
-lora_root: adapters
 disk_cache_dir: kv
 secret_file: secret
 public_prompts: [{name: clerk, version: "3", file: prompts/clerk.txt}]
 """)
     monkeypatch.chdir(elsewhere)
-    settings = load_settings(Path("../home/settings.yaml"), ["secret_file=mine"])
-    absolute = load_settings(file, [])
-    for found in (settings, absolute):
-        assert Path(found.model).resolve() == home / "checkpoints" / "mine"
-        assert Path(found.speculative_model or "").resolve() == home / "draft"
-        pirate, poet = found.lora_adapters["pirate"].resolve(), found.lora_adapters["poet"]
-        assert (pirate, poet) == (home / "adapters" / "pirate", Path("/adapters/poet"))
-        assert found.lora_root is not None and found.lora_root.resolve() == home / "adapters"
-        assert found.disk_cache_dir is not None and found.disk_cache_dir.resolve() == home / "kv"
-        assert found.public_prompts[0].text == "Be brief."
-    assert (settings.secret_file, absolute.secret_file) == (Path("mine"), home / "secret")
-
-
-@pytest.mark.parametrize("model", ["demo", "smollm2", "org/name"])
-def test_a_name_of_a_model_is_no_path(model: str, tmp_path: Path) -> None:
-    """Even where a directory beside the file is called as a built-in model is."""
-    (tmp_path / "demo").mkdir()
-    assert rooted({"model": model}, tmp_path) == {"model": model}
+    settings = load_settings(
+        Path("../home/settings.yaml"), ["secret_file=mine", "replicas=4", "max_loras=5"], max_loras=6, model=None
+    )
+    assert (settings.replicas, settings.max_loras, settings.secret_file) == (4, 6, Path("mine"))
+    assert Path(settings.model).resolve() == home / "checkpoints" / "mine"
+    assert Path(settings.speculative_model or "").resolve() == home / "draft"
+    assert settings.lora_adapters["pirate"].resolve() == home / "adapters" / "pirate"
+    assert settings.lora_adapters["poet"] == Path("/adapters/poet")
+    assert settings.disk_cache_dir is not None and settings.disk_cache_dir.resolve() == home / "kv"
+    assert settings.public_prompts[0].text == "Be brief."
+    for name in ("demo", "smollm2", "org/name"):
+        assert rooted({"model": name}, home) == {"model": name}, "a name of a model is no path"
 
 
 @pytest.mark.parametrize(
     ("assignment", "told"),
     [
+        ("replicas", "NAME=VALUE"),
+        ("replicas=0", "replicas: must be at least 1"),
+        ("tenants=[{name: a}]", "tenants.0.key_sha256: is missing"),
         ("polcy=lmetric", "polcy: there is no such setting; did you mean policy?"),
         ("kv-pull=false", "kv-pull: there is no such setting; did you mean kv_pull?"),
         ("policy=lmetrik", "least_loaded; did you mean lmetric?"),

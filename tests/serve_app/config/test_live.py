@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ values = st.fixed_dictionaries(
     {},
     optional={
         "policy": st.sampled_from(POLICY_NAMES),
-        "shadow_policy": st.none() | st.sampled_from(POLICY_NAMES),
         "max_queued_requests": st.integers(1, 99),
         "request_timeout_s": st.floats(1, 99),
         "allowed_hosts": st.none() | st.lists(st.sampled_from(["a", "b"])),
@@ -33,16 +30,12 @@ values = st.fixed_dictionaries(
 @given(values, values)
 def test_what_a_user_config_names_wins_and_all_else_is_of_args(args: dict[str, Any], live: dict[str, Any]) -> None:
     """Whole values are replaced; with the same user_config the same settings come out."""
+    assert set(AppConfig.model_fields) >= LIVE
     base = AppConfig.model_validate(args)
     found = overlaid(base, live)
     expected = AppConfig.model_validate(args | live)
     assert found == expected == overlaid(base, live)
     assert overlaid(base, {}) == overlaid(base, None) == base
-
-
-def test_every_live_name_is_a_setting() -> None:
-    """A name that no setting has could never be given."""
-    assert set(AppConfig.model_fields) >= LIVE
 
 
 @pytest.mark.parametrize(
@@ -69,6 +62,9 @@ def test_what_cannot_be_used_is_told_with_a_remedy(user_config: Any, told: str) 
         overlaid(AppConfig(), user_config)
     assert told in str(caught.value)
     assert "wp-secret" not in str(caught.value)
+    with pytest.raises(BadSettings) as caught:
+        app_config({"polcy": "x", "replicas": 0})
+    assert {where for where, _ in caught.value.found} == {("polcy",), ("replicas",)}, "all mistakes are told at once"
 
 
 def test_autoscaling_follows_other_targets_and_stays_on() -> None:
@@ -93,24 +89,6 @@ def test_tenants_of_args_cannot_be_taken_away(none: object) -> None:
     with pytest.raises(BadSettings, match="everybody could come in"):
         overlaid(base, {"tenants": none})
     assert overlaid(AppConfig(), {"tenants": []}) == AppConfig()
-
-
-def test_all_mistakes_are_told_at_once() -> None:
-    """Whoever repairs a file wants the whole list."""
-    with pytest.raises(BadSettings) as caught:
-        app_config({"polcy": "x", "replicas": 0})
-    assert {where for where, _ in caught.value.found} == {("polcy",), ("replicas",)}
-
-
-def test_a_file_is_read_where_its_digest_is_told(tmp_path: Path) -> None:
-    """Then every process that reads it has the same text, or refuses."""
-    file = tmp_path / "prompt.txt"
-    file.write_text("Be brief.")
-    prompt = {"name": "p", "version": "1", "file": str(file), "sha256": sha256(b"Be brief.").hexdigest()}
-    assert overlaid(AppConfig(), {"public_prompts": [prompt]}).public_prompts[0].text == "Be brief."
-    file.write_text("Be long.")
-    with pytest.raises(BadSettings, match="was expected"):
-        overlaid(AppConfig(), {"public_prompts": [prompt]})
 
 
 def test_who_is_in_another_trust_group_has_another_salt() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
-from serve_app.engine.lora.slots import LoadedAdapters
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.step import Segment, SegmentResult
 from tests.serve_app.engine.tiny import VOCAB
 
@@ -49,9 +49,6 @@ class CheckedRunner:
         )
         self.slots: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self.steps = 0
-
-    def samples(self, labels: object) -> tuple[()]:
-        return ()
 
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         self.steps += 1

@@ -121,3 +121,8 @@ def run_all(engine: TorchEngine, requests: Sequence[EngineRequest]) -> Collector
         engine.submit(item, collector)
     collector.wait(item.request_id for item in requests)
     return collector
+
+
+def sample(engine: TorchEngine, name: str, /, **labels: str) -> float:
+    """The sum of a metric's samples that carry ``labels``."""
+    return sum(v for n, have, v in engine.stats().samples if n == name and labels.items() <= dict(have).items())

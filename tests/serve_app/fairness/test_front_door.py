@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from serve_app.errors import RateLimited
@@ -17,27 +15,24 @@ def door_of(places: int = 4, max_waiting: int = 16, max_bytes: int = 64 * MIB) -
     return FrontDoor(Shares({"a": 1.0, "b": 1.0}), places=lambda: places, max_waiting=max_waiting, max_bytes=max_bytes)
 
 
-def test_the_flooder_is_refused_and_nobody_else() -> None:
+@pytest.mark.anyio
+async def test_the_flooder_is_refused_and_nobody_else() -> None:
     """Of one line for all the last eighth is for others; the refusal says when to come back. (docs/scheduling.md)"""
-
-    async def main() -> None:
-        door = door_of()
-        inside: list[Arrival] = []
-        with pytest.raises(RateLimited) as refused:
-            while True:
-                inside.append(door.arrive("a"))
-        assert len(inside) == 14
-        assert refused.value.retry_after_s is not None
-        assert refused.value.retry_after_s >= 1
-        assert "Too many of your requests" in str(refused.value)
-        with door.arrive("b") as other:
-            await other.turn(1)
-            other.hand_over().give_back()
-        for arrival in inside:
-            arrival.release()
-        assert not door._requests.used
-
-    asyncio.run(main())
+    door = door_of()
+    inside: list[Arrival] = []
+    with pytest.raises(RateLimited) as refused:
+        while True:
+            inside.append(door.arrive("a"))
+    assert len(inside) == 14
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s >= 1
+    assert "Too many of your requests" in str(refused.value)
+    with door.arrive("b") as other:
+        await other.turn(1)
+        other.hand_over().give_back()
+    for arrival in inside:
+        arrival.release()
+    assert not door._requests.used
 
 
 def test_who_has_little_is_not_told_that_the_room_is_full_of_theirs() -> None:
@@ -69,25 +64,22 @@ def test_bodies_are_bounded_by_tenant() -> None:
     assert not door._bytes.used
 
 
-def test_leaving_frees_everything_but_what_was_handed_over() -> None:
+@pytest.mark.anyio
+async def test_leaving_frees_everything_but_what_was_handed_over() -> None:
     """A request that fails after its turn gives its place back; one that goes on keeps it until its end."""
-
-    async def main() -> None:
-        door = door_of()
-        with pytest.raises(KeyError), door.arrive("a") as arrival:
-            arrival.grow(100)
-            await arrival.turn(3)
-            raise KeyError
-        assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 0)
-        with door.arrive("a") as arrival:
-            arrival.grow(100)
-            await arrival.turn(2)
-            place = arrival.hand_over()
-        assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 2)
-        place.give_back()
-        assert not door._line._budget.used
-
-    asyncio.run(main())
+    door = door_of()
+    with pytest.raises(KeyError), door.arrive("a") as arrival:
+        arrival.grow(100)
+        await arrival.turn(3)
+        raise KeyError
+    assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 0)
+    with door.arrive("a") as arrival:
+        arrival.grow(100)
+        await arrival.turn(2)
+        place = arrival.hand_over()
+    assert (door._requests.used, door._bytes.used, door._line._budget.used) == (0, 0, 2)
+    place.give_back()
+    assert not door._line._budget.used
 
 
 def test_costs_are_learned_by_tenant() -> None:

@@ -25,129 +25,113 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_flood_keeps_nobody_out() -> None:
+@pytest.mark.anyio
+async def test_a_flood_keeps_nobody_out() -> None:
     """One tenant has hundreds in line; another's request starts at once, for an eighth was not lent.
 
     docs/scheduling.md
     """
-
-    async def main() -> None:
-        line, budget = line_of(64)
-        flood = [asyncio.create_task(line.enter("a", 4, 100)) for _ in range(200)]
-        await settle()
-        assert budget.held("a") == 56
-        place = await asyncio.wait_for(line.enter("b", 1, 100), 1)
-        assert (place.tenant, place.units) == ("b", 1)
-        started = [task.result() for task in flood if task.done()]
-        for task in flood:
-            task.cancel()
-        await asyncio.gather(*flood, return_exceptions=True)
-        assert (budget.used, line.waiting().total()) == (57, 0)
-        for place in started:
-            place.give_back()
-        assert budget.used == 1
-
-    asyncio.run(main())
+    line, budget = line_of(64)
+    flood = [asyncio.create_task(line.enter("a", 4, 100)) for _ in range(200)]
+    await settle()
+    assert budget.held("a") == 56
+    place = await asyncio.wait_for(line.enter("b", 1, 100), 1)
+    assert (place.tenant, place.units) == ("b", 1)
+    started = [task.result() for task in flood if task.done()]
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    assert (budget.used, line.waiting().total()) == (57, 0)
+    for place in started:
+        place.give_back()
+    assert budget.used == 1
 
 
-def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
+@pytest.mark.anyio
+async def test_turns_go_by_cost_and_not_by_length_of_line() -> None:
     """With one place for all, a tenant of large requests starts as many tokens as one of small ones, not requests.
 
     docs/scheduling.md
     """
+    line, _ = line_of(1)
+    started: Counter[str] = Counter()
 
-    async def main() -> None:
-        line, _ = line_of(1)
-        started: Counter[str] = Counter()
+    async def work(tenant: str, cost: int) -> None:
+        place = await line.enter(tenant, 1, cost)
+        started[tenant] += cost
+        if started["a"] < 60_000 and started["b"] < 60_000:
+            assert abs(started["a"] - started["b"]) <= 4000 + QUANTUM
+        await asyncio.sleep(0)
+        place.give_back()
 
-        async def work(tenant: str, cost: int) -> None:
-            place = await line.enter(tenant, 1, cost)
-            started[tenant] += cost
-            if started["a"] < 60_000 and started["b"] < 60_000:
-                assert abs(started["a"] - started["b"]) <= 4000 + QUANTUM
-            await asyncio.sleep(0)
-            place.give_back()
-
-        hold = await line.enter("c", 1, 1)
-        tasks = [asyncio.create_task(work("a", 4000)) for _ in range(20)]
-        tasks += [asyncio.create_task(work("b", 100)) for _ in range(800)]
-        await settle()
-        hold.give_back()
-        await asyncio.gather(*tasks)
-        assert started == {"a": 80_000, "b": 80_000}
-
-    asyncio.run(main())
+    hold = await line.enter("c", 1, 1)
+    tasks = [asyncio.create_task(work("a", 4000)) for _ in range(20)]
+    tasks += [asyncio.create_task(work("b", 100)) for _ in range(800)]
+    await settle()
+    hold.give_back()
+    await asyncio.gather(*tasks)
+    assert started == {"a": 80_000, "b": 80_000}
 
 
-def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
+@pytest.mark.anyio
+async def test_a_large_request_within_its_share_is_not_starved_by_small_borrowers() -> None:
     """While it waits for room nobody takes more than its share, so that the room comes. (docs/scheduling.md)"""
-
-    async def main() -> None:
-        line, budget = line_of(32, {"a": 1.0, "b": 1.0})
-        running = [await line.enter("a", 1, 1) for _ in range(28)]
-        large = asyncio.create_task(line.enter("b", 16, 1))
-        more = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(100)]
+    line, budget = line_of(32, {"a": 1.0, "b": 1.0})
+    running = [await line.enter("a", 1, 1) for _ in range(28)]
+    large = asyncio.create_task(line.enter("b", 16, 1))
+    more = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(100)]
+    await settle()
+    assert not large.done()
+    for place in running[:12]:
+        place.give_back()
         await settle()
-        assert not large.done()
-        for place in running[:12]:
-            place.give_back()
-            await settle()
-        assert large.done()
-        assert large.result().units == 16
-        assert budget.held("a") == 16
-        for task in more:
-            task.cancel()
-        await asyncio.gather(*more, return_exceptions=True)
-
-    asyncio.run(main())
+    assert large.done()
+    assert large.result().units == 16
+    assert budget.held("a") == 16
+    for task in more:
+        task.cancel()
+    await asyncio.gather(*more, return_exceptions=True)
 
 
-def test_a_request_larger_than_a_share_gets_the_share() -> None:
+@pytest.mark.anyio
+async def test_a_request_larger_than_a_share_gets_the_share() -> None:
     """128 choices among two tenants of 64 places start with 32."""
-
-    async def main() -> None:
-        line, budget = line_of(64, {"a": 1.0, "b": 1.0})
-        place = await line.enter("a", 128, 1)
-        assert place.units == 32
-        place.give_back(1)
-        assert (place.units, budget.used) == (31, 31)
-        place.give_back()
-        place.give_back()
-        assert (place.units, budget.used) == (0, 0)
-
-    asyncio.run(main())
+    line, budget = line_of(64, {"a": 1.0, "b": 1.0})
+    place = await line.enter("a", 128, 1)
+    assert place.units == 32
+    place.give_back(1)
+    assert (place.units, budget.used) == (31, 31)
+    place.give_back()
+    place.give_back()
+    assert (place.units, budget.used) == (0, 0)
 
 
-def test_the_time_to_come_back_is_that_of_the_tenants_own_line() -> None:
+@pytest.mark.anyio
+async def test_the_time_to_come_back_is_that_of_the_tenants_own_line() -> None:
     """Requests of a tenant that start one a second, ten of them in line: eleven seconds. Rest does not count."""
     now_s = 0.0
     line = WaitingLine(Budget(Shares(TENANTS), lambda: 1), clock=lambda: now_s)
-
-    async def main() -> None:
-        nonlocal now_s
-        held = await line.enter("a", 1, 1)
-        waiting = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(18)]
-        await settle()
-        for task in waiting[:8]:
-            now_s += 1.0
-            held.give_back()
-            held = await task
-        assert line.retry_after_s("a") == pytest.approx(11.0)
-        assert line.retry_after_s("b") == 1.0
-        now_s += 3.0
-        assert line.retry_after_s("a") == pytest.approx(33.0), "the next start is overdue"
-        for task in waiting[8:]:
-            held.give_back()
-            held = await task
+    held = await line.enter("a", 1, 1)
+    waiting = [asyncio.create_task(line.enter("a", 1, 1)) for _ in range(18)]
+    await settle()
+    for task in waiting[:8]:
+        now_s += 1.0
         held.give_back()
-        before_s = line.retry_after_s("a")
-        now_s += 3600.0
-        assert line.retry_after_s("a") == before_s < 3.0
-        held = await line.enter("a", 1, 1)
-        assert line.retry_after_s("a") == before_s
+        held = await task
+    assert line.retry_after_s("a") == pytest.approx(11.0)
+    assert line.retry_after_s("b") == 1.0
+    now_s += 3.0
+    assert line.retry_after_s("a") == pytest.approx(33.0), "the next start is overdue"
+    for task in waiting[8:]:
         held.give_back()
-
-    asyncio.run(main())
+        held = await task
+    held.give_back()
+    before_s = line.retry_after_s("a")
+    now_s += 3600.0
+    assert line.retry_after_s("a") == before_s < 3.0
+    held = await line.enter("a", 1, 1)
+    assert line.retry_after_s("a") == before_s
+    held.give_back()
 
 
 STEP = st.one_of(
@@ -159,39 +143,36 @@ STEP = st.one_of(
 
 
 @given(total=st.integers(1, 16), steps=st.lists(STEP, max_size=60))
-def test_places_are_conserved_and_everybody_gets_one(total: int, steps: list[tuple[object, ...]]) -> None:
+@pytest.mark.anyio
+async def test_places_are_conserved_and_everybody_gets_one(total: int, steps: list[tuple[object, ...]]) -> None:
     """Under any order of coming, ending and leaving; and when all have ended, nothing is held and nobody waits."""
+    line, budget = line_of(total)
+    tasks: list[asyncio.Task[Place]] = []
+    ended: set[int] = set()
 
-    async def main() -> None:
-        line, budget = line_of(total)
-        tasks: list[asyncio.Task[Place]] = []
-        ended: set[int] = set()
+    def held() -> int:
+        return sum(task.result().units for task in tasks if task.done() and not task.cancelled())
 
-        def held() -> int:
-            return sum(task.result().units for task in tasks if task.done() and not task.cancelled())
-
-        for step in steps:
-            if step[0] == "enter":
-                _, tenant, units, cost = step
-                tasks.append(asyncio.create_task(line.enter(str(tenant), int(str(units)), int(str(cost)))))
-            elif step[0] == "tick":
-                await settle()
-                assert budget.used == held()
-                # Where nothing is taken nobody waits.
-                assert budget.used or not line.waiting()
-            elif tasks:
-                index = int(str(step[1])) % len(tasks)
-                if step[0] == "cancel":
-                    tasks[index].cancel()
-                elif tasks[index].done() and not tasks[index].cancelled():
-                    tasks[index].result().give_back()
-                    ended.add(index)
-        for _ in range(len(tasks) + 1):
+    for step in steps:
+        if step[0] == "enter":
+            _, tenant, units, cost = step
+            tasks.append(asyncio.create_task(line.enter(str(tenant), int(str(units)), int(str(cost)))))
+        elif step[0] == "tick":
             await settle()
-            for task in tasks:
-                if task.done() and not task.cancelled():
-                    task.result().give_back()
-        assert all(task.done() for task in tasks)
-        assert (budget.used, line.waiting().total()) == (0, 0)
-
-    asyncio.run(main())
+            assert budget.used == held()
+            # Where nothing is taken nobody waits.
+            assert budget.used or not line.waiting()
+        elif tasks:
+            index = int(str(step[1])) % len(tasks)
+            if step[0] == "cancel":
+                tasks[index].cancel()
+            elif tasks[index].done() and not tasks[index].cancelled():
+                tasks[index].result().give_back()
+                ended.add(index)
+    for _ in range(len(tasks) + 1):
+        await settle()
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result().give_back()
+    assert all(task.done() for task in tasks)
+    assert (budget.used, line.waiting().total()) == (0, 0)

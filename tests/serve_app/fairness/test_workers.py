@@ -11,41 +11,36 @@ from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
 
 
-def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
+@pytest.mark.anyio
+async def test_a_tenant_with_much_to_do_leaves_a_thread() -> None:
     """All of one's jobs hang; another's is done at once. (docs/scheduling.md)"""
     release = threading.Event()
-
-    async def main() -> None:
-        workers = FairWorkers(Shares({"a": 1.0, "b": 1.0}), threads=2)
-        jobs = [asyncio.create_task(workers.run("a", 1000, release.wait, 30)) for _ in range(6)]
-        await asyncio.sleep(0)
-        assert await asyncio.wait_for(workers.run("b", 10, lambda: 42), 20) == 42
-        release.set()
-        assert await asyncio.gather(*jobs) == [True] * 6
-
-    asyncio.run(main())
+    workers = FairWorkers(Shares({"a": 1.0, "b": 1.0}), threads=2)
+    jobs = [asyncio.create_task(workers.run("a", 1000, release.wait, 30)) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(workers.run("b", 10, lambda: 42), 20) == 42
+    release.set()
+    assert await asyncio.gather(*jobs) == [True] * 6
 
 
-def test_what_was_begun_keeps_its_thread_when_its_caller_leaves() -> None:
+@pytest.mark.anyio
+async def test_what_was_begun_keeps_its_thread_when_its_caller_leaves() -> None:
     """A job that is cancelled while it runs counts until it ends; one that waits is never run; errors come through."""
     release, ran = threading.Event(), threading.Event()
 
     def fail() -> None:
         raise KeyError("x")
 
-    async def main() -> None:
-        workers = FairWorkers(Shares({}), threads=1)
-        running = asyncio.create_task(workers.run("a", 1, release.wait, 30))
-        waiting = asyncio.create_task(workers.run("a", 1, ran.set))
-        last = asyncio.create_task(workers.run("a", 1, fail))
-        await asyncio.sleep(0)
-        running.cancel()
-        waiting.cancel()
-        await asyncio.wait([running, waiting])
-        assert not last.done()
-        release.set()
-        with pytest.raises(KeyError):
-            await last
-        assert not ran.is_set()
-
-    asyncio.run(main())
+    workers = FairWorkers(Shares({}), threads=1)
+    running = asyncio.create_task(workers.run("a", 1, release.wait, 30))
+    waiting = asyncio.create_task(workers.run("a", 1, ran.set))
+    last = asyncio.create_task(workers.run("a", 1, fail))
+    await asyncio.sleep(0)
+    running.cancel()
+    waiting.cancel()
+    await asyncio.wait([running, waiting])
+    assert not last.done()
+    release.set()
+    with pytest.raises(KeyError):
+        await last
+    assert not ran.is_set()

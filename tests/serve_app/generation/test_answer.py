@@ -12,7 +12,7 @@ import pytest
 from serve_app.errors import GenerationFailed
 from serve_app.fairness.shares import Budget, Shares
 from serve_app.fairness.waiting_line import WaitingLine
-from serve_app.generation.answer import STARTED_AT_ONCE, Piece, answer_pieces, choice_pieces
+from serve_app.generation.answer import STARTED_AT_ONCE, ChoiceReader, Piece, answer_pieces, choice_pieces
 from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.reading import AnswerReader
 from tests.serve_app.generation.fake_replicas import generation
@@ -112,7 +112,7 @@ def test_usage_counts_no_token_behind_a_stop_string(sizes: tuple[int, ...]) -> N
 
     async def read() -> list[Piece]:
         reader = AnswerReader(generation().sampling, Letters(), ("de",))  # type: ignore[arg-type]
-        stream = choice_pieces(0, generation(), Chunks(), reader)
+        stream = choice_pieces(generation(), Chunks(), ChoiceReader(0, generation(), reader, None))
         return [piece async for piece in stream]
 
     pieces = asyncio.run(read())

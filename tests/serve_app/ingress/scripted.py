@@ -29,13 +29,16 @@ from serve_app.generation.tool_calls.tool_calls import tool_calls_of
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
 from serve_app.ingress.guard import RouteGuard
+from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import make_application
 from serve_app.ingress.services import Services
+from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenants
-from serve_app.tenants.usage import UsageTable
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
+from serve_app.usage.ledger import Ledger
 
 
 @dataclass
@@ -102,12 +105,16 @@ def scripted(
             script,
             tokenizer,
             tool_calls_of(tokenizer, "auto"),
-            metrics,
-            UsageTable(),
-            front_door,
+            Counters(
+                metrics,
+                HitRates(),
+                front_door,
+                Ledger(None, 0),
+                PromptTraffic(),
+                MissDetector(tokenizer.text_of, FairWorkers(shares), lambda: 1, metrics.missed),
+            ),
             drain,
             request_timeout_s=120,
-            misses=MissDetector(tokenizer.text_of, FairWorkers(shares), lambda: 1, metrics.missed),
         ),
     }
     settings = uvicorn.Config(make_application(Services(**parts)), host="127.0.0.1", port=0, log_level="error")

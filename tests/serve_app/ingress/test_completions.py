@@ -27,9 +27,12 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.generation.tool_calls.tool_calls import ToolCalls
 from serve_app.ingress.completions import Completions
 from serve_app.ingress.drain import Drain
+from serve_app.ingress.observe.answer_meter import Counters
+from serve_app.ingress.observe.cache_state import HitRates
 from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenant
-from serve_app.tenants.usage import UsageTable
+from serve_app.usage.ledger import Ledger
 
 GENERATION = Generation(
     request_id="r",
@@ -69,9 +72,7 @@ class Bench:
             self.source,
             tokenizer,
             ToolCalls(None, reads_tools=False),
-            IngressMetrics(),
-            UsageTable(),
-            self.door,
+            Counters(IngressMetrics(), HitRates(), self.door, Ledger(None, 0), PromptTraffic()),
             Drain(),
             request_timeout_s=60,
         )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
-from serve_app.ingress.http import TimedStream, error_headers, read_body, until_disconnect
+from serve_app.ingress.http import error_headers, read_body, until_disconnect
 
 PATIENCE_S = 30
 
@@ -205,26 +204,3 @@ def test_a_body_that_arrives_has_more_time() -> None:
     assert asyncio.run(run(1_000_000)) == 1_000_003
     with pytest.raises(RequestTimeout, match="10 bytes"):
         asyncio.run(run(10))
-
-
-def test_a_stream_that_nobody_takes_ends_at_its_deadline() -> None:
-    """Its source is closed: uvicorn's flow control would hold it as long as the client holds the connection."""
-
-    async def run() -> None:
-        ended = asyncio.Event()
-
-        async def endless() -> AsyncGenerator[bytes, None]:
-            try:
-                while True:
-                    yield b"x" * 100_000
-            finally:
-                ended.set()
-
-        async def answer(_: Request) -> Response:
-            return TimedStream(endless(), {}, media_type="text/plain", deadline_s=time.perf_counter() + 0.2)
-
-        async with server(answer) as (_, writer):
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await asyncio.wait_for(ended.wait(), PATIENCE_S)
-
-    asyncio.run(run())

@@ -201,7 +201,7 @@ def test_diagnostics_say_where_a_prompt_differs(client: Anthropic, script: Scrip
     raw = client.messages.with_raw_response.create(system=f"Turn 2 of many. {rules}", **asked)
     reason = json.loads(raw.http_response.content)["diagnostics"]["cache_miss_reason"]
     assert reason["type"] == "unavailable"
-    assert (reason["details"]["reason"], reason["details"]["first_difference"]["part"]) == ("counter", "system")
+    assert (reason["details"]["reason"], reason["details"]["first_difference"]["part"]) == ("id", "system")
     *_, delta, _ = client.messages.create(system=f"Turn 3 of many. {rules}", stream=True, **asked)
     assert delta.model_dump()["diagnostics"]["cache_miss_reason"]["details"]["first_difference"]["found"] == "3"
 

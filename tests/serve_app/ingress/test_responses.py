@@ -163,13 +163,13 @@ def test_an_answer_tells_why_the_cache_was_missed_where_it_is_asked(client: Open
     silent = client.chat.completions.create(model="demo", messages=messages(11))
     assert "cache_miss" not in silent.model_dump()["usage"]["prompt_tokens_details"]
     chat = client.chat.completions.create(messages=messages(12), **asked)
-    assert told(chat.model_dump()["usage"]) == ("date", "2026-11-12")
+    assert told(chat.model_dump()["usage"]) == ("time", "2026-11-12")
     stream = client.chat.completions.create(
         messages=messages(13), stream=True, stream_options={"include_usage": True}, **asked
     )
     *_, last = stream
-    assert told(last.model_dump()["usage"]) == ("date", "2026-11-13")
+    assert told(last.model_dump()["usage"]) == ("time", "2026-11-13")
     response = client.responses.create(input="Hi", instructions=messages(14)[0]["content"], **asked)
-    assert told(response.model_dump()["usage"]) == ("date", "2026-11-14")
+    assert told(response.model_dump()["usage"]) == ("time", "2026-11-14")
     short = client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **asked)
     assert "cache_miss" not in short.model_dump()["usage"]["prompt_tokens_details"]

@@ -1,46 +1,14 @@
-"""Laws of the table of prefixes."""
+"""Laws of the table of prefixes, and of the rows that are shown of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_app.live import prefix_table
+from serve_app.live.nodes import LEAST_NODES, SHOWN_NODES, node_rows
 from serve_app.live.prefix_table import PrefixTable
-from tests.serve_app.live.traffic import BLOCK, chain_of
-
-Use = tuple[str, list[int], int, int, int]
-"""Tenant, blocks, public blocks, system blocks, cached tokens."""
-
-USES = st.lists(
-    st.tuples(
-        st.sampled_from(["a", "b"]),
-        st.lists(st.integers(0, 2), max_size=9),
-        st.integers(0, 3),
-        st.integers(0, 5),
-        st.integers(0, 40),
-    ),
-    max_size=40,
-)
-
-
-def filled(uses: Sequence[Use]) -> PrefixTable:
-    table = PrefixTable(BLOCK, lambda: 2)
-    for at_s, (tenant, blocks, public_blocks, system_blocks, cached) in enumerate(uses):
-        public_blocks = min(public_blocks, len(blocks))
-        table.add(
-            tenant,
-            chain_of(tenant, blocks, public_blocks),
-            len(blocks) * BLOCK + 1,
-            cached,
-            float(at_s),
-            public_blocks=public_blocks,
-            system_tokens=min(system_blocks, len(blocks)) * BLOCK,
-        )
-    return table
+from tests.serve_app.live.traffic import BLOCK, USES, Uses, chain_of, filled
 
 
 @pytest.fixture
@@ -80,26 +48,20 @@ def test_a_prompt_is_three_nodes() -> None:
 
 @pytest.mark.usefixtures("small")
 @given(USES)
-def test_bounds_hold_and_no_node_is_without_its_parent(uses: list[Use]) -> None:
-    """However many come: the count of bytes is right, and who shows a node can show what it hangs under."""
-    for room in filled(uses).rooms.values():
+def test_rooms_are_bounded_and_do_not_depend_on_other_tenants(uses: Uses) -> None:
+    """However many come: bytes are counted right, and who shows a node can show what it hangs under.
+
+    A room is what it would be if nobody else had sent anything.
+    """
+    rooms, alone = filled(uses).rooms, filled([use for use in uses if use.tenant == "a"]).rooms
+    for room in rooms.values():
         assert len(room.nodes) <= 6
         assert room.bytes == sum(node.bytes for node in room.nodes.values())
         for node in room.nodes.values():
             assert not node.parent or node.parent in room.nodes
             assert node.hits <= node.requests
-
-
-@pytest.mark.usefixtures("small")
-@given(USES)
-def test_what_is_known_of_a_tenant_does_not_depend_on_others(uses: list[Use]) -> None:
-    """A room is what it would be if nobody else had sent anything."""
-    together = filled(uses)
-    alone = filled([use for use in uses if use[0] == "a"])
-    for at, table in (("a", together), ("a", alone)):
-        for node in table.rooms[at].nodes.values() if at in table.rooms else ():
-            node.last_used_at_s = 0.0
-    assert together.rooms.get("a") is None or together.rooms["a"].nodes == alone.rooms["a"].nodes
+    assert rooms.keys() - {"b"} == alone.keys()
+    assert "a" not in rooms or list(rooms["a"].nodes.items()) == list(alone["a"].nodes.items())
 
 
 def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,3 +71,27 @@ def test_the_bytes_of_one_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(50):
         table.add("a", chain_of("a", [number] * 40), 40 * BLOCK + 1, 0, float(number))
     assert 0 < table.rooms["a"].bytes <= 4096
+
+
+@pytest.mark.parametrize(("tenants", "most"), [(1, SHOWN_NODES), (4, SHOWN_NODES // 4), (100, LEAST_NODES)])
+def test_a_tenant_has_as_many_rows_whether_others_ask_or_not(tenants: int, most: int) -> None:
+    """By its number a tenant could count those who are awake."""
+    table = PrefixTable(BLOCK, lambda: tenants)
+
+    def ask(tenant: str, number: int) -> int:
+        table.add(tenant, chain_of(tenant, [number]), BLOCK + 1, 0, float(number))
+        return sum(whose == "a" for whose, _ in node_rows(table, lambda _: {}))
+
+    assert [ask("a", number) for number in range(SHOWN_NODES)][-1] == most
+    assert {ask(f"other{number}", number) for number in range(tenants - 1)} <= {most}
+
+
+def test_tenants_that_share_kv_share_no_name_but_that_of_a_public_prompt() -> None:
+    """In a trust group prompts have the same hashes; what one of its tenants is shown does not name another's."""
+    table = PrefixTable(BLOCK, lambda: 2)
+    for tenant in "ab":
+        table.add(tenant, chain_of("group", [1, 2], 1), 2 * BLOCK + 1, 0, 0.0, public_blocks=1)
+    rows = node_rows(table, lambda _: {})
+    ids = {tenant: {name for whose, name in rows if whose == tenant} for tenant in "ab"}
+    assert [row.kind for (_, name), row in rows.items() if name in ids["a"] & ids["b"]] == ["public", "public"]
+    assert len(ids["a"]) == len(ids["b"]) == 2

@@ -2,92 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.live.nodes import Key, NodeRow
-from serve_app.live.view import Facts, Told, View, difference, picture_of, visible
+from serve_app.live.nodes import node_rows
+from serve_app.live.view import Facts, Occurrence, View, difference, picture_of, visible
 from serve_app.live.watcher import Watcher
+from tests.serve_app.live.traffic import USES, Uses, filled
 
 TENANTS = ["a", "b"]
+
+
+class Moment(NamedTuple):
+    """What two ingresses have seen, and what there is beside it."""
+
+    uses: Uses
+    replicas: set[str]
+    running: int
+    target: int | None
+
+
 COUNTS = st.integers(0, 3)
+MOMENTS = st.builds(Moment, USES, st.sets(st.sampled_from(["r1", "r2", "r3"])), COUNTS, st.none() | COUNTS)
 
 
-@st.composite
-def node_rows(draw: st.DrawFn) -> dict[Key, NodeRow]:
-    """Rows of one ingress: of each tenant a public node, perhaps, and conversations under it or at the root."""
-    rows: dict[Key, NodeRow] = {}
-    for tenant in draw(st.lists(st.sampled_from(TENANTS), unique=True)):
-        public = draw(st.booleans())
-        for name in (["public"] if public else []) + draw(st.lists(st.sampled_from([f"{tenant}1", f"{tenant}2"]))):
-            child = public and name != "public"
-            rows[tenant, name] = NodeRow(
-                id=name,
-                parent="public" if child else None,
-                kind="conversation" if name != "public" else "public",
-                tenant=tenant,
-                label="",
-                prefix_tokens=64 if child else 32,
-                tokens=32,
-                pinned=draw(st.booleans()),
-                requests=draw(COUNTS),
-                hits=draw(COUNTS),
-                last_used_at_s=1.0 if child else 2.0,
-                holders={"r1": draw(st.integers(1, 2)) * 16},
-            )
-    return rows
-
-
-@st.composite
-def facts(draw: st.DrawFn) -> Facts:
-    """Facts of two ingresses and a few replicas."""
-    replicas = {
-        name: {
-            "replica": name,
-            "state": draw(st.sampled_from(["serving", "leaving"])),
-            "engine": "simulated",
-            "simulated": True,
-            "running": draw(COUNTS),
-            "report_age_s": 0.1,
-        }
-        for name in draw(st.lists(st.sampled_from(["r1", "r2", "r3"]), unique=True))
-    }
-    totals = [
-        {tenant: (draw(COUNTS), draw(COUNTS), draw(COUNTS)) for tenant in draw(st.lists(st.sampled_from(TENANTS)))}
-        for _ in range(2)
-    ]
-    scale = draw(st.none() | st.builds(lambda target: {"target": target, "at_s": 1.0}, COUNTS))
-    return Facts({"model": "m"}, replicas, [draw(node_rows()), draw(node_rows())], totals, (), scale)
+def facts_of(moment: Moment) -> Facts:
+    tables = [filled([use for use in moment.uses if use.at_s % 2 == which]) for which in (0, 1)]
+    about = {"engine": "simulated", "simulated": True, "state": "serving", "report_age_s": 0.1}
+    return Facts(
+        {"model": "m"},
+        {name: {"replica": name, "running": moment.running, **about} for name in moment.replicas},
+        [node_rows(table, lambda chain: {"r1": len(chain) // 2}) for table in tables],
+        [
+            {tenant: (room.requests, room.prompt_tokens, room.cached_tokens) for tenant, room in table.rooms.items()}
+            for table in tables
+        ],
+        (),
+        None if moment.target is None else {"target": moment.target, "at_s": 1.0},
+    )
 
 
 def applied(shown: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     """What a page makes of a snapshot and events, by docs/live.md."""
-    replicas = {row["replica"]: row for row in shown["replicas"]}
-    nodes = {row["id"]: row for row in shown["prefixes"]}
-    totals, scale = shown["totals"], shown.get("scale")
+    picture = {
+        "replica": {row["replica"]: row for row in shown["replicas"]},
+        "prefixes": {row["id"]: row for row in shown["prefixes"]},
+        "totals": shown["totals"],
+        "scale": shown.get("scale"),
+    }
     for event in events:
-        body = {key: value for key, value in event.items() if key not in ("type", "at_s")}
-        match event["type"]:
+        kind, body = event["type"], {key: value for key, value in event.items() if key not in ("type", "at_s")}
+        match kind:
             case "replica":
-                replicas[event["replica"]] = body
+                picture[kind][event["replica"]] = body
             case "replica_left":
-                del replicas[event["replica"]]
+                del picture["replica"][event["replica"]]
             case "prefixes":
-                nodes |= {row["id"]: row for row in event["nodes"]}
+                picture[kind] |= {row["id"]: row for row in event["nodes"]}
             case "prefixes_gone":
-                for name in event["ids"]:
-                    del nodes[name]
+                picture["prefixes"] = {
+                    name: row for name, row in picture["prefixes"].items() if name not in body["ids"]
+                }
             case "totals":
-                totals = event["totals"]
+                picture[kind] = event["totals"]
             case "scale":
-                scale = {key: value for key, value in event.items() if key != "type"}
-    return {"replicas": replicas, "prefixes": nodes, "totals": totals, "scale": scale}
+                picture[kind] = {**body, "at_s": event["at_s"]}
+    return picture
 
 
-@given(st.lists(facts(), min_size=2, max_size=5), st.sampled_from([None, "a"]))
+@given(st.lists(MOMENTS.map(facts_of), min_size=2, max_size=5), st.sampled_from([None, "a"]))
 def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], viewer: str | None) -> None:
     """Whoever keeps up with the events sees what one sees who comes later."""
     view, watcher = View(viewer, course[0]), Watcher(lambda: 0.0)
@@ -103,27 +89,24 @@ def test_a_snapshot_and_what_follows_is_the_later_snapshot(course: list[Facts], 
     assert seen == last
 
 
-def without(whose: str, all_facts: Facts) -> Facts:
-    """The same facts if a tenant had never been there; replicas do as much, for somebody else."""
-    sources = [{key: row for key, row in rows.items() if key[0] != whose} for rows in all_facts.sources]
-    totals = [{tenant: total for tenant, total in each.items() if tenant != whose} for each in all_facts.totals]
-    replicas = {name: {**row, "running": 0} for name, row in all_facts.replicas.items()}
-    return Facts(all_facts.about, replicas, sources, totals, (), None)
-
-
-@given(facts(), facts())
-def test_a_tenant_sees_what_it_would_see_alone(before: Facts, after: Facts) -> None:
-    """No row, count or event is another with another tenant there than without."""
-    alone = [picture_of(without("a", each), "b") for each in (before, after)]
-    beside = [picture_of(each, "b") for each in (before, after)]
+@given(MOMENTS, MOMENTS)
+def test_a_tenant_sees_what_it_would_see_alone(before: Moment, after: Moment) -> None:
+    """No row, count or event is another with another tenant there than without; replicas do as much for somebody."""
+    beside = [picture_of(facts_of(moment), "b") for moment in (before, after)]
+    alone = [
+        picture_of(facts_of(Moment([use for use in uses if use.tenant == "b"], replicas, 0, None)), "b")
+        for uses, replicas, _, _ in (before, after)
+    ]
     assert beside == alone
-    assert difference(*beside, 1.0) == difference(*alone, 1.0)
+    assert difference(beside[0], beside[1], 1.0) == difference(alone[0], alone[1], 1.0)
 
 
 @given(st.sampled_from([*TENANTS, None]), st.sampled_from(["decision", "reset", "pulls", "evictions"]))
 def test_what_happens_reaches_its_tenant_and_operators(whose: str | None, kind: str) -> None:
     """A tenant's decision comes without what tells of others' work; what is nobody's comes to operators alone."""
-    told = Told(kind, 1.0, whose, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9})
+    told = Occurrence(
+        kind, 1.0, whose, {"ttft_s": 1.0, "estimated_ttft_s": 1.0, "cold_ttft_s": 2.0, "queued_tokens": 9}
+    )
     assert visible(told, None) == {"type": kind, "at_s": 1.0, **told.body}
     for tenant in TENANTS:
         expected = {"type": kind, "at_s": 1.0, "ttft_s": 1.0} if tenant == whose else None
@@ -134,10 +117,10 @@ def test_a_flood_of_one_tenant_costs_another_no_decision() -> None:
     """The rate is each watcher's own, over what it may see."""
     view, watcher = View("b", Facts()), Watcher(lambda: 0.0)
     view.watchers.add(watcher)
-    view.tell([Told("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
-    view.tell([Told("decision", 1.0, "b", {"request": "mine"})])
+    view.tell([Occurrence("decision", 1.0, "a", {"request": str(number)}) for number in range(1000)])
+    view.tell([Occurrence("decision", 1.0, "b", {"request": "mine"})])
     assert [msgspec.json.decode(event.payload)["request"] for event in watcher._queue] == ["mine"]
-    view.tell([Told("decision", 1.0, "b", {"request": str(number)}) for number in range(100)])
+    view.tell([Occurrence("decision", 1.0, "b", {"request": str(number)}) for number in range(100)])
     assert len(watcher._queue) == 20
     view.update(Facts(), 2.0)
     assert msgspec.json.decode(watcher._queue[-1].payload) == {"type": "skipped", "at_s": 2.0, "decisions": 81}

@@ -1,15 +1,18 @@
-"""Generations as the dispatcher hears of them, with prompts made of numbered blocks."""
+"""Generations as the dispatcher hears of them, with prompts made of numbered blocks; and tables filled by many."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+from hypothesis import strategies as st
 
 from router.protocol.block_hash import PrefixScope, extend_chain
 from router.protocol.request import Decision
 from serve_app.engine.protocol import SamplingParams
 from serve_app.generation.generation import Generation
+from serve_app.live.prefix_table import PrefixTable
 
 BLOCK = 4
 
@@ -44,3 +47,46 @@ def generation(
 def decision(replica: str = "r1", cached_tokens: int = 0) -> Decision:
     """Return a decision for a replica."""
     return Decision(replica, "router", 1, cached_tokens, cached_tokens, "cached", 0.1, 0.125, queued_tokens=7)
+
+
+class Use(NamedTuple):
+    """One generation of many. ``blocks``: of its prompt; the first ones are public, or the system prompt's."""
+
+    at_s: int
+    tenant: str
+    blocks: list[int]
+    public_blocks: int
+    system_blocks: int
+    cached_tokens: int
+
+
+Uses = list[Use]
+USES = st.lists(
+    st.builds(
+        Use,
+        st.just(0),
+        st.sampled_from(["a", "b"]),
+        st.lists(st.integers(0, 2), max_size=9),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.integers(0, 40),
+    ),
+    max_size=24,
+).map(lambda uses: [use._replace(at_s=at_s) for at_s, use in enumerate(uses)])
+
+
+def filled(uses: Sequence[Use]) -> PrefixTable:
+    """Return a table that has seen these."""
+    table = PrefixTable(BLOCK, lambda: 2)
+    for use in uses:
+        blocks, public_blocks = len(use.blocks), min(use.public_blocks, len(use.blocks))
+        table.add(
+            use.tenant,
+            chain_of(use.tenant, use.blocks, public_blocks),
+            blocks * BLOCK + 1,
+            use.cached_tokens,
+            float(use.at_s),
+            public_blocks=public_blocks,
+            system_tokens=min(use.system_blocks, blocks) * BLOCK,
+        )
+    return table

@@ -21,8 +21,7 @@ from serve_app.replica.pull_peers import Exports
 from serve_app.tracing.replica import ReplicaTrace
 from serve_app.tracing.tracer import traceparent_of
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 from tests.serve_app.tracing.spans import Recorded
 
 SETTINGS = PullSettings(min_tokens=32)

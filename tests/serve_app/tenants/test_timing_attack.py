@@ -29,13 +29,13 @@ def test_guessing_does_no_better_than_chance(mode: str, tiny_model_path: Path) -
     finally:
         stage.close()
     assert len(outcome.sent) == len(outcome.unsent) == TRIALS // 2
-    found = outcome.auc()
+    found = auc(outcome.sent, outcome.unsent)
     if mode.startswith("trust_group"):
         assert found > 0.9
     else:
         assert 0.45 <= found <= 0.55
     # What is public is shared all the same, always: of 40 tokens and the marks around them, two or three whole blocks.
-    (cached,) = {probe.cached_tokens for probe in outcome.unsent}
+    (cached,) = set(outcome.unsent)
     assert cached in ((32, 48) if mode.endswith("public_prompt") else (0,))
 
 

@@ -51,7 +51,7 @@ def test_a_variable_that_the_template_does_not_have_is_known(demo_model_path: Pa
     path = variant_of(demo_model_path, tmp_path / "model", None)
     (path / "chat_template.jinja").write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
     asked = ["enable_thinking", "enable", "enable_thinkin", ""]
-    assert list(PromptTokenizer(path).unread_variables(asked)) == ["enable", "enable_thinkin", ""]
+    assert list(PromptTokenizer(path).template.unread(asked)) == ["enable", "enable_thinkin", ""]
 
 
 def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path: Path) -> None:
@@ -71,29 +71,18 @@ def test_template_faults_are_the_clients_errors(demo_model_path: Path, tmp_path:
         PromptTokenizer(path).render_chat(user)
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "return_tensors"])
-def test_template_kwargs_cannot_reach_the_library(tokenizer: PromptTokenizer, name: str) -> None:
-    """A client's template variables are only that: it cannot bring its own template, say."""
-    with pytest.raises(InvalidRequest, match=name):
-        tokenizer.render_chat([{"role": "user", "content": "x"}], **{name: "{{ 1 }}"})
-
-
 @pytest.mark.parametrize(
-    "name", ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
+    "name",
+    ["chat_template", "tokenize", "tools", "conversation", "return_tensors"]
+    + [f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")],
 )
-def test_template_kwargs_cannot_change_the_models_special_tokens(
-    demo_model_path: Path, tmp_path: Path, name: str
+def test_template_kwargs_reach_neither_the_library_nor_the_models_special_tokens(
+    tokenizer: PromptTokenizer, name: str
 ) -> None:
-    """What begins and ends a turn is the checkpoint's, whether or not it names that token."""
-    path = variant_of(demo_model_path, tmp_path / "model", None)
-    (path / "chat_template.jinja").write_text("{{ " + name + " }}{{ messages[0].content }}")
-    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
-        PromptTokenizer(path).render_chat([{"role": "user", "content": "x"}], **{name: "evil"})
-
-
-def test_odd_template_kwargs_are_harmless(tokenizer: PromptTokenizer) -> None:
-    """Unknown variables are ignored by the template; names of Python's own parameters raise nothing but 400."""
+    """A client's variables are only that: it brings no template of its own, and no other end of a turn."""
     messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs must not set {name}"):
+        tokenizer.render_chat(messages, **{name: "evil"})
     assert tokenizer.render_chat(messages, enable_thinking=True) == tokenizer.render_chat(messages)
     with pytest.raises(InvalidRequest):
         tokenizer.render_chat(messages, **{"messages": []})

@@ -53,18 +53,6 @@ def test_no_piece_holds_half_a_character(tokenizer: PromptTokenizer, text: str) 
     assert sum(piece.count("\ufffd") for piece in pieces) == text.count("\ufffd")
 
 
-def test_text_appears_with_the_token_that_completes_it(tokenizer: PromptTokenizer) -> None:
-    """Nothing is held longer than needed; special tokens give nothing."""
-    decoder = tokenizer.decoder()
-    for word in ("The", " quick", " fox"):
-        assert decoder.push(tokenizer.encode(word, ROOT).token_ids.tolist()) == word
-    globe = tokenizer.encode("🌍", ROOT).token_ids.tolist()
-    assert len(globe) > 1
-    assert [decoder.push([token_id]) for token_id in globe] == [""] * (len(globe) - 1) + ["🌍"]
-    assert decoder.push(tokenizer.encode("<|im_end|>", ROOT).token_ids.tolist()) == ""
-    assert decoder.flush() == ""
-
-
 def test_what_is_held_does_not_grow(tokenizer: PromptTokenizer) -> None:
     """Of a long answer, broken UTF-8 throughout, never more is kept than the beginning of one character."""
     broken = tokenizer._backend.token_to_id("Ĥ")
@@ -97,54 +85,25 @@ def test_sentencepiece_like_garbage_is_not_held_for_ever(sentencepiece: PromptTo
     assert len(decoder._shown_ids) <= MAX_HELD_TOKENS
 
 
-def _oracle(text: str, stop: tuple[str, ...]) -> tuple[str, bool]:
-    for end in range(1, len(text) + 1):
-        starts = [end - len(word) for word in stop if text[:end].endswith(word)]
-        if starts:
-            return text[: min(starts)], True
-    return text, False
-
-
-@settings(max_examples=500)
-@given(
-    pieces=st.lists(st.text("abc", max_size=4), max_size=12),
-    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3).map(tuple),
-)
-def test_a_stop_string_is_found_however_the_text_is_cut(pieces: list[str], stop: tuple[str, ...]) -> None:
-    """Equal to looking at the whole text character by character; nothing shown is ever taken back."""
-    checker = StopChecker(stop)
-    shown, stopped = "", False
-    for piece in pieces:
-        new, stopped = checker.push(piece)
-        shown += new
-        if stopped:
-            break
-    shown += checker.flush()
-    assert (shown, stopped) == _oracle("".join(pieces), stop)
-
-
 def test_only_a_possible_beginning_is_held_back() -> None:
     """Text that cannot begin a stop string is shown at once."""
     checker = StopChecker(("END", "\n\n"))
-    assert checker.push("abc") == ("abc", False)
-    assert checker.push("x\nE") == ("x\n", False)
-    assert checker.push("N") == ("", False)
-    assert checker.push("d") == ("ENd", False)
-    assert checker.push("!END?") == ("!", True)
-    assert checker.push("more") == ("", True)
-    assert checker.flush() == ""
+    shown = [checker.push(text) for text in ("abc", "x\nE", "N", "d", "!END?", "more")]
+    assert shown == [("abc", False), ("x\n", False), ("", False), ("ENd", False), ("!", True), ("", True)]
+    with pytest.raises(ValueError, match="must not be empty"):
+        StopChecker(("a", ""))
 
 
 @settings(max_examples=300)
 @given(
     pieces=st.lists(st.text("abX", max_size=3), max_size=12),
-    stop=st.lists(st.text("abX", min_size=1, max_size=3), min_size=1, max_size=3).map(tuple),
+    stop=st.lists(st.text("abX", min_size=1, max_size=3), max_size=3).map(tuple),
     early=st.integers(0, 12),
 )
 def test_a_stop_string_that_is_complete_too_early_does_not_count(
     pieces: list[str], stop: tuple[str, ...], early: int
 ) -> None:
-    """The first whose last character comes behind the first ``early`` pieces ends the text, as its last part if so."""
+    """However it is cut: the first one that ends behind the first ``early`` pieces ends the text, inside it if so."""
     text, free = "".join(pieces), len("".join(pieces[:early]))
     ends = [(start + len(one), start) for one in stop for start in range(len(text)) if text.startswith(one, start)]
     found = min((end for end in ends if end[0] > free), default=None)
@@ -159,9 +118,3 @@ def test_a_stop_string_that_is_complete_too_early_does_not_count(
         shown += checker.flush()
         assert stopped == (found is not None)
         assert shown == (text if found is None else text[: found[0] if include else found[1]])
-
-
-def test_an_empty_stop_string_is_refused() -> None:
-    """It would stop everything before it begins."""
-    with pytest.raises(ValueError, match="must not be empty"):
-        StopChecker(("a", ""))

@@ -1,4 +1,4 @@
-"""The tokenizer's memory: its charge is the sum of its entries, within the bound, and the oldest goes first."""
+"""The tokenizer's memory: its charge is the sum of its segments, within the bound, and the oldest goes first."""
 
 from __future__ import annotations
 
@@ -7,46 +7,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.protocol.block_hash import TokenArray
-from serve_app.tokenization.segment_cache import CHAIN_ENTRY_BYTES, IDS_ENTRY_BYTES, ChainLink, SegmentCache
+from serve_app.tokenization.segment_cache import ENTRY_BYTES, Segment, SegmentCache
 
-KEYS = st.sampled_from([bytes([i]) for i in range(8)])
-ENTRIES = st.one_of(
-    st.integers(0, 200).map(lambda size: np.zeros(size, dtype=np.int32)),
-    st.integers(0, 20).map(lambda blocks: ChainLink(b"k", bytes(16 * blocks))),
+KEYS = [bytes([i]) for i in range(8)]
+STEPS = st.tuples(
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True),
+    st.none() | st.tuples(st.integers(0, 200), st.integers(0, 20)),
 )
 
 
-def _charge(entry: TokenArray | ChainLink) -> int:
-    if isinstance(entry, ChainLink):
-        return CHAIN_ENTRY_BYTES + len(entry.block_hashes)
-    return IDS_ENTRY_BYTES + 4 * len(entry)
-
-
-@given(steps=st.lists(st.tuples(KEYS, ENTRIES | st.none()), max_size=40), capacity=st.integers(0, 3000))
+@given(steps=st.lists(STEPS, max_size=40), capacity=st.integers(0, 3000))
 def test_it_charges_the_sum_and_evicts_in_order_of_use(
-    steps: list[tuple[bytes, TokenArray | ChainLink | None]], capacity: int
+    steps: list[tuple[list[bytes], tuple[int, int] | None]], capacity: int
 ) -> None:
-    """Against a list in order of use: puts replace, touches move to the end, the front goes when over the bound."""
+    """Against a list in order of use: puts replace, a look-up moves what it finds to the end, its beginning last."""
     cache = SegmentCache(capacity)
-    model: list[tuple[bytes, TokenArray | ChainLink]] = []
-    for key, entry in steps:
-        old = [pair for pair in model if pair[0] == key]
-        if entry is None:
-            cache.touch([key])
-            model = [pair for pair in model if pair[0] != key] + old
+    model: list[tuple[bytes, Segment]] = []
+    hits = misses = 0
+
+    def charged() -> int:
+        return sum(ENTRY_BYTES + 4 * len(segment.ids) + len(segment.block_hashes) for _, segment in model)
+
+    for keys, size in steps:
+        held = dict(model)
+        if size is None:
+            assert cache.get(keys) == [held.get(key) for key in keys]
+            found = [(key, held[key]) for key in reversed(keys) if key in held]
+            hits, misses = hits + len(found), misses + len(keys) - len(found)
+            model = [pair for pair in model if pair[0] not in keys] + found
         else:
-            cache.put(key, entry)
-            if _charge(entry) <= capacity:
-                model = [pair for pair in model if pair[0] != key] + [(key, entry)]
-            while sum(_charge(kept) for _, kept in model) > capacity:
-                model.pop(0)
+            segment = Segment(np.zeros(size[0], dtype=np.int32), bytes(16 * size[1]))
+            cache.put((key, segment) for key in keys)
+            for key in keys if segment.charge <= capacity else ():
+                model = [pair for pair in model if pair[0] != key] + [(key, segment)]
+                while charged() > capacity:
+                    model.pop(0)
         stats = cache.stats()
-        assert stats.bytes == sum(_charge(kept) for _, kept in model) <= capacity
-        assert stats.entries == len(model)
-        for name in (bytes([i]) for i in range(8)):
-            found = cache.link(name) if cache.link(name) is not None else cache.ids(name)
-            assert found is dict(model).get(name)
+        assert stats.bytes == charged() <= capacity
+        assert (stats.entries, stats.hits, stats.misses) == (len(model), hits, misses)
 
 
 def test_a_negative_bound_is_refused() -> None:

@@ -8,47 +8,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from router.protocol.block_hash import hash_blocks
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.conversations import conversation
 
 ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
 
 
-def test_a_grown_conversation_tokenizes_only_what_is_new(tokenizer: PromptTokenizer) -> None:
-    """The second turn misses the segments of the new text, not those of the history."""
+def test_only_what_is_new_is_tokenized_and_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
+    """Of a grown conversation one segment is new; to another scope the whole is as unknown as any other text."""
     history = conversation(20, 1500)
-    tokenizer.encode(history, ROOT)
-    before = tokenizer.stats()
-    tokenizer.encode(history + "<|im_start|>user\nnew<|im_end|>\n", ROOT)
-    after = tokenizer.stats()
-    assert after.misses - before.misses == 1
-    assert after.hits - before.hits >= 19
-
-
-def test_nothing_is_shared_across_roots(tokenizer: PromptTokenizer) -> None:
-    """A text another scope has sent is as unknown as any other, so timing tells nothing."""
-    text = conversation(5, 2000)
-    tokenizer.encode(text, ROOT)
-    hits = tokenizer.stats().hits
-    tokenizer.encode(text, OTHER_ROOT)
-    assert tokenizer.stats().hits == hits
-
-
-def test_hashes_are_right_after_ids_were_evicted_and_in_another_context(tokenizer: PromptTokenizer) -> None:
-    """A segment known from one conversation is hashed anew behind another beginning."""
-    shared = conversation(3, 1600)
-    for beginning in ("", "<|im_start|>system\nA<|im_end|>" * 60, "<|im_start|>system\nBB<|im_end|>" * 60):
-        encoded = tokenizer.encode(beginning + shared, ROOT)
-        assert encoded.block_hashes == hash_blocks(ROOT, encoded.token_ids, 16)
-
-
-def test_the_result_belongs_to_the_caller(tokenizer: PromptTokenizer) -> None:
-    """Writing into one result changes no later one."""
-    first = tokenizer.encode("<|im_start|>hello", ROOT).token_ids
-    kept = first.tolist()
-    first[:] = 0
-    assert tokenizer.encode("<|im_start|>hello", ROOT).token_ids.tolist() == kept
+    segments = tokenizer.stats().entries + len(tokenizer._segmenter.cut(history.encode()))
+    for root, text, hits, misses in (
+        (ROOT, history, 0, segments),
+        (ROOT, history + "<|im_start|>user\nnew<|im_end|>\n", segments - 1, 1),
+        (OTHER_ROOT, history, 0, segments),
+    ):
+        before = tokenizer.stats()
+        ids = tokenizer.encode(text, root).token_ids
+        after = tokenizer.stats()
+        assert (after.hits - before.hits, after.misses - before.misses) == (hits, misses)
+        kept = ids.tolist()
+        ids[:] = 0
+        assert tokenizer.encode(text, root).token_ids.tolist() == kept, "a result belongs to its caller"
 
 
 def test_the_cache_stays_in_its_bound(demo_model_path: Path) -> None:
@@ -76,15 +57,6 @@ def test_what_is_charged_is_what_is_taken(demo_model_path: Path, texts: int, tur
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.8 < cached.stats().bytes / taken < 1.2
-
-
-def test_a_cache_of_no_bytes_works(demo_model_path: Path) -> None:
-    """Nothing is kept and the results are right."""
-    cached = PromptTokenizer(demo_model_path, cache_bytes=0)
-    first, second = (cached.encode(conversation(3, 1200), ROOT) for _ in range(2))
-    assert first.token_ids.tolist() == second.token_ids.tolist()
-    assert first.block_hashes == second.block_hashes
-    assert (cached.stats().entries, cached.stats().bytes, cached.stats().hits) == (0, 0, 0)
 
 
 def test_of_a_known_conversation_nothing_is_tokenized_or_hashed(

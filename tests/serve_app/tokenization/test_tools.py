@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from serve_app.errors import InvalidRequest
 from serve_app.generation.tool_calls.formats import find_format
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from tests.serve_app.tokenization.variants import sentencepiece_like, variant_of
-from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family, without_tools
+from tests.serve_app.tool_templates.families import FAMILIES, SEARCH, WEATHER, family
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Rain?"}
@@ -33,21 +32,6 @@ def load(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Loa
     return tokenizer
 
 
-@every_family
-def test_a_template_with_tools_is_known_and_its_format_too(name: str, load: Load) -> None:
-    """No setting is needed for the families whose parsers there are."""
-    tokenizer = load(name)
-    assert tokenizer.template.reads_tools
-    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
-
-
-def test_a_template_without_tools_is_known(demo_model_path: Path, tmp_path: Path) -> None:
-    """No format is guessed for it."""
-    tokenizer = PromptTokenizer(without_tools(demo_model_path, tmp_path / "model"))
-    assert not tokenizer.template.reads_tools
-    assert find_format(tokenizer.template.source, tokenizer.special_tokens) is None
-
-
 @pytest.mark.parametrize(
     ("template", "tokens", "parser"),
     [
@@ -65,9 +49,12 @@ def test_formats_are_told_apart(template: str, tokens: set[str], parser: str | N
 
 @every_family
 @pytest.mark.parametrize("leading", [[], [SYSTEM]], ids=["no system prompt", "system prompt"])
-def test_the_system_text_holds_the_tools(name: str, leading: list[Any], load: Load) -> None:
+def test_the_system_text_holds_the_tools_and_tells_their_format(name: str, leading: list[Any], load: Load) -> None:
     """It is a prefix of every conversation with those system messages and tools. (docs/caching.md)"""
-    rendered = load(name).render_chat([*leading, USER], [WEATHER])
+    tokenizer = load(name)
+    assert tokenizer.template.reads_tools
+    assert find_format(tokenizer.template.source, tokenizer.special_tokens) == FAMILIES[name]
+    rendered = tokenizer.render_chat([*leading, USER], [WEATHER])
     assert "get_weather" in rendered.system_text
     assert rendered.text.startswith(rendered.system_text)
     again = load(name).render_chat([*leading, {"role": "user", "content": "\ue000 or else?"}], [WEATHER])
@@ -98,13 +85,6 @@ def test_calls_and_results_are_rendered(name: str, load: Load) -> None:
     text = load(name).render_chat(messages, [WEATHER]).text
     assert '{"city": "Oslo"}' in text
     assert "sunny" in text
-
-
-def test_a_template_may_refuse_calls(load: Load) -> None:
-    """In its own words."""
-    call = {"id": "too-long-an-id", "type": "function", "function": {"name": "search", "arguments": {}}}
-    with pytest.raises(InvalidRequest, match="9 characters"):
-        load("mistral").render_chat([USER, {"role": "assistant", "content": "", "tool_calls": [call]}], [SEARCH])
 
 
 @pytest.mark.parametrize("byte_level", [True, False])

@@ -13,7 +13,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import Sampler
 
 from serve_app.tracing.tracer import Tracer
 
@@ -35,9 +34,9 @@ class Seen:
 class Recorded:
     """A tracer whose spans stay in this process."""
 
-    def __init__(self, sampler: Sampler | None = None) -> None:
+    def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer = Tracer(provider)
 
@@ -59,36 +58,23 @@ class Recorded:
         ]
 
 
-class Collector:
+class Collector(ThreadingHTTPServer):
     """An OTLP collector on loopback; ``paths``: where it was posted to. ``roles``: of the processes, by span's id."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.paths: list[str] = []
         self.roles: dict[str, str] = {}
         self._spans: list[Seen] = []
         self._lock = threading.Lock()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                collector.take(self.path, body)
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def take(self, path: str, body: bytes) -> None:
         """Take one export."""
-        found = ExportTraceServiceRequest.FromString(body)
+        export = ExportTraceServiceRequest.FromString(body)
         with self._lock:
             self.paths.append(path)
-            for resource in found.resource_spans:
+            for resource in export.resource_spans:
                 of = {each.key: each.value.string_value for each in resource.resource.attributes}
                 for span in (span for scope in resource.scope_spans for span in scope.spans):
                     attributes = {
@@ -105,18 +91,30 @@ class Collector:
             return list(self._spans)
 
 
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        self.server.take(self.path, self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 @contextmanager
 def collecting() -> Iterator[Collector]:
     """Run a collector."""
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield collector
-    finally:
-        collector.server.shutdown()
-        collector.server.server_close()
-        thread.join(60)
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield collector
+        finally:
+            collector.shutdown()
+            thread.join(60)
 
 
 def by_name(spans: list[Seen]) -> dict[str, Seen]:

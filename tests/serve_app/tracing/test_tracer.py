@@ -8,7 +8,6 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from serve_app.tracing.request import RequestTrace, call_trace
 from serve_app.tracing.tracer import open_tracer, traceparent_of
@@ -17,28 +16,22 @@ from tests.serve_app.tracing.spans import Recorded, by_name, collecting
 hexes = st.integers(1, 2**64 - 1)
 
 
-@given(hexes, hexes, st.sampled_from((1, 3)))
-def test_a_callers_trace_goes_on(trace: int, span: int, flags: int) -> None:
-    """A sampled ``traceparent`` is the parent: its trace's id, its span's id, and the same over one more process."""
+@given(hexes, hexes, st.sampled_from((0, 1, 2, 3)))
+def test_a_callers_trace_goes_on_where_it_is_sampled(trace: int, span: int, flags: int) -> None:
+    """A sampled ``traceparent`` is the parent, over one more process too; else no process records anything."""
     recorded = Recorded()
     began = recorded.tracer.begin("a", {"traceparent": f"00-{trace:032x}-{span:016x}-{flags:02x}"})
-    below = recorded.tracer.begin("b", {"traceparent": traceparent_of(began)})
-    below.end()
+    if flags & 1:
+        recorded.tracer.begin("b", {"traceparent": traceparent_of(began)}).end()
+    else:
+        assert traceparent_of(began) == ""
+        assert call_trace(recorded.tracer, "", "c") is None
     began.end()
     spans = by_name(recorded.spans())
-    assert (spans["a"].trace_id, spans["a"].parent_id) == (f"{trace:032x}", f"{span:016x}")
-    assert (spans["b"].trace_id, spans["b"].parent_id) == (f"{trace:032x}", spans["a"].span_id)
-
-
-@given(hexes, hexes, st.sampled_from((0, 2)))
-def test_what_a_caller_does_not_sample_is_not_recorded(trace: int, span: int, flags: int) -> None:
-    """Neither here nor in any other process, which is told of no parent."""
-    recorded = Recorded()
-    began = recorded.tracer.begin("a", {"traceparent": f"00-{trace:032x}-{span:016x}-{flags:02x}"})
-    assert traceparent_of(began) == ""
-    assert call_trace(recorded.tracer, traceparent_of(began), "c") is None
-    began.end()
-    assert recorded.spans() == []
+    assert set(spans) == ({"a", "b"} if flags & 1 else set())
+    if flags & 1:
+        assert {seen.trace_id for seen in spans.values()} == {f"{trace:032x}"}
+        assert (spans["a"].parent_id, spans["b"].parent_id) == (f"{span:016x}", spans["a"].span_id)
 
 
 @given(
@@ -48,21 +41,15 @@ def test_any_header_gives_a_span(header: str) -> None:
     """What is no traceparent begins a trace of its own; nothing that a client sends is an error."""
     recorded = Recorded()
     recorded.tracer.begin("a", {"traceparent": header, "tracestate": header}).end()
-    for span in recorded.spans():
-        assert span.parent_id == "" or span.parent_id in header
+    assert all(span.parent_id == "" or span.parent_id in header for span in recorded.spans())
 
 
-def test_the_sampler_is_opentelemetrys_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_TRACES_SAMPLER holds; where nothing is sampled, nothing is recorded for a request."""
-    assert RequestTrace(Recorded(ALWAYS_OFF).tracer, "POST", "/", {}, "").traceparent == ""
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
-    assert RequestTrace(Recorded().tracer, "POST", "/", {}, "").traceparent == ""
-
-
-def test_without_an_endpoint_there_is_no_tracer() -> None:
-    """And whoever asks for a call's trace gets none."""
+def test_without_an_endpoint_or_a_sampler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_TRACES_SAMPLER holds; whoever asks for a call's trace gets none."""
     assert open_tracer(None, "ingress", "a") is None
     assert call_trace(None, "00-1-1-01", "c") is None
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    assert RequestTrace(Recorded().tracer, "POST", "/", {}, "").traceparent == ""
 
 
 def test_a_collector_gets_what_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +72,7 @@ def test_a_collector_gets_what_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_collector_that_answers_nothing_costs_spans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More spans than the queue holds are made beside it, the queue stays bounded, and closing does not wait for it."""
+    """Closing does not wait for it."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -94,12 +81,10 @@ def test_a_collector_that_answers_nothing_costs_spans_alone(monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tracer = open_tracer(f"http://127.0.0.1:{silent.getsockname()[1]}", "ingress", "a")
         assert tracer is not None
-        for _ in range(5000):
-            tracer.begin("span", {}).end()
-        [processor] = tracer._provider._active_span_processor._span_processors
-        assert len(processor._batch_processor._queue) <= 2048  # type: ignore[attr-defined]
+        tracer.begin("span", {}).end()
         tracer.close(0.01)
     # Its thread would go on beside other tests.
+    [processor] = tracer._provider._active_span_processor._span_processors
     processor.span_exporter.shutdown()  # type: ignore[attr-defined]
     processor._batch_processor._worker_thread.join(60)  # type: ignore[attr-defined]
     assert not processor._batch_processor._worker_thread.is_alive()  # type: ignore[attr-defined]

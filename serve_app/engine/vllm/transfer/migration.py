@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ import numpy as np
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, hash_at, hash_blocks
 from serve_app.cache.kv_chain import KvChain, KvFormat, KvPart, TransferError, WrongChain, make_header, verify_part
 from serve_app.cache.prefix.block_index import CachedBlock
-from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, PinnedBlocks, idle_heats, list_hot
+from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, idle_heats, list_hot
 from serve_app.cache.prefix.pins import Pins
 from serve_app.engine.protocol import CacheRoom, Clock
 from serve_app.engine.vllm.events.pool import VllmPool
@@ -125,13 +126,13 @@ class VllmMigration:
         """Return what the pool holds, saves and the hottest first; not an adapter's, which peers may not have."""
         # A scope is that of a whole chain, so that what is left out takes its children along.
         base = [entry for entry in self._entries() if not entry.scope.lora]
-        now_s, blocks = self._clock(), {block_number(entry.block_hash): entry.block for entry in base}
+        blocks = {block_number(entry.block_hash): entry.block for entry in base}
         pins = [
-            PinnedBlocks(pin.key, pin.tenant, [blocks[block] for block in pin.blocks], pin.ttl_s, pin.expires_s - now_s)
+            replace(pin, blocks=tuple(blocks[number] for number in pin.blocks))
             for pin in self._pins.soonest_first()
             if blocks.keys() >= set(pin.blocks)
         ]
-        return list_hot(base, pins, now_s)
+        return list_hot(base, pins, self._clock())
 
     def cache_room(self, used_blocks: int) -> CacheRoom:
         """Return how much of the pool is neither in use nor holds a prefix, and how hot the coldest prefixes are."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
+
+HISTOGRAM = "(histogram)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,16 @@ class Section:
     title: str
     note: str
     families: tuple[Family, ...]
+
+
+def section(title: str, note: str, text: str) -> Section:
+    """Return a section of families that are written ``name: labels``, each with its help indented below."""
+    families: list[Family] = []
+    for line in text.strip().splitlines():
+        if line.startswith(" "):
+            families[-1] = replace(families[-1], help=f"{families[-1].help} {line.strip()}".strip())
+        else:
+            name, _, words = line.partition(": ")
+            labels = tuple(label for label in words.split() if label != HISTOGRAM)
+            families.append(Family(name, "", labels, HISTOGRAM in words))
+    return Section(title, note, tuple(families))

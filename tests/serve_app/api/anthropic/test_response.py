@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, TenantHistory, digest, digests
+from serve_app.api.anthropic.history import MAX_MESSAGES, Asked, MessageHistory, digest, digests
 from serve_app.api.anthropic.response import MessagesFormat, anthropic_error
 from serve_app.api.format import AnswerHead, Choice, FinishReason, Usage
 from serve_app.api.tool_calls import CallArguments, CallBegun, CallEnded, ToolCall
@@ -19,6 +20,10 @@ from serve_app.generation.request_usage import kept_tokens
 ASKED = Asked(b"m", b"s", b"t", (b"1",))
 HEAD = AnswerHead("1", 0, "demo", repeated={"diagnostics": ASKED})
 ARGUMENTS = st.dictionaries(st.text(max_size=5), st.integers(), max_size=3)
+
+
+def fresh_format() -> MessagesFormat:
+    return MessagesFormat(partial(MessageHistory().compare, "acme"))
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -74,7 +79,7 @@ def test_a_stream_builds_the_whole_answer(
 ) -> None:
     """Text and calls, however they are cut, with why it ended and usage."""
     usage = Usage(100, 7, 32, 16, 16)
-    stream = MessagesFormat(TenantHistory()).stream(HEAD)
+    stream = fresh_format().stream(HEAD)
     raw = stream.opening(0, Usage(100, 1, 32, 16, 16))
     for at in range(0, len(text), step):
         raw += stream.text(0, text[at : at + step])
@@ -87,7 +92,7 @@ def test_a_stream_builds_the_whole_answer(
             raw += stream.call(0, CallArguments(encoded[at : at + step]))
         raw += stream.call(0, CallEnded(encoded))
     raw += stream.finish(0, reason, stop) + stream.usage(usage)
-    whole = MessagesFormat(TenantHistory()).whole(HEAD, [Choice(text, reason, tuple(calls), stop_sequence=stop)], usage)
+    whole = fresh_format().whole(HEAD, [Choice(text, reason, tuple(calls), stop_sequence=stop)], usage)
     assert built(events(raw)) == whole
 
 
@@ -104,7 +109,7 @@ def test_every_token_of_a_prompt_is_counted_once(
     cached = cached_blocks * 16
     prompt = max([cached, *(kept.tokens for kept in keep)]) + more_tokens
     kept_5m, kept_1h = kept_tokens(keep, cached)
-    body = MessagesFormat(TenantHistory()).whole(HEAD, [Choice("", "stop")], Usage(prompt, 1, cached, kept_5m, kept_1h))
+    body = fresh_format().whole(HEAD, [Choice("", "stop")], Usage(prompt, 1, cached, kept_5m, kept_1h))
     usage = body["usage"]
     parts = (usage["input_tokens"], usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"])
     assert min(parts) >= 0
@@ -134,20 +139,20 @@ def test_errors_have_anthropics_types() -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.lists(st.integers(0, 3), min_size=1, max_size=5))
 def test_messages_changed_unless_they_go_on(before: list[int], now: list[int]) -> None:
     """A conversation that begins with all of the earlier one has no reason to miss the cache."""
-    history = TenantHistory()
-    history.compare("msg_1", Asked(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
-    told = history.compare("msg_2", Asked(b"m", b"s", b"t", digests(now), True, "msg_1"), Usage(120, 1, 64))
+    history = MessageHistory()
+    history.compare("acme", "msg_1", Asked(b"m", b"s", b"t", digests(before)), Usage(100, 1, 0))
+    told = history.compare("acme", "msg_2", Asked(b"m", b"s", b"t", digests(now), "msg_1"), Usage(120, 1, 64))
     changed = {"cache_miss_reason": {"type": "messages_changed", "cache_missed_input_tokens": 36}}
     assert told == (None if now[: len(before)] == before else changed)
 
 
 def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> None:
     """The first difference is told; what is forgotten, or another ingress may know, is not guessed."""
-    history = TenantHistory()
-    history.compare("msg_1", ASKED, Usage(10, 1, 0))
+    history = MessageHistory()
+    history.compare("acme", "msg_1", ASKED, Usage(10, 1, 0))
 
-    def reason(history: TenantHistory, model: bytes, system: bytes, tools: bytes, previous: str = "msg_1") -> str:
-        told = history.compare("msg_2", Asked(model, system, tools, (b"1",), True, previous), Usage(10, 1, 0))
+    def reason(history: MessageHistory, model: bytes, system: bytes, tools: bytes, previous: str = "msg_1") -> str:
+        told = history.compare("acme", "msg_2", Asked(model, system, tools, (b"1",), previous), Usage(10, 1, 0))
         return str(told and told["cache_miss_reason"]["type"])
 
     assert reason(history, b"x", b"x", b"x") == "model_changed"
@@ -155,8 +160,11 @@ def test_reasons_come_in_the_order_of_the_prompt_and_histories_are_bounded() -> 
     assert reason(history, b"m", b"s", b"x") == "tools_changed"
     assert reason(history, b"m", b"s", b"t") == "None"
     assert reason(history, b"m", b"s", b"t", "msg_0") == "previous_message_not_found"
-    assert reason(TenantHistory(complete=False), b"m", b"s", b"t", "msg_0") == "unavailable"
+    assert reason(MessageHistory(complete=False), b"m", b"s", b"t", "msg_0") == "unavailable"
     for number in range(MAX_MESSAGES):
-        history.compare(f"msg_a{number}", ASKED, Usage(10, 1, 0))
+        history.compare("zeta", f"msg_z{number}", ASKED, Usage(10, 1, 0))
+    assert reason(history, b"m", b"s", b"t") == "None", "others drive out nothing"
+    for number in range(MAX_MESSAGES):
+        history.compare("acme", f"msg_a{number}", ASKED, Usage(10, 1, 0))
     assert reason(history, b"m", b"s", b"t") == "previous_message_not_found"
     assert digest("text") != b"text"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from router.protocol.block_hash import HASH_BYTES, PrefixScope, extend_chain, split_chain
 from serve_app.cache.prefix.block_index import HEAT_MEMORY_S
-from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, PinnedBlocks, idle_heats, list_hot, within
+from serve_app.cache.prefix.hot_prefixes import KINDS, HotPrefixes, idle_heats, list_hot, within
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 
 SIZE = 2
@@ -72,11 +72,7 @@ class Used:
         return hits + math.exp((max(use[2] for use in uses) - self.now_s) / HEAT_MEMORY_S)
 
     def hot(self) -> HotPrefixes:
-        pins = [
-            PinnedBlocks(pin.key, pin.tenant, pin.blocks, pin.ttl_s, pin.expires_s - self.now_s)
-            for pin in self.cache.pins.soonest_first()
-        ]
-        return list_hot(list(self.cache.index), pins, self.now_s)
+        return list_hot(list(self.cache.index), self.cache.pins.soonest_first(), self.now_s)
 
 
 @given(Prompts, st.integers(0, 3))
@@ -116,29 +112,13 @@ def test_each_block_once_parents_first_by_kind_and_heat(
 def test_a_beginning_is_a_list_of_its_own(
     requests: list[tuple[str, list[int], int]], pinned: int, most_blocks: int
 ) -> None:
-    """It has as many blocks as allowed, or all, and every parent."""
-    hot = Used(requests, pinned).hot()
+    """It has as many blocks as allowed, or all, and every parent. Idle heats are those of the blocks, ascending."""
+    used = Used(requests, pinned)
+    hot = used.hot()
     part = within(hot, most_blocks)
-    blocks = sum(run.blocks for run in part.runs)
-    assert blocks == min(most_blocks, sum(run.blocks for run in hot.runs))
-    for number, run in enumerate(part.runs):
-        assert run.parent is None or run.parent < number
+    assert sum(run.blocks for run in part.runs) == min(most_blocks, len(used.cache.index))
+    for number in range(len(part.runs)):
         assert part.prefix(number).chain == hot.prefix(number).chain[: len(part.prefix(number).chain)]
-
-
-@given(Prompts)
-def test_idle_heats_are_those_of_the_blocks_ascending(requests: list[tuple[str, list[int], int]]) -> None:
-    used = Used(requests)
-    idle = [entry.block for entry in used.cache.index]
-    found = np.frombuffer(idle_heats(list(used.cache.index), idle, used.now_s), "<f4")
-    expected = sorted(used.heat(chain) for chain in used.chains)
-    assert np.allclose(found, expected, rtol=1e-5)
-
-
-def test_a_long_prefix_is_told_in_parts_as_its_heat_falls() -> None:
-    """What ten use of it comes before what another prompt's two use, and that before its cold tail."""
-    long, other = [0] * 40, [1] * 8
-    used = Used([("a", long, 0)] + [("a", [*long[:20], 9], 0)] * 9 + [("b", other, 0)] + [("b", [*other, 9], 0)])
-    order = [(run.tenant, run.blocks) for run in used.hot().runs if run.kind == "prefix"]
-    assert order.index(("b", 4)) < len(order) - 1
-    assert order[-1][0] == "a"
+    entries = list(used.cache.index)
+    heats = np.frombuffer(idle_heats(entries, [entry.block for entry in entries], used.now_s), "<f4")
+    assert np.allclose(heats, sorted(used.heat(chain) for chain in used.chains), rtol=1e-5)

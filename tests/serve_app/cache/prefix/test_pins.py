@@ -2,212 +2,41 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.cache.prefix.block_pool import PoolExhausted
 from serve_app.cache.prefix.pins import Pins
 from serve_app.cache.prefix.prefix_cache import PrefixCache
-from tests.serve_app.cache.prefix.test_prefix_cache import fill, hits, tokens
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def pinning(num_blocks: int, budget: int) -> tuple[PrefixCache, Clock]:
-    clock = Clock()
-    return PrefixCache(num_blocks, 1, pin_budget_blocks=budget, clock=clock), clock
-
-
-def test_a_pinned_prefix_survives_any_pressure() -> None:
-    """Everything else is evicted around it; a block more is refused instead. (docs/caching.md)"""
-    cache, _ = pinning(6, 3)
-    blocks = fill(cache, tokens(1, 2, 3))
-    assert cache.pin(b"k", blocks) == "pinned"
-    cache.release(blocks)
-    for number in range(20):
-        cache.release(fill(cache, tokens(100 + number, 1, 2)))
-    with pytest.raises(PoolExhausted):
-        cache.allocate(4)
-    assert hits(cache, tokens(1, 2, 3, 4)) == blocks
-    assert cache.pinned_idle_blocks() == 3
-
-
-def test_the_budget_counts_each_block_once() -> None:
-    """Two pins that share a prefix cost their distinct blocks; what does not fit changes nothing."""
-    cache, _ = pinning(16, 4)
-    one, two = fill(cache, tokens(1, 2, 3)), fill(cache, tokens(1, 2, 4))
-    assert cache.may_pin(cache.chain(b"r" * 16, tokens(1, 2, 3, 5)), 4, "default")
-    assert cache.pin(b"one", one) == "pinned"
-    assert cache.pin(b"two", two) == "pinned"
-    assert cache.pins.blocks == 4
-    assert not cache.may_pin(cache.chain(b"r" * 16, tokens(1, 2, 3, 5)), 4, "default")
-    three = fill(cache, tokens(9))
-    assert cache.pin(b"three", three) == "over_budget"
-    assert (len(cache.pins), cache.pins.blocks) == (2, 4)
-    assert cache.unpin(b"two")
-    assert cache.pins.blocks == 3
-    assert cache.pin(b"three", three) == "pinned"
-
-
-@pytest.mark.parametrize("ttl_s", [300.0, 3600.0])
-def test_a_pin_ends_with_its_ttl_after_the_last_read(ttl_s: float) -> None:
-    """Every read of the whole prefix starts the time anew; a read of a part of it does not."""
-    cache, clock = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2, 3))
-    cache.pin(b"k", blocks, ttl_s)
-    cache.release(blocks)
-    for _ in range(5):
-        clock.now_s += ttl_s - 1
-        cache.expire_pins()
-        cache.acquire(blocks)
-        cache.release(blocks)
-    assert len(cache.pins) == 1
-    clock.now_s += ttl_s - 1
-    cache.acquire(blocks[:2])
-    cache.release(blocks[:2])
-    cache.expire_pins()
-    assert len(cache.pins) == 1
-    clock.now_s += 1
-    cache.expire_pins()
-    assert (len(cache.pins), cache.pins.blocks, cache.pool.idle_blocks) == (0, 0, 3)
-    assert hits(cache, tokens(1, 2, 3, 4)) == blocks, "released, not forgotten"
-    assert len(cache.allocate(8)) == 8
+from tests.serve_app.cache.prefix.test_prefix_cache import fill, tokens
 
 
 def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
-    cache, clock = pinning(8, 4)
+    now_s = 1000.0
+    cache = PrefixCache(8, 1, pin_budget_blocks=4, clock=lambda: now_s)
     blocks = fill(cache, tokens(1, 2))
     cache.pin(b"k", blocks, 300.0)
     assert cache.pin(b"k", blocks, 3600.0) == "present"
     assert cache.renew_pin(b"k", 300.0)
-    clock.now_s += 3599
+    now_s += 3599
     cache.expire_pins()
     assert cache.renew_pin(b"k", None)
-    clock.now_s += 1e9
+    now_s += 1e9
     cache.expire_pins()
     assert list(cache.pins) == [b"k"]
     assert not cache.renew_pin(b"other", None)
 
 
-def test_an_ended_pin_is_not_ended_again_under_the_same_key() -> None:
-    """The first pin's time must not end the second one, made under its key later."""
-    cache, clock = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"k", blocks, 10.0)
-    cache.unpin(b"k")
-    clock.now_s += 5
-    cache.pin(b"k", blocks, 10.0)
-    clock.now_s += 6
-    cache.expire_pins()
-    assert len(cache.pins) == 1
-    clock.now_s += 4
-    cache.expire_pins()
-    assert len(cache.pins) == 0
-    assert cache.pins.next_expiry_s is None
-
-
-def test_ended_pins_leave_no_line_behind() -> None:
-    """Pinned for an hour and let go a thousand times: what waits for its hour's end stays as small as the pins are."""
-    cache, clock = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"kept", blocks, 7200.0)
-    for _ in range(1000):
-        cache.pin(b"k", blocks, 3600.0)
-        cache.unpin(b"k")
-    assert len(cache.pins._expiries) < 100
-    clock.now_s += 7199
-    cache.expire_pins()
-    assert list(cache.pins) == [b"kept"]
-    clock.now_s += 1
-    cache.expire_pins()
-    assert not list(cache.pins)
-
-
-def test_a_reset_releases_pins() -> None:
-    cache, _ = pinning(8, 4)
-    blocks = fill(cache, tokens(1, 2))
-    cache.pin(b"k", blocks)
-    cache.release(blocks)
-    assert cache.reset()
-    assert (cache.pool.free_blocks, cache.pins.blocks, len(cache.index)) == (8, 0, 0)
-
-
 def test_only_cached_blocks_can_be_pinned() -> None:
-    cache, _ = pinning(8, 4)
+    cache = PrefixCache(8, 1, pin_budget_blocks=4)
     for blocks in ([], cache.allocate(1)):
         with pytest.raises(ValueError, match="indexed"):
             cache.pin(b"k", blocks)
 
 
-def test_a_hit_does_not_look_at_pins_one_by_one() -> None:
-    """A read of a long prefix under many pins renews exactly those that lie within it."""
-    cache, clock = pinning(200, 150)
-    ids = np.arange(100, dtype=np.int32)
-    blocks = fill(cache, ids)
-    for end in range(1, 101):
-        cache.pin(str(end).encode(), blocks[:end], 10.0)
-    clock.now_s += 9
-    cache.acquire(blocks[:60])
-    clock.now_s += 2
-    cache.expire_pins()
-    assert set(cache.pins) == {str(end).encode() for end in range(1, 61)}
-    assert cache.pins.blocks == 60
-
-
 def shared(budget: int, **weights: float) -> PrefixCache:
     """A large pool whose pin budget is shared among tenants."""
     return PrefixCache(64, 1, pin_budget_blocks=budget, shares=weights)
-
-
-def test_a_share_of_the_budget_is_there_for_whoever_comes_later() -> None:
-    """One tenant may use all of it while it is alone; the last it pinned goes first, and is cached still."""
-    cache = shared(8, a=1, b=3)
-    first, second, third = (fill(cache, tokens(head, 1, 2)[:size]) for head, size in ((1, 2), (2, 3), (3, 3)))
-    for key, blocks in ((b"1", first), (b"2", second), (b"3", third)):
-        assert cache.pin(key, blocks, tenant="a") == "pinned"
-        cache.release(blocks)
-    assert cache.pins.holdings() == {"a": 8}
-    theirs = fill(cache, tokens(4, 1, 2))
-    assert cache.may_pin(cache.chain(b"r" * 16, tokens(4, 1, 2)), 3, "b")
-    assert cache.pin(b"4", theirs, tenant="b") == "pinned"
-    assert (list(cache.pins), cache.recalled_pins) == ([b"1", b"2", b"4"], 1)
-    assert hits(cache, tokens(3, 1, 2, 9)) == third, "no longer pinned, but cached"
-    more = fill(cache, tokens(5, 1, 2))
-    assert cache.pin(b"5", more, tenant="b") == "pinned"
-    assert cache.pins.holdings() == {"a": 2, "b": 6}
-    for tenant in ("a", "b", "c"):
-        assert cache.pin(b"6", fill(cache, tokens(6)), tenant=tenant) == "over_budget"
-        assert not cache.may_pin(cache.chain(b"r" * 16, tokens(6)), 1, tenant)
-    assert list(cache.pins) == [b"1", b"4", b"5"], "what is within a share stays"
-
-
-def test_one_block_over_a_share_is_recalled() -> None:
-    """And at the share exactly nothing is: neither of those who have so much, nor for those who would have more."""
-    cache = shared(4, a=1, b=1)
-    assert cache.pin(b"3", fill(cache, tokens(1, 2, 3)), tenant="a") == "pinned"
-    assert cache.pin(b"2", fill(cache, tokens(4, 5)), tenant="b") == "pinned"
-    assert (list(cache.pins), cache.recalled_pins) == ([b"2"], 1)
-    assert cache.pin(b"4", fill(cache, tokens(6, 7)), tenant="a") == "pinned"
-    assert cache.pin(b"1", fill(cache, tokens(8)), tenant="b") == "over_budget"
-    assert (cache.pins.holdings(), cache.recalled_pins) == ({"a": 2, "b": 2}, 1)
-
-
-def test_nobody_is_recalled_in_vain() -> None:
-    """A prefix longer than its tenant's share takes nothing from anybody, nor does one that is pinned already."""
-    cache = shared(8, a=1, b=1)
-    for head in (1, 2):
-        cache.pin(str(head).encode(), fill(cache, tokens(head, 1, 2)), tenant="a")
-    assert cache.pin(b"long", fill(cache, tokens(3, 1, 2, 3, 4)), tenant="b") == "over_budget"
-    assert cache.pin(b"1", fill(cache, tokens(1, 1, 2)), tenant="b") == "present"
-    assert cache.recalled_pins == 0
 
 
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
@@ -220,16 +49,6 @@ def test_a_tenant_that_nobody_named_has_no_share() -> None:
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
         assert pins.recall([4, 5], "a") is None
-
-
-def test_a_block_pinned_by_two_tenants_counts_for_both_and_once_in_all() -> None:
-    cache = shared(4, a=1, b=1)
-    blocks = fill(cache, tokens(1, 2))
-    assert cache.pin(b"a", blocks, tenant="a") == "pinned"
-    assert cache.pin(b"b", blocks, tenant="b") == "pinned"
-    assert (cache.pins.blocks, cache.pins.holdings()) == (2, {"a": 2, "b": 2})
-    assert cache.unpin(b"a")
-    assert (cache.pins.blocks, cache.pins.holdings()) == (2, {"b": 2})
 
 
 @given(

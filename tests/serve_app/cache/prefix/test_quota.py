@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-import random
-from typing import Any
-
 import numpy as np
 import pytest
 
 from router.protocol.block_hash import PrefixScope
-from serve_app.cache.prefix.block_pool import PoolExhausted
 from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.cache.prefix.quota import ACTIVE_S, GUARD_S, PUBLIC, Quota
 
@@ -39,19 +34,6 @@ class Bench:
 
     def held(self, tenant: str) -> int:
         return self.cache.quota.holdings().get(tenant, 0)
-
-
-def test_idle_room_is_borrowed_and_given_back_first() -> None:
-    """One tenant fills a pool nobody else wants; when another comes, the borrower gives, the newcomer keeps its own."""
-    bench = Bench(10)
-    for number in range(5):
-        bench.fill("flood", 2, number)
-    assert bench.held("flood") == 10
-    bench.fill("small", 4)
-    assert (bench.held("flood"), bench.held("small")) == (6, 4)
-    for number in range(5, 30):
-        bench.fill("flood", 2, number)
-    assert (bench.held("flood"), bench.held("small")) == (6, 4)
 
 
 def test_a_block_demoted_twice_and_evicted_is_its_next_owners_alone() -> None:
@@ -92,48 +74,13 @@ def test_a_flood_does_not_evict_what_all_use() -> None:
     assert bench.cache.quota.fraction("small") == 0.5, "what is public narrows nobody's share"
 
 
-def test_a_public_prompt_that_nobody_asks_for_goes_first() -> None:
-    """Like the blocks of a tenant that is not seen any more; each hit gives it another ten minutes."""
-    bench = Bench(12, a=1.0, b=1.0)
-    bench.fill("a", 5, 1, public=4)
-    bench.now_s = 0.8 * ACTIVE_S
-    bench.fill("a", 5, 1, public=4)
-    bench.now_s = 1.6 * ACTIVE_S
-    for number in range(2, 9):
-        bench.fill("a", 2, number)
-    assert bench.held(PUBLIC) == 4
-    bench.now_s = 2.5 * ACTIVE_S
-    for number in range(9, 20):
-        bench.fill("a", 2, number)
-    assert bench.held(PUBLIC) < 4
-
-
-def test_who_was_over_and_is_no_more_gives_nothing() -> None:
-    """A tenant that held most of the pool a moment ago, and gave it back, is judged by what it holds now."""
-    bench = Bench(12)
-    bench.fill("a", 2)
-    big = bench.cache.allocate(8, "a")
-    bench.cache.release(big)
-    bench.fill("b", 10)
-    bench.cache.allocate(3, "c")
-    assert (bench.held("a"), bench.held("b"), bench.held("c")) == (2, 7, 3)
-
-
-def test_shares_follow_the_weights() -> None:
-    """Three parts and one part of twelve blocks, both always hungry."""
-    bench = Bench(12, gold=3.0, plain=1.0)
-    order = random.Random(1)
-    for number in range(200):
-        bench.fill(order.choice(["gold", "plain"]), 1, number)
-    assert (bench.held("gold"), bench.held("plain")) == (9, 3)
-    assert bench.cache.quota.fraction("gold") == 0.75
-
-
 def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
     """A tenant without requests has no share to defend; its next request gives it one."""
     bench = Bench(10)
     bench.fill("gone", 5)
     bench.fill("here", 5)
+    bench.now_s = ACTIVE_S
+    assert bench.cache.quota.fraction("here") == 0.5
     bench.now_s = ACTIVE_S + 1
     bench.fill("here", 1, 1)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)
@@ -142,17 +89,6 @@ def test_who_was_not_seen_for_long_gives_first_until_it_comes_back() -> None:
     assert bench.cache.quota.fraction("here") == 0.5
     bench.fill("here", 1, 2)
     assert (bench.held("gone"), bench.held("here")) == (4, 6)
-
-
-def test_blocks_in_use_are_never_taken_from_anybody() -> None:
-    """However far over its share, a tenant's running sequences keep their blocks: others' leaves go instead."""
-    bench = Bench(10)
-    running = bench.fill("over", 7, keep=True)
-    bench.fill("under", 3)
-    assert not set(bench.cache.allocate(2, "over")) & set(running)
-    assert bench.held("under") == 1
-    with pytest.raises(PoolExhausted):
-        bench.cache.allocate(2, "over")
 
 
 def test_protected_blocks_are_the_idle_ones_within_others_shares() -> None:
@@ -175,40 +111,15 @@ def test_with_several_tenants_configured_a_lone_one_counts_as_one_of_two() -> No
     """So that a share is ready for whoever comes; where only one exists, everything is its own."""
     assert Bench(8, a=1.0, b=1.0).cache.quota.fraction("a") == 0.5
     assert Bench(8).cache.quota.fraction("a") == 1.0
-
-
-def test_a_share_must_be_positive() -> None:
     for weight in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="share"):
             Quota(4, {"a": weight}, lambda: 0.0)
 
 
 def test_tenants_that_left_leave_nothing_behind() -> None:
-    """A thousand passing tenants: accounts and lines stay in proportion to who holds blocks."""
+    """A thousand passing tenants: accounts stay in proportion to who holds blocks."""
     bench = Bench(64)
     for number in range(1000):
         bench.fill(f"t{number}", 1)
         bench.now_s += 100.0
     assert len(bench.cache.quota._accounts) <= 64 + ACTIVE_S / 100 + 1
-    assert len(bench.cache.quota._line) <= 3 * 64 + 64
-
-
-def test_an_eviction_costs_about_the_same_with_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 evictions among 4 or 400 tenants take as much out of queues."""
-    looked, pop = 0, heapq.heappop
-
-    def counting(heap: list[Any]) -> Any:
-        nonlocal looked
-        looked += 1
-        return pop(heap)
-
-    def looks(tenants: int) -> int:
-        nonlocal looked
-        bench, looked = Bench(800), 0
-        for number in range(2800):
-            bench.fill(f"t{number % tenants}", 1, number)
-        assert bench.cache.evicted_blocks == 2000
-        return looked
-
-    monkeypatch.setattr(heapq, "heappop", counting)
-    assert looks(400) <= 1.2 * looks(4) <= 4 * 2000

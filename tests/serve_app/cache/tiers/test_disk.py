@@ -22,7 +22,7 @@ from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.disk import DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles, DiskSlot, DiskTierError
 from serve_app.cache.tiers.disk_queue import DiskQueue
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, content, held, path
 
 FILE = len(BlockFiles(Path(), FORMAT).encode(path(1)[0], content(path(1)[0])))
 
@@ -55,7 +55,7 @@ def test_what_is_stored_is_loaded_and_private(tmp_path: Path) -> None:
         assert np.array_equal(found[1], content(block))
     assert stat.S_IMODE(slot.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in slot.path.iterdir()} == {0o600}
-    assert disk.used_bytes == on_disk(slot.path) == 3 * FILE
+    assert disk.index.used_bytes == on_disk(slot.path) == 3 * FILE
 
 
 def test_engines_of_one_machine_keep_apart_and_find_their_slot_again(tmp_path: Path) -> None:
@@ -85,15 +85,15 @@ def test_a_restart_finds_blocks_order_and_marks(tmp_path: Path) -> None:
     fill(disk, path(5), saved=True)
     disk.touch(block.block_hash for block in reversed(path(1, 2)))
     again = tier(tmp_path)
-    assert again.hashes() == disk.hashes()
-    assert again.hashes(saved=True) == {path(5)[0].block_hash}
-    (event,) = again.take_events()
+    assert held(again.index) == held(disk.index)
+    assert held(again.index, saved=True) == {path(5)[0].block_hash}
+    (event,) = again.index.take_events()
     assert isinstance(event, BlocksStored)
     told = list(split_chain(event.hashes))
     assert told.index(path(1, 2)[0].block_hash) < told.index(path(1, 2)[1].block_hash)
     small = tier(tmp_path, blocks=3)
-    assert small.hashes() == {path(5)[0].block_hash, *(block.block_hash for block in path(1, 2))}
-    assert on_disk(tmp_path) == small.used_bytes == 3 * FILE
+    assert held(small.index) == {path(5)[0].block_hash, *(block.block_hash for block in path(1, 2))}
+    assert on_disk(tmp_path) == small.index.used_bytes == 3 * FILE
 
 
 def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
@@ -101,25 +101,9 @@ def test_the_scan_is_bounded_in_time(tmp_path: Path) -> None:
     fill(tier(tmp_path), path(*range(10)))
     now = iter(range(1000))
     slow = DiskTier(BlockFiles(tmp_path, FORMAT), 100 * FILE, clock=lambda: next(now), scan_limit_s=4.5)
-    assert 0 < len(slow) < 10
-    assert on_disk(tmp_path) == slow.used_bytes
-    assert path(0)[0].block_hash in slow.hashes(), "the head of the prefix was used last and is kept"
-
-
-def test_saved_blocks_go_last(tmp_path: Path) -> None:
-    disk = tier(tmp_path, blocks=3)
-    fill(disk, path(1), saved=True)
-    fill(disk, path(2))
-    assert disk.mark([path(2)[0].block_hash, b"unknown"], math.inf) == 1
-    fill(disk, path(3))
-    fill(disk, path(4))
-    assert disk.hashes() == {p[0].block_hash for p in (path(1), path(2), path(4))}
-    fill(disk, path(5), saved=True)
-    assert path(4)[0].block_hash not in disk.hashes()
-    # Three saved ones fill it: an ordinary block does not displace them, a saved one takes the oldest's place.
-    assert not disk.store(path(6)[0], content(path(6)[0]))
-    fill(disk, path(7), saved=True)
-    assert disk.hashes() == disk.hashes(saved=True) == {p[0].block_hash for p in (path(2), path(5), path(7))}
+    assert 0 < len(slow.index) < 10
+    assert on_disk(tmp_path) == slow.index.used_bytes
+    assert path(0)[0].block_hash in held(slow.index), "the head of the prefix was used last and is kept"
 
 
 @pytest.mark.parametrize("length", [0, 1, 19, 20, 21, 100, FILE - BYTES, FILE - 1, FILE + 1])
@@ -134,25 +118,14 @@ def test_a_torn_file_is_dropped_with_a_warning(tmp_path: Path, length: int, capl
     with caplog.at_level(logging.WARNING):
         again = tier(tmp_path)
     assert "dropped" in caplog.text
-    assert again.hashes() == {path(1, 2)[0].block_hash}
+    assert held(again.index) == {path(1, 2)[0].block_hash}
     assert not file.exists()
     file.write_bytes((whole + b"\0")[:length])
-    disk.take_events()
+    disk.index.take_events()
     assert disk.load(victim) is None
-    assert disk.take_events() == [BlocksRemoved(victim, "disk")]
+    assert disk.index.take_events() == [BlocksRemoved(victim, "disk")]
     assert not file.exists()
     assert (disk.refused_files, again.refused_files) == (1, 1)
-
-
-def test_no_truncation_is_ever_believed(tmp_path: Path) -> None:
-    disk = tier(tmp_path)
-    (block,) = path(1)
-    fill(disk, [block])
-    file = tmp_path / f"{block.block_hash.hex()}.kv"
-    whole = file.read_bytes()
-    for length in range(len(whole)):
-        file.write_bytes(whole[:length])
-        assert len(tier(tmp_path)) == 0, length
 
 
 def test_a_damaged_payload_is_never_loaded(tmp_path: Path) -> None:
@@ -165,23 +138,23 @@ def test_a_damaged_payload_is_never_loaded(tmp_path: Path) -> None:
     data[-1] ^= 1
     file.write_bytes(data)
     again = tier(tmp_path)
-    assert len(again) == 1
+    assert len(again.index) == 1
     assert again.load(block.block_hash) is None
-    assert len(again) == again.used_bytes == 0
+    assert len(again.index) == again.index.used_bytes == 0
 
 
 def test_foreign_files(tmp_path: Path) -> None:
     """Another model's blocks and an exchanged file are dropped; what does not look like ours is left alone."""
     fill(tier(tmp_path, kv_format=KvFormat("other", FORMAT.block_size, FORMAT.parts)), path(1))
     disk = tier(tmp_path)
-    assert len(disk) == 0
+    assert len(disk.index) == 0
     fill(disk, path(2))
     (tmp_path / "README").write_text("mine")
     (tmp_path / f"{'0' * 32}.tmp").write_text("torn")
     mine = tmp_path / f"{path(2)[0].block_hash.hex()}.kv"
     mine.rename(tmp_path / f"{path(3)[0].block_hash.hex()}.kv")
     again = tier(tmp_path)
-    assert len(again) == again.used_bytes == 0
+    assert len(again.index) == again.index.used_bytes == 0
     assert [file.name for file in tmp_path.iterdir()] == ["README"]
 
 
@@ -191,14 +164,14 @@ def test_a_write_that_fails_costs_the_block_only(tmp_path: Path) -> None:
     disk = tier(directory)
     directory.rmdir()
     assert not disk.store(path(1)[0], content(path(1)[0]))
-    assert (disk.failed_writes, disk.used_bytes, disk.take_events()) == (1, 0, [])
+    assert (disk.index.used_bytes, disk.index.take_events()) == (0, [])
 
 
 _WRITER = """
 import sys
 from pathlib import Path
 from serve_app.cache.tiers.disk_files import BlockFiles
-from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
+from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, held, path
 from tests.serve_app.cache.tiers.test_disk import tier
 disk = tier(Path(sys.argv[1]), blocks=50)
 i = 0
@@ -222,10 +195,10 @@ def test_a_killed_writer_leaves_no_lie(tmp_path: Path) -> None:
         writer.wait()
         writer.stdout.close()
         disk = tier(tmp_path, blocks=50)
-        assert len(disk) > 3
-        assert disk.used_bytes == on_disk(tmp_path) <= 50 * FILE
+        assert len(disk.index) > 3
+        assert disk.index.used_bytes == on_disk(tmp_path) <= 50 * FILE
         assert disk.refused_files == 0
-        for block_hash in disk.hashes():
+        for block_hash in held(disk.index):
             found = disk.load(block_hash)
             assert found is not None
             assert np.array_equal(found[1], content(found[0]))
@@ -236,7 +209,7 @@ def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path)
     queue = DiskQueue(tier(tmp_path), 2 * BYTES, BYTES, lambda: woken.append(None))
     blocks = path(1, 2, 3)
     assert [queue.offer(block, content(block)) for block in blocks] == [True, True, False]
-    assert (queue.dropped_blocks, queue.pending_blocks, queue.room()) == (1, 2, 0)
+    assert (queue.tier.index.counts.drops, queue.pending_blocks, queue.room()) == (1, 2, 0)
     load = queue.load([block.block_hash for block in blocks])
     assert queue.run()
     assert load.done
@@ -244,23 +217,9 @@ def test_the_queue_drops_what_does_not_fit_and_serves_what_waits(tmp_path: Path)
     assert len(woken) == 1
     assert not any(tmp_path.iterdir())
     queue.stop(1.0)
-    assert (queue.stored_blocks, queue.pending_blocks) == (2, 0)
+    assert (queue.tier.index.counts.stores, queue.pending_blocks) == (2, 0)
     assert not queue.offer(blocks[2], content(blocks[2]))
-    assert len(tier(tmp_path)) == 2
-
-
-def test_a_reset_forgets_what_waits_and_unlinks_what_is_filed(tmp_path: Path) -> None:
-    disk = tier(tmp_path)
-    queue = DiskQueue(disk, 100 * BYTES, BYTES, lambda: None)
-    fill(disk, path(1, 2))
-    queue.offer(path(3)[0], content(path(3)[0]))
-    queue.clear()
-    assert queue.find(path(3)[0].block_hash) is None
-    assert (len(disk), disk.used_bytes) == (0, 0)
-    queue.clear()
-    while queue.run():
-        pass
-    assert not any(tmp_path.iterdir())
+    assert len(tier(tmp_path).index) == 2
 
 
 @pytest.mark.parametrize("moment", ["encode", "write", "offered"])
@@ -283,8 +242,8 @@ def test_a_reset_while_a_block_is_on_its_way_to_disk_leaves_no_trace_of_it(
     queue.offer(block, content(block))
     while queue.run():
         pass
-    assert (len(disk), queue.stored_blocks, disk.take_events()) == (0, 0, [])
+    assert (len(disk.index), queue.tier.index.counts.stores, disk.index.take_events()) == (0, 0, [])
     assert not any(tmp_path.iterdir())
     queue.offer(block, content(block))
     assert queue.run()
-    assert disk.hashes() == {block.block_hash}
+    assert held(disk.index) == {block.block_hash}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from serve_app.cache.tiers.disk import ACTIVE_S, DiskTier
 from serve_app.cache.tiers.disk_files import BlockFiles
 from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, path
+from tests.serve_app.cache.tiers.tier_blocks import FORMAT, content, held, path
 
 SHARES = {"a": 1.0, "b": 1.0}
 
@@ -36,40 +37,15 @@ class Disk:
 
     def seen(self, *tenants: str) -> None:
         for tenant in tenants:
-            self.tier.seen(account_key(tenant))
+            self.tier.index.touch(account_key(tenant))
 
     def store(self, tenant: str, *numbers: int, saved_until_s: float | None = None) -> list[bool]:
         blocks = [self.block(tenant, number) for number in numbers]
         return [self.tier.store(block, content(block), saved_until_s) for block in blocks]
 
     def held(self, *, saved: bool | None = None) -> list[int]:
-        hashes = self.tier.hashes(saved=saved)
+        hashes = held(self.tier.index, saved=saved)
         return [number for number in range(100) if self.block("", number).block_hash in hashes]
-
-
-def test_saves_of_one_tenant_leave_another_its_share(tmp_path: Path) -> None:
-    """Saved blocks fill an empty disk; who has a share of it gets that, and not more, from them. (docs/caching.md)"""
-    disk = Disk(tmp_path)
-    disk.seen("a", "b")
-    assert all(disk.store("a", *range(10), saved_until_s=math.inf))
-    assert all(disk.store("b", *range(20, 40)))
-    assert disk.held() == [*range(5, 10), *range(35, 40)]
-    assert disk.store("a", 50) == [False], "a tenant's own saved blocks are not given up for others of it"
-    assert disk.store("a", 51, saved_until_s=math.inf) == [True]
-    assert disk.held(saved=True) == [6, 7, 8, 9, 51]
-
-
-def test_a_block_that_is_saved_no_more_goes_as_others_do(tmp_path: Path) -> None:
-    """As the most recently used one of its tenant."""
-    disk = Disk(tmp_path, files=3)
-    disk.store("a", 1, saved_until_s=math.inf)
-    disk.store("a", 2, 3)
-    assert disk.tier.mark([disk.block("a", 1).block_hash, b"unknown"], None) == 1
-    assert {file.suffix for file in tmp_path.iterdir()} == {".kv"}
-    disk.store("a", 4, 5)
-    assert disk.held() == [1, 4, 5]
-    disk.store("a", 6)
-    assert disk.held() == [4, 5, 6]
 
 
 def test_a_save_of_an_earlier_life_ends_with_its_time(tmp_path: Path) -> None:
@@ -123,23 +99,17 @@ def test_files_from_before_they_had_owners_are_read_and_go_first(tmp_path: Path)
     assert disk.held() == [20, 21, 22, 23]
 
 
-def test_a_smaller_bound_is_reached_by_shares(tmp_path: Path) -> None:
-    """What was written last is not all that is kept."""
+def test_shares_hold_after_a_restart_too(tmp_path: Path) -> None:
+    """A smaller bound is reached by shares, not by age; and who did not come for a day gives first."""
     disk = Disk(tmp_path)
     disk.store("b", 20, 21)
     disk.store("a", *range(8))
     now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
+    later = Path(shutil.copytree(tmp_path, tmp_path.with_name("later")))
     disk = Disk(tmp_path, files=4, now_s=now_s)
     assert disk.held() == [6, 7, 20, 21]
-    assert disk.tier.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
-
-
-def test_who_did_not_come_for_a_day_gives_first_after_a_restart_too(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    disk.store("b", 20, 21)
-    disk.store("a", *range(8))
-    now_s = 1e-9 * max(file.stat().st_mtime_ns for file in tmp_path.iterdir())
-    disk = Disk(tmp_path, now_s=now_s + ACTIVE_S + 1)
+    assert disk.tier.index.used_bytes == sum(file.stat().st_size for file in tmp_path.iterdir()) == 4 * FILE
+    disk = Disk(later, now_s=now_s + ACTIVE_S + 1)
     disk.seen("a")
     disk.store("a", 10, 11, 12)
     assert disk.held() == [1, 2, 3, 4, 5, 6, 7, 10, 11, 12]

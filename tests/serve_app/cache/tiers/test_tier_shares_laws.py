@@ -17,10 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from serve_app.cache.prefix.quota import ACTIVE_S
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers import disk as disk_tier
-from serve_app.cache.tiers.tier_index import UNKNOWN, account_key
+from serve_app.cache.tiers.tier_index import account_key
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, held, path
 
 SHARES = {"a": 1.0, "b": 2.0, "c": 1.0}
 OWNERS = {account_key(tenant): tenant for tenant in SHARES}
@@ -117,10 +117,8 @@ class ShareMachine(RuleBasedStateMachine):
             pass
 
     def hashes(self) -> set[bytes]:
-        if self.tiers.disk is not None:
-            return set(self.tiers.disk.tier.hashes())
-        assert self.tiers._host is not None
-        return {block.block_hash for block in self.tiers._host.blocks()}
+        (index,) = self.tiers.indexes.values()
+        return held(index)
 
     def put(self, tenant: str, number: int, *, saved: bool) -> None:
         """Let a block come, and compare what went with what may go by the law and by the oracle."""
@@ -216,22 +214,19 @@ class ShareMachine(RuleBasedStateMachine):
     def held_is_what_the_oracle_holds(self) -> None:
         if hasattr(self, "tiers"):
             assert self.hashes() == set(self.naive.held)
-            if self.tiers.disk is not None:
-                saved = self.tiers.disk.tier.hashes(saved=True)
-                assert saved == {block_hash for block_hash, block in self.naive.held.items() if block.saved}
+            saved = {block_hash for block_hash, block in self.naive.held.items() if block.saved}
+            assert held(*self.tiers.indexes.values(), saved=True) == saved
 
     @invariant()
     def bytes_are_exact_by_tenant(self) -> None:
         if not hasattr(self, "tiers"):
             return
-        if self.tiers.disk is not None:
-            index, size = self.tiers.disk.tier.index, FILE
+        (index,) = self.tiers.indexes.values()
+        size = FILE if self.disk else BYTES
+        if self.disk:
             assert index.used_bytes == sum(file.stat().st_size for file in self.directory.rglob("slot-*/*"))
-        else:
-            assert self.tiers._host is not None
-            index, size = self.tiers._host.index, BYTES  # type: ignore[assignment]
         counted = Counter(block.owner for block in self.naive.held.values())
-        assert {OWNERS[owner]: held for owner, held in index.holdings().items()} == {
+        assert {OWNERS[owner]: size_bytes for owner, size_bytes in index.holdings().items()} == {
             tenant: blocks * size for tenant, blocks in counted.items()
         }
         assert index.used_bytes == len(self.naive.held) * size <= self.blocks * size
@@ -246,43 +241,21 @@ TestShareLaws = ShareMachine.TestCase
 TestShareLaws.settings = settings(max_examples=150, stateful_step_count=40)
 
 
-def test_a_batch_larger_than_its_owners_share_comes_down_whole() -> None:
+def test_a_batch_larger_than_its_owners_share_comes_down_whole(tmp_path: Path) -> None:
     """Blocks of the batch itself give way to later ones of it: each is read before that, and goes to disk as it is."""
-    directory = Path(tempfile.mkdtemp(prefix="shares-"))
-    try:
-        settings = TierSettings(6 * BYTES, 100 * FILE, directory)
-        tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
-        tiers.seen(["a", "c"])
-        theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
-        tiers.spill(theirs, Source(theirs))
-        tiers.spill(batch, Source(batch))
-        while tiers.disk is not None and tiers.disk.run():
-            pass
-        assert [tiers.row(block.block_hash) is not None for block in theirs] == [True] * 3
-        assert [tiers.row(block.block_hash) is not None for block in batch] == [False] * 5 + [True] * 3
-        for block in (*theirs, *batch):
-            row = tiers.row(block.block_hash)
-            if row is None:
-                assert tiers.disk is not None
-                loaded = tiers.disk.tier.load(block.block_hash)
-                assert loaded is not None
-                row = loaded[1]
-            assert np.array_equal(row, content(block))
-        tiers.close(0.0)
-    finally:
-        shutil.rmtree(directory)
-
-
-def test_accounts_of_those_who_left_go() -> None:
-    """A thousand passing tenants leave no account behind."""
-    now_s = [0.0]
-    tiers = Tiers(TierSettings(4 * BYTES), FORMAT, BYTES, lambda: None, clock=lambda: now_s[0])
-    for number in range(1000):
-        block = path(number, tenant=f"t{number}")[0]
-        tiers.seen([f"t{number}"])
-        tiers.spill([block], Source([block]))
-        now_s[0] += 100.0
-    assert tiers._host is not None
-    assert len(tiers._host.index._accounts) <= 4 + ACTIVE_S / 100 + 1
-    assert len(tiers._host.index._line) <= 3 * 16 + 64
-    assert UNKNOWN not in tiers._host.index.holdings()
+    settings = TierSettings(6 * BYTES, 100 * FILE, tmp_path)
+    tiers = Tiers(settings, FORMAT, BYTES, lambda: None, shares=SHARES, start=False)
+    tiers.seen(["a", "c"])
+    theirs, batch = path(9, 9, 9, tenant="c")[::-1], path(*range(8), tenant="a")[::-1]
+    for blocks in (theirs, batch):
+        tiers.spill(blocks, Source(blocks))
+    rows = [tiers.row(block.block_hash) for block in (*theirs, *batch)]
+    assert [row is not None for row in rows] == [True] * 3 + [False] * 5 + [True] * 3
+    assert tiers.disk is not None
+    load = tiers.load([block.block_hash for block in batch[:5]])
+    while tiers.disk.run():
+        pass
+    loaded = [load.blocks[block.block_hash][1] for block in batch[:5]]
+    for block, row in zip((*theirs, *batch), rows[:3] + loaded + rows[8:], strict=True):
+        assert np.array_equal(row, content(block))  # type: ignore[arg-type]
+    tiers.close(0.0)

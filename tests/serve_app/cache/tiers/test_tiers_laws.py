@@ -1,4 +1,4 @@
-"""Laws of host and disk tier under any sequence of spills, loads, saves and restarts, with naive models as oracles."""
+"""Laws of host and disk tier under any sequence of spills, loads, saves and restarts."""
 
 from __future__ import annotations
 
@@ -13,26 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.protocol.block_hash import split_chain, xor_of_words
-from router.protocol.events import BlocksRemoved, BlocksStored
+from router.protocol.events import BlocksStored
 from serve_app.cache.prefix_digest import TierBlock
 from serve_app.cache.tiers.tiers import Tiers, TierSettings
 from tests.serve_app.cache.tiers.test_disk import FILE
-from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, path
+from tests.serve_app.cache.tiers.tier_blocks import BYTES, FORMAT, Source, content, held, path
 
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
-
-
-class NaiveHost:
-    """An ordered list: what was put or used last is at the end, what is over the bound falls off the front."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks, self.line = blocks, list[bytes]()
-
-    def put(self, block_hash: bytes) -> list[bytes]:
-        self.line = [h for h in self.line if h != block_hash] + [block_hash]
-        fallen = self.line[: max(0, len(self.line) - self.blocks)]
-        self.line = self.line[len(fallen) :]
-        return fallen
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -49,40 +36,31 @@ class TierMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.tiers = Tiers(self.settings, FORMAT, BYTES, lambda: None, start=False)
-        self.naive = NaiveHost(self.host_blocks)
         self.announced: dict[str, set[bytes]] = {"host": set(), "disk": set()}
 
     def work(self) -> None:
         while self.tiers.disk is not None and self.tiers.disk.run():
             pass
 
+    def held_in(self, tier: str, *, saved: bool | None = None) -> set[bytes]:
+        return held(self.tiers.indexes[tier], saved=saved) if tier in self.tiers.indexes else set()
+
     @rule(branches=PATHS)
     def spill(self, branches: list[int]) -> None:
-        """A prefix leaves the pool, tail first; the oracle says what host memory holds then, in which order."""
+        """A prefix leaves the pool, tail first; with room on disk nothing of what is known is lost."""
         blocks = path(*branches)[::-1]
         self.known.update({block.block_hash: block for block in blocks})
-        step = self.host_blocks or len(blocks)
-        fallen: list[bytes] = []
-        for start in range(0, len(blocks), step):
-            batch = [block.block_hash for block in blocks[start : start + step]]
-            for block_hash in batch:
-                if block_hash in self.naive.line:
-                    self.naive.put(block_hash)
-            for block_hash in batch:
-                fallen += self.naive.put(block_hash)
+        before = {block_hash for block_hash in self.known if self.tiers.find(block_hash)}
         self.tiers.spill(blocks, Source(blocks))
+        head = blocks[-1].block_hash
+        if self.host_blocks or self.disk_blocks:
+            assert self.tiers.find(head) is not None or self.saved, "the head of a prefix is the last to go"
         if self.disk_blocks >= 40:
-            for block_hash in fallen:
-                found = self.tiers.find(block_hash)
-                assert found is not None, "what falls out of host memory is on its way to disk"
+            assert all(self.tiers.find(block_hash) for block_hash in before | {block.block_hash for block in blocks})
 
     @rule(branches=PATHS)
     def use(self, branches: list[int]) -> None:
-        wanted = [block.block_hash for block in path(*branches)]
-        for block_hash in reversed(wanted):
-            if block_hash in self.naive.line:
-                self.naive.put(block_hash)
-        self.tiers.use(wanted)
+        self.tiers.use([block.block_hash for block in path(*branches)])
 
     @rule(branches=PATHS)
     def load(self, branches: list[int]) -> None:
@@ -108,7 +86,7 @@ class TierMachine(RuleBasedStateMachine):
         self.work()
         if len(self.saved | wanted) <= self.disk_blocks:
             self.saved |= wanted
-            assert wanted <= (self.tiers.disk.tier.hashes(saved=True) if self.tiers.disk is not None else set())
+            assert wanted <= self.held_in("disk", saved=True)
 
     @rule()
     def settle(self) -> None:
@@ -117,7 +95,6 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.tiers.clear()
-        self.naive.line.clear()
         self.saved.clear()
         self.work()
         assert all(self.tiers.find(block_hash) is None for block_hash in self.known)
@@ -125,32 +102,23 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """A closed engine's disk is a new engine's disk; host memory went down to it first."""
-        disk = self.tiers.disk
-        held = set(self.naive.line)
-        if disk is not None:
-            self.work()
-            held |= disk.tier.hashes()
+        self.work()
+        expected = self.held_in("disk") | self.held_in("host")
         self.tiers.close(1e9)
         self.open()
-        if self.tiers.disk is not None and len(held) <= self.disk_blocks:
-            assert self.tiers.disk.tier.hashes() == held
+        if self.tiers.disk is not None and len(expected) <= self.disk_blocks:
+            assert self.held_in("disk") == expected
 
     @invariant()
     def announced_equals_held(self) -> None:
         if not hasattr(self, "tiers"):
             return
         for event in self.tiers.take_events():
-            held = self.announced[event.tier]
-            if isinstance(event, BlocksStored):
-                for block_hash in split_chain(event.hashes):
-                    assert block_hash not in held
-                    held.add(block_hash)
-            else:
-                assert isinstance(event, BlocksRemoved)
-                for block_hash in split_chain(event.hashes):
-                    held.remove(block_hash)
-        assert self.announced["host"] == set(self.naive.line)
-        assert self.announced["disk"] == (self.tiers.disk.tier.hashes() if self.tiers.disk is not None else set())
+            told = self.announced[event.tier]
+            for block_hash in split_chain(event.hashes):
+                assert isinstance(event, BlocksStored) == (block_hash not in told)
+                told ^= {block_hash}
+        assert self.announced == {tier: self.held_in(tier) for tier in ("host", "disk")}
         for digest in self.tiers.digests():
             told = self.announced[digest.tier]
             assert (digest.blocks, digest.xor) == (len(told), xor_of_words(b"".join(told)))
@@ -158,7 +126,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def rows_are_right(self) -> None:
         if hasattr(self, "tiers"):
-            for block_hash in self.naive.line:
+            for block_hash in self.held_in("host"):
                 row = self.tiers.row(block_hash)
                 assert row is not None
                 assert np.array_equal(row, content(self.known[block_hash]))
@@ -169,7 +137,11 @@ class TierMachine(RuleBasedStateMachine):
             return
         told = {(name, dict(labels)["tier"]): value for name, labels, value in self.tiers.samples(())}
         if self.host_blocks:
-            assert told["warmpath_kv_tier_bytes", "host"] == len(self.naive.line) * BYTES <= self.host_blocks * BYTES
+            assert (
+                told["warmpath_kv_tier_bytes", "host"]
+                == len(self.announced["host"]) * BYTES
+                <= self.host_blocks * BYTES
+            )
         if self.disk_blocks:
             real = sum(file.stat().st_size for file in self.directory.rglob("slot-*/*"))
             assert told["warmpath_kv_tier_bytes", "disk"] == real <= self.disk_blocks * FILE

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from router.protocol.block_hash import PrefixScope, hash_blocks
 from serve_app.cache.kv_chain import KvFormat, KvPart, Row
 from serve_app.cache.prefix_digest import TierBlock, extend_digests, scope_digest
-from serve_app.cache.tiers.tier_index import account_key
+from serve_app.cache.tiers.tier_index import Entry, TierIndex, account_key
 
 SIZE = 2
 FORMAT = KvFormat("m", SIZE, (KvPart("float32", (1, 2, SIZE, 1, 2)),))
@@ -46,3 +47,9 @@ class Source:
         for i, row in zip(wanted, rows, strict=True):
             row[...] = content(self.blocks[i])
             self.read += 1
+
+
+def held(index: TierIndex[Any], *, saved: bool | None = None) -> set[bytes]:
+    """The hashes of a tier's blocks, or of those that are saved, or not."""
+    entries: list[Entry] = list(index)
+    return {e.block.block_hash for e in entries if saved is None or saved == (e.saved_until_s is not None)}

@@ -16,9 +16,8 @@ from router.feed.sequencer import FeedSequencer
 from router.protocol.events import CacheCleared, CacheDigest, Event
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
 from serve_app.replica.reporter import tell_caches
+from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
 
@@ -45,13 +44,12 @@ class Feed:
         return {of.tier: of.blocks for of in last.tiers}
 
 
-def engine_of(feed: Any, directory: Path) -> TorchEngine:
-    """A small pool over a small host memory and a disk; no model computes."""
-    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0), sleep=lambda _: None)
-    size = runner.block_bytes
-    below = TierSettings(host_bytes=12 * size, disk_bytes=1000 * size, disk_dir=directory)
-    settings = EngineSettings(num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
-    return TorchEngine(runner, settings, feed)
+@pytest.fixture
+def made(tmp_path: Path, make_simulated: MakeSimulated) -> tuple[Feed, TorchEngine]:
+    """A small pool over a small host memory and a disk."""
+    feed, size = Feed(), GatedRunner().block_bytes
+    below = TierSettings(host_bytes=12 * size, disk_bytes=1000 * size, disk_dir=tmp_path)
+    return feed, make_simulated(sink=feed, num_blocks=24, max_num_seqs=4, max_num_batched_tokens=256, tiers=below)
 
 
 def traffic(engine: TorchEngine, seed: int, requests: int = 8) -> None:
@@ -61,11 +59,9 @@ def traffic(engine: TorchEngine, seed: int, requests: int = 8) -> None:
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_the_digest_is_that_of_the_events(tmp_path: Path, reset: bool) -> None:
+def test_the_digest_is_that_of_the_events(made: tuple[Feed, TorchEngine], reset: bool) -> None:
     """Through evictions, spills, a disk with a thread of its own and resets, at any moment."""
-    feed = Feed()
-    engine = engine_of(feed, tmp_path)
-    engine.start()
+    feed, engine = made
     for seed in range(6):
         traffic(engine, seed)
         if reset and seed == 3:
@@ -77,17 +73,14 @@ def test_the_digest_is_that_of_the_events(tmp_path: Path, reset: bool) -> None:
     engine.reset_prefix_cache()
     engine.tell_cache()
     assert feed.mirror_drifts == 0 and set(feed.blocks().values()) == {0}
-    engine.stop()
 
 
-def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(tmp_path: Path) -> None:
+def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(made: tuple[Feed, TorchEngine]) -> None:
     """The next digest finds it; ``anew`` mends it for the mirror, and for the routers that follow it.
 
     docs/routing.md
     """
-    feed = Feed()
-    engine = engine_of(feed, tmp_path)
-    engine.start()
+    feed, engine = made
     traffic(engine, 0)
     feed.losing = True
     traffic(engine, 1)
@@ -98,7 +91,10 @@ def test_what_was_lost_on_the_way_to_the_feed_is_told_anew(tmp_path: Path) -> No
     engine.tell_cache()
     assert feed.mirror_drifts == 1
     assert feed.blocks().keys() == {"pool", "host", "disk"}
-    engine.stop()
+    cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
+    anew = FeedSequencer("a", "e")
+    assert len(anew.publish(feed.events[cleared[-1] :])) > 0
+    assert anew.mirror_drifts == 0, "it begins with a clear cache"
 
 
 def test_a_replica_tells_its_caches_from_time_to_time_and_anew_after_drift() -> None:
@@ -122,16 +118,3 @@ def test_a_replica_tells_its_caches_from_time_to_time_and_anew_after_drift() -> 
     assert calls[:3] == [False, False, False]
     assert calls[3]
     assert 2 <= sum(calls) <= 12
-
-
-def test_everything_anew_begins_with_a_clear_cache(tmp_path: Path) -> None:
-    feed = Feed()
-    engine = engine_of(feed, tmp_path)
-    engine.start()
-    traffic(engine, 2)
-    engine.tell_cache(anew=True)
-    cleared = [at for at, event in enumerate(feed.events) if event == CacheCleared()]
-    anew = FeedSequencer("a", "e")
-    assert len(anew.publish(feed.events[cleared[-1] :])) > 0
-    assert anew.mirror_drifts == feed.mirror_drifts == 0
-    engine.stop()

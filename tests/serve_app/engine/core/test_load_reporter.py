@@ -8,13 +8,11 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serve_app.cache.prefix.prefix_cache import PrefixCache
 from serve_app.engine.core.load_reporter import LoadReporter
 from serve_app.engine.metrics import EngineMeters
-from serve_app.engine.scheduling.scheduler import Scheduler
 from serve_app.engine.scheduling.sequence import SequenceState
-from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.core.test_engine import GatedRunner, simulated
+from tests.serve_app.engine.scheduling.bench import Bench
+from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request
 
 queued = st.lists(
@@ -22,34 +20,17 @@ queued = st.lists(
 )
 
 
-class Line:
-    """A scheduler with its load view and room for everything."""
+class Line(Bench):
+    """With its load view and room for everything."""
 
     def __init__(self, tenants: str) -> None:
-        shares = dict.fromkeys(tenants, 1.0) if len(tenants) > 1 else {}
+        super().__init__(*tenants, num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128)
         self.tenants = tenants
-        self.settings = EngineSettings(
-            num_blocks=2048, max_num_seqs=64, max_num_batched_tokens=128, tenant_shares=shares
-        )
-        self.cache = PrefixCache(2048, 16, shares=shares)
-        self.scheduler = Scheduler(self.settings, self.cache)
-        self.view = LoadReporter(self.settings)
+        self.view = LoadReporter(self.settings, EngineMeters(), self.scheduler)
 
-    def add(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
-        item = request(name, ids, 1, tenant=tenant if tenant in self.tenants else self.tenants[0])
-        sequence = SequenceState(item, lambda _: None, self.cache.chain(item.root, item.token_ids), arrival_s)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> list[tuple[SequenceState, int]]:
-        """Compute one step; return its prefill tokens in the order in which they were planned."""
-        chosen = self.scheduler.schedule()
-        planned = [(item.sequence, item.tokens) for item in chosen if item.sequence.prefilling]
-        for item in chosen:
-            self.scheduler.computed(item)
-            if not item.sequence.prefilling:
-                self.scheduler.remove(item.sequence.request.request_id)
-        return planned
+    def queue(self, name: str, ids: np.ndarray, arrival_s: float, tenant: str) -> SequenceState:
+        tenant = tenant if tenant in self.tenants else self.tenants[0]
+        return self.add(name, ids, 1, tenant=tenant, arrival_s=arrival_s)
 
     def tokens_before(self, newcomer: SequenceState) -> int:
         """Return the tokens queued now that are computed, or found cached, before the newcomer's."""
@@ -57,25 +38,26 @@ class Line:
         left = {sequence: sequence.uncached_tokens(16) for sequence in line}
         done: Counter[SequenceState] = Counter()
         for _ in range(200):
-            for sequence, tokens in self.step():
+            for item in self.schedule():
+                sequence = item.sequence
                 if sequence is newcomer:
                     return done.total()
-                done[sequence] = done[sequence] + tokens if sequence.prefilling else left[sequence]
+                done[sequence] = done[sequence] + item.tokens if sequence.prefilling else left[sequence]
         raise AssertionError("the newcomer starves")
 
     def build(self, rows: list[tuple[int, float, str, bool]], steps: int) -> None:
         shared = prompt(400, 1)
         for number, (length, arrival_s, tenant, shares_prefix) in enumerate(rows):
             ids = shared[:length] if shares_prefix else prompt(length, 100 + number)
-            self.add(f"r{number}", ids, arrival_s, tenant)
+            self.queue(f"r{number}", ids, arrival_s, tenant)
         for _ in range(steps):
-            self.step()
+            self.schedule()
         # Hints are refreshed when a step is chosen; one is chosen here without being counted.
         for sequence in self.scheduler.ready():
             sequence.held_blocks_hint = self.cache.index.count_held(
                 sequence.chain, self.cache.reusable_blocks(sequence.prefill_tokens)
             )
-        self.view.update(self.scheduler, EngineMeters(), ())
+        self.view.update()
 
 
 @settings(max_examples=150)
@@ -88,7 +70,7 @@ def test_with_one_tenant_committed_tokens_are_exactly_those_before_a_newcomer(
     line.build([(length, arrival_s, tenant, False) for length, arrival_s, tenant, _ in rows], steps)
     now_s = 0.3 + age_s
     report = line.view.report(now_s)
-    newcomer = line.add("new", prompt(1, 9), now_s, "a")
+    newcomer = line.queue("new", prompt(1, 9), now_s, "a")
     assert line.tokens_before(newcomer) == report.committed_prefill_tokens
     assert report.committed_prefill_tokens <= report.queued_prefill_tokens
     assert report.committed_sequences <= report.waiting_sequences
@@ -112,16 +94,15 @@ def test_committed_tokens_are_before_everybodys_newcomer(
     line = Line(tenants)
     line.build(rows, steps)
     report = line.view.report(0.4)
-    newcomer = line.add("new", prompt(1, 9), 0.4, tenant)
+    newcomer = line.queue("new", prompt(1, 9), 0.4, tenant)
     assert line.tokens_before(newcomer) >= report.committed_prefill_tokens
 
 
-def test_a_step_under_way_is_not_interrupted() -> None:
+def test_a_step_under_way_is_not_interrupted(make_simulated: MakeSimulated) -> None:
     """A prompt of 600 tokens, 64 of them in the running step: nobody comes before those."""
     runner = GatedRunner(gated=True)
-    engine = simulated(runner)
+    engine = make_simulated(runner)
     collector = Collector()
-    engine.start()
     engine.submit(request("long", prompt(600), 1), collector)
     assert runner.entered.wait(10)
     load = engine.load()
@@ -130,4 +111,3 @@ def test_a_step_under_way_is_not_interrupted() -> None:
     runner.gate.set()
     collector.wait(["long"])
     assert engine.load().committed_prefill_tokens == 0
-    engine.stop()

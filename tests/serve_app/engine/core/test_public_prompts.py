@@ -14,10 +14,9 @@ from serve_app.cache.kv_chain import TransferError, WrongScope
 from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.prefix.quota import PUBLIC
 from serve_app.cache.tiers.tiers import TierSettings
-from serve_app.engine.protocol import EngineRequest, Save
+from serve_app.engine.protocol import EngineRequest
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import prompt, request, root_of, run_all
+from tests.serve_app.engine.tiny import prompt, request, run_all, sample
 
 PUBLIC_IDS = prompt(72, 99)
 """Four whole blocks and half of a fifth."""
@@ -46,17 +45,11 @@ def test_tenants_share_what_is_public_and_nothing_after_it(make_engine: MakeEngi
     expected = reference("qwen3", np.concatenate((PUBLIC_IDS, prompt(40, 1))), 4)
     assert all(tokens == expected for tokens in got.tokens.values())
     stored = b"".join(event.hashes for event in events if isinstance(event, BlocksStored))
-    assert stored[: 16 * 7] == extend_chain(root_of(scope_of("a")), 4, chat("x", "a", 40, 1).token_ids, 16)
-    assert engine._cache.quota.holdings()[PUBLIC] == 4
-
-
-def test_a_chain_that_the_engine_makes_is_the_routers(make_engine: MakeEngine) -> None:
-    """With hashes from outside or without, the same blocks are hit."""
-    engine = make_engine()
-    bare = chat("bare", "a", 40, 1)
-    run_all(engine, [bare])
+    bare = chat("x", "a", 40, 1)
     hashes = extend_chain(bare.root, 4, bare.token_ids, 16)
-    assert run_all(engine, [replace(bare, request_id="keyed", block_hashes=hashes)]).cached["keyed"] == 96
+    assert stored[: 16 * 7] == hashes
+    assert run_all(engine, [replace(bare, block_hashes=hashes)]).cached["x"] == 96, "with hashes from outside, too"
+    assert engine._cache.quota.holdings()[PUBLIC] == 4
 
 
 def test_an_answer_to_a_public_prompt_is_private(make_engine: MakeEngine) -> None:
@@ -142,13 +135,3 @@ def test_a_part_of_a_chain_travels_across_the_public_border(first: int, make_eng
     theirs = chat("b", "b", 40, 1)
     with pytest.raises(TransferError):
         other.import_part(part, HashedTokens(theirs.scope, theirs.token_ids, hashes, "b"), first)
-
-
-def test_a_saved_public_prompt_serves_everybody(make_engine: MakeEngine) -> None:
-    """One tenant pins it under its own name; the others hit it while it stays."""
-    engine = make_engine(num_blocks=64, pin_budget_blocks=16)
-    run_all(engine, [replace(chat("a", "a", 40, 1), save=Save(b"k" * 16, 72))])
-    assert engine._cache.pins.blocks == 4
-    for seed in range(2, 8):
-        run_all(engine, [request(f"flood {seed}", prompt(600, seed), 1, scope=scope_of("c", 0), tenant="c")])
-    assert run_all(engine, [chat("b", "b", 40, 1)]).cached["b"] == 64

@@ -13,9 +13,8 @@ from serve_app.cache.prefix.hot_prefixes import HashedTokens
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.protocol import EngineRequest, Save
 from tests.serve_app.conftest import MakeEngine
-from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.core.test_public_prompts import BLOCK
-from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, prompt, request, run_all, sample
 
 SHARED = prompt(160)
 

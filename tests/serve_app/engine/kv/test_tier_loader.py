@@ -16,10 +16,9 @@ from serve_app.cache.tiers import disk as disk_tier
 from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+from tests.serve_app.engine.simulated import MakeSimulated
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 
 BLOCK = 2 * 2 * 16 * 2 * 16 * 4
 """Bytes of a block of the tiny fp32 model."""
@@ -44,6 +43,14 @@ def settle(engine: TorchEngine) -> None:
     raise AssertionError("the disk queue did not empty")
 
 
+def spill(engine: TorchEngine, ids: TokenArray, scope: PrefixScope = SCOPE) -> None:
+    """Have a prompt computed, and then evicted by others."""
+    run_all(engine, [request("warm", ids, 1, scope=scope)])
+    for i in range(4):
+        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
+    settle(engine)
+
+
 @pytest.mark.parametrize("kind", ["host", "disk", "both"])
 def test_blocks_from_below_change_no_token(
     kind: str, tmp_path: Path, make_engine: MakeEngine, reference: Reference
@@ -58,8 +65,7 @@ def test_blocks_from_below_change_no_token(
             assert got.tokens[f"{turn}-{seed}"] == reference("qwen3", ids, 6), (turn, seed)
             if turn:
                 assert got.cached[f"{turn}-{seed}"] == (len(ids) - 1) // 16 * 16
-    lower = {"host": ("host",), "disk": ("disk",), "both": ("host", "disk")}[kind]
-    for tier in lower:
+    for tier in ("host", "disk") if kind == "both" else (kind,):
         assert sample(engine, "warmpath_kv_tier_hits_total", tier=tier) > 0
         assert sample(engine, "warmpath_kv_tier_load_seconds_count", tier=tier) > 0
     assert sum(sample(engine, "warmpath_kv_tier_hits_total", tier=tier) for tier in ("host", "disk")) >= 60
@@ -131,9 +137,7 @@ def test_nothing_crosses_scopes(tmp_path: Path, make_engine: MakeEngine) -> None
     """The same tokens under another salt stay cold, even where a hash collides."""
     engine = make_engine(tiers=tiers("host", tmp_path), **SMALL)
     mine, theirs = PrefixScope("tiny", salt=b"a"), PrefixScope("tiny", salt=b"b")
-    run_all(engine, [request("mine", prompt(150), 1, scope=mine)])
-    for i in range(4):
-        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
+    spill(engine, prompt(150), mine)
     assert run_all(engine, [request("theirs", prompt(150), 1, scope=theirs)]).cached["theirs"] == 0
     assert run_all(engine, [request("again", prompt(150), 1, scope=mine)]).cached["again"] == 144
 
@@ -144,21 +148,16 @@ def colliding(parent: bytes, token_ids: TokenArray, block_size: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path) -> None:
+def test_a_collision_never_brings_up_a_foreign_block(kind: str, tmp_path: Path, make_simulated: MakeSimulated) -> None:
     """Every prompt's blocks have the same hashes: below the pool, too, only the prefix digest counts."""
-    settings = EngineSettings(tiers=TierSettings(
-        400 * 1024 if kind == "host" else 0, 400 * 1024 if kind == "disk" else 0, tmp_path, load_ratio=1e9
-    ), **SMALL)  # fmt: skip
     runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=1024))
-    engine = TorchEngine(runner, settings, lambda _: None, hash_chain=colliding)
-    engine.start()
+    engine = make_simulated(runner, tiers=tiers(kind, tmp_path), hash_chain=colliding, **SMALL)
     run_all(engine, [request("a", prompt(300, 1), 1)])
     run_all(engine, [request("b", prompt(380, 2), 1)])
     settle(engine)
     assert run_all(engine, [request("c", prompt(300, 3), 1)]).cached["c"] == 0
     other = np.concatenate([prompt(160, 3), prompt(300, 1)[160:]])
     assert run_all(engine, [request("d", other, 1)]).cached["d"] <= 160
-    engine.stop()
 
 
 def test_a_load_from_disk_keeps_nobody_else_waiting(
@@ -170,10 +169,7 @@ def test_a_load_from_disk_keeps_nobody_else_waiting(
     """
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
-    run_all(engine, [request("warm", ids, 1)])
-    for i in range(3):
-        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
-    settle(engine)
+    spill(engine, ids)
     gate, entered = threading.Event(), threading.Event()
     load = disk_tier.DiskTier.load
 
@@ -201,10 +197,7 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
     """The blocks before it are used, it and what follows are computed, and the tokens are right."""
     ids = prompt(150)
     engine = make_engine(tiers=tiers("disk", tmp_path), **SMALL)
-    run_all(engine, [request("warm", ids, 1)])
-    for i in range(3):
-        run_all(engine, [request(f"churn{i}", prompt(300, 10 + i), 1)])
-    settle(engine)
+    spill(engine, ids)
     item = request("hit", ids, 5)
     chain = list(split_chain(engine._cache.chain(item.root, item.token_ids)))
     victim = next(tmp_path.glob(f"slot-*/{chain[4].hex()}.kv"))
@@ -218,14 +211,11 @@ def test_a_torn_file_is_computed_instead(tmp_path: Path, make_engine: MakeEngine
     assert sample(engine, "warmpath_kv_tier_refused_files_total") == 1
 
 
-def test_what_is_not_worth_it_is_computed(tmp_path: Path, make_engine: MakeEngine) -> None:
+def test_what_is_not_worth_it_is_computed(make_engine: MakeEngine) -> None:
     """A ratio of 0 never loads."""
-    settings = TierSettings(400 * BLOCK, 0, None, load_ratio=0.0)
-    engine = make_engine(tiers=settings, **SMALL)
-    for turn in range(2):
-        for seed in range(4):
-            got = run_all(engine, [request(f"{turn}-{seed}", prompt(200, seed), 1)])
-            assert got.cached[f"{turn}-{seed}"] == 0
+    engine = make_engine(tiers=TierSettings(400 * BLOCK, load_ratio=0.0), **SMALL)
+    spill(engine, prompt(200))
+    assert run_all(engine, [request("again", prompt(200), 1)]).cached["again"] == 0
     assert sample(engine, "warmpath_kv_tier_hits_total") == 0
     assert sample(engine, "warmpath_kv_tier_blocks", tier="host") > 30
 

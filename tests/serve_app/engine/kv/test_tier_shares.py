@@ -15,34 +15,32 @@ from serve_app.cache.tiers.tiers import TierSettings
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
-from serve_app.engine.settings import EngineSettings
-from tests.serve_app.engine.kv.test_prompt_saves import asking, run, saving
+from tests.serve_app.engine.kv.test_prompt_pins import asking, run, saving
 from tests.serve_app.engine.kv.test_tier_loader import settle
+from tests.serve_app.engine.simulated import MakeSimulated
 from tests.serve_app.engine.tiny import prompt, request, run_all
 
-TENANTS = {"flood": 1.0, "small": 1.0}
 BLOCK = 1024
 FILE = 400
 """About what a file of a simulated block takes: it has a header alone."""
 
 
-def engine_over(
-    host_blocks: int, disk_blocks: int, directory: Path, clock: Callable[[], float] = lambda: 0.0
-) -> TorchEngine:
-    """A pool of 40 blocks over host memory and disk, two tenants, blocks of a kilobyte."""
-    tiers = TierSettings(host_blocks * BLOCK, disk_blocks * FILE, directory, load_ratio=1e9)
-    settings = EngineSettings(
-        num_blocks=40,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        pin_budget_blocks=12,
-        tenant_shares=TENANTS,
-        tiers=tiers,
-    )
-    runner = SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=BLOCK))
-    engine = TorchEngine(runner, settings, lambda _: None, clock=clock)
-    engine.start()
-    return engine
+@pytest.fixture
+def engine_over(tmp_path: Path, make_simulated: MakeSimulated) -> Callable[..., TorchEngine]:
+    """Build a pool of 40 blocks over host memory and disk, two tenants, blocks of a kilobyte."""
+
+    def make(host_blocks: int, disk_blocks: int, clock: Callable[[], float] = lambda: 0.0) -> TorchEngine:
+        return make_simulated(
+            SimulatedRunner(CostModel(1e9, 0.0, 0.0, block_bytes=BLOCK)),
+            num_blocks=40,
+            max_num_seqs=4,
+            pin_budget_blocks=12,
+            tenant_shares={"flood": 1.0, "small": 1.0},
+            tiers=TierSettings(host_blocks * BLOCK, disk_blocks * FILE, tmp_path, load_ratio=1e9),
+            clock=clock,
+        )
+
+    return make
 
 
 def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
@@ -50,8 +48,7 @@ def ask(engine: TorchEngine, tenant: str, seed: int, tokens: int = 150) -> int:
     scope = PrefixScope("tiny", salt=tenant.encode())
     name = f"{tenant} {seed}"
     got = run_all(engine, [request(name, prompt(tokens, seed), 1, scope=scope, tenant=tenant)])
-    tier_loader = engine._tier_loader
-    if tier_loader is not None and tier_loader.tiers.disk is not None:
+    if engine._tier_loader.tiers.disk is not None:
         settle(engine)
     return got.cached[name] or 0
 
@@ -64,38 +61,35 @@ def flood(engine: TorchEngine) -> None:
 
 @pytest.mark.parametrize(("host", "disk"), [(40, 0), (0, 80), (10, 80)])
 def test_a_flood_leaves_a_tenant_within_its_share_what_it_has_below_the_pool(
-    host: int, disk: int, tmp_path: Path
+    host: int, disk: int, engine_over: MakeSimulated
 ) -> None:
     """Three prompts of nine blocks are more than the pool keeps for a tenant, and less than a tier does: all hit."""
-    engine = engine_over(host, disk, tmp_path)
+    engine = engine_over(host, disk)
     for seed in range(3):
         ask(engine, "small", seed)
     flood(engine)
     assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
-    engine.stop()
 
 
-def test_after_a_restart_a_flood_leaves_a_tenant_its_files(tmp_path: Path) -> None:
+def test_after_a_restart_a_flood_leaves_a_tenant_its_files(engine_over: MakeSimulated) -> None:
     """Nobody has asked for anything since: whose file it is, and when it was used, is on the disk. (docs/caching.md)"""
-    engine = engine_over(0, 80, tmp_path)
+    engine = engine_over(0, 80)
     for seed in range(3):
         ask(engine, "small", seed)
     engine.stop()
-    engine = engine_over(0, 80, tmp_path)
+    engine = engine_over(0, 80)
     flood(engine)
     assert [ask(engine, "small", seed) for seed in range(3)] == [144, 144, 144]
-    engine.stop()
 
 
 def saved_on_disk(engine: TorchEngine) -> int:
     tier_loader = engine._tier_loader
-    assert tier_loader is not None
     assert tier_loader.tiers.disk is not None
     settle(engine)
     done = threading.Event()
     tier_loader.tiers.disk._enqueue(done.set)
     assert done.wait(10)
-    return len(tier_loader.tiers.disk.tier.hashes(saved=True))
+    return sum(entry.saved_until_s is not None for entry in tier_loader.tiers.disk.tier.index)
 
 
 def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: int = 1) -> str | None:
@@ -106,13 +100,13 @@ def save(engine: TorchEngine, tenant: str, ttl_s: float | None = None, number: i
 
 
 @pytest.mark.parametrize("ending", ["reset", "recall", "ttl"])
-def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, tmp_path: Path) -> None:
+def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, engine_over: MakeSimulated) -> None:
     """It is over with a reset of the pool, for another tenant's share of the pins, or with its time; then they go.
 
     docs/caching.md
     """
     now_s = [0.0]
-    engine = engine_over(0, 80, tmp_path, lambda: now_s[0])
+    engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0 if ending == "ttl" else None) == "saved"
     assert save(engine, "flood", 900.0, number=2) == "saved"
     assert saved_on_disk(engine) == 12
@@ -124,27 +118,25 @@ def test_blocks_on_disk_are_saved_as_long_as_their_save_is(ending: str, tmp_path
         now_s[0] = 301.0
         run(engine, asking("later", 9))
     assert saved_on_disk(engine) == {"reset": 0, "recall": 12, "ttl": 6}[ending]
-    engine.stop()
 
 
-def test_saves_go_to_disk_with_what_is_left_of_their_time(tmp_path: Path) -> None:
+def test_saves_go_to_disk_with_what_is_left_of_their_time(engine_over: MakeSimulated, tmp_path: Path) -> None:
     """A restart keeps an unended save's blocks saved, and each file says until when."""
     now_s = [0.0]
-    engine = engine_over(0, 80, tmp_path, lambda: now_s[0])
+    engine = engine_over(0, 80, lambda: now_s[0])
     assert save(engine, "flood", 300.0) == "saved"
     assert save(engine, "small") == "saved"
     engine.stop()
-    engine = engine_over(0, 80, tmp_path)
+    engine = engine_over(0, 80)
     assert saved_on_disk(engine) == 12
     names = [file.name.split(".") for file in tmp_path.glob("slot-*/*.saved")]
     assert sorted(len(name) for name in names) == [2] * 6 + [3] * 6
     scope = PrefixScope("tiny", salt=b"small 1")
     assert run(engine, asking("again", 2, scope=scope, tenant="small")).cached["again"] == 96
-    engine.stop()
 
 
-def test_files_name_no_tenant(tmp_path: Path) -> None:
-    engine = engine_over(0, 80, tmp_path)
+def test_files_name_no_tenant(engine_over: MakeSimulated, tmp_path: Path) -> None:
+    engine = engine_over(0, 80)
     ask(engine, "small", 1)
     engine.stop()
     files = list(tmp_path.glob("slot-*/*.kv"))
@@ -152,10 +144,10 @@ def test_files_name_no_tenant(tmp_path: Path) -> None:
     assert not any(b"small" in file.read_bytes() or "small" in file.name for file in files)
 
 
-def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(tmp_path: Path) -> None:
+def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(engine_over: MakeSimulated) -> None:
     """A tier hears of who asks although nothing is asked of it."""
     now_s = [0.0]
-    engine = engine_over(40, 0, tmp_path, lambda: now_s[0])
+    engine = engine_over(40, 0, lambda: now_s[0])
     for seed in range(3):
         ask(engine, "small", seed)
     for _ in range(5):
@@ -163,17 +155,15 @@ def test_requests_served_from_the_pool_keep_a_tenants_share_below_it(tmp_path: P
         ask(engine, "small", 2)
     flood(engine)
     assert ask(engine, "small", 0) == 144
-    engine.stop()
 
 
-def test_public_blocks_below_the_pool_are_on_their_own_account(tmp_path: Path) -> None:
+def test_public_blocks_below_the_pool_are_on_their_own_account(engine_over: MakeSimulated) -> None:
     """What all use is not the tenant's that computed it, on disk and after a restart neither."""
-    engine = engine_over(0, 80, tmp_path)
+    engine = engine_over(0, 80)
     scope = PrefixScope("tiny", salt=b"flood", public_blocks=6)
     run_all(engine, [request("public", prompt(150), 1, scope=scope, tenant="flood")])
     engine.stop()
-    engine = engine_over(0, 80, tmp_path)
-    assert engine._tier_loader is not None
+    engine = engine_over(0, 80)
     assert engine._tier_loader.tiers.disk is not None
     index = engine._tier_loader.tiers.disk.tier.index
     assert index.holdings() == {
@@ -181,4 +171,3 @@ def test_public_blocks_below_the_pool_are_on_their_own_account(tmp_path: Path) -
         for tenant in (PUBLIC, "flood")
     }
     assert sum(1 for entry in index if entry.block.owner == account_key(PUBLIC)) == 6
-    engine.stop()

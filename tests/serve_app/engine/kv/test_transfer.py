@@ -15,8 +15,7 @@ from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from tests.serve_app.conftest import MakeEngine, Reference
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 
 ROOT = SCOPE.root(SECRET)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.layers import LoraLayers
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.lora.weights import AdapterWeights, LoraPair
 from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.step import Segment

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from router.protocol.block_hash import PrefixScope
 from serve_app.engine.core.engine import TorchEngine
-from serve_app.engine.protocol import Save, UnknownAdapter
+from serve_app.engine.protocol import UnknownAdapter
 from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
@@ -286,20 +285,3 @@ def test_speculation_and_adapters_go_together(
     assert run_all(engine, wanted).tokens == run_all(plain, wanted).tokens
     proposed = [value for name, _, value in engine.stats().samples if "draft_tokens" in name]
     assert any(proposed), "nothing was drafted"
-
-
-def test_a_save_under_an_adapter_outlives_its_unloading(adapters: dict[str, Path]) -> None:
-    """The save's own sequence keeps the adapter too, though it is unloaded before the loop takes the request in."""
-    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
-    engine = TorchEngine(runner, EngineSettings(num_blocks=64, pin_budget_blocks=16), lambda _: None)
-    scope = load(engine, adapters["all"])
-    collector = Collector()
-    wanted = request("x", prompt(100), 2, scope=scope)
-    engine.submit(replace(wanted, save=Save(key=b"k", tokens=64, ttl_s=None)), collector)
-    assert engine.unload_adapter(scope.lora)
-    engine.start()
-    collector.wait(["x"])
-    assert collector.finish["x"] == "length"
-    assert collector.cached["x"] == 64, "the save ran first, under the same adapter"
-    assert dict(runner.adapters._loaded) == {}
-    engine.stop()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from serve_app.engine.adapter_slots import LoadedAdapters
 from serve_app.engine.lora.peft_files import describe_adapter, parse_config, read_adapter
-from serve_app.engine.lora.slots import LoadedAdapters
 from serve_app.engine.protocol import AdapterError, AdapterSpec, QueueFull, UnknownAdapter
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
-from serve_app.engine.runner.sampling import choose_tokens, sample_at_once
+from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
@@ -130,22 +130,6 @@ def test_a_matcher_that_fails_fails_its_row_alone() -> None:
     assert failed == {0: "too much work", 1: "the answer so far does not match its grammar"}
     assert torch.equal(logits[:3], before[:3])
     assert torch.isfinite(logits[3]).nonzero().flatten().tolist() == [3]
-
-
-@pytest.mark.parametrize("min_p", [0.05, 0.5, 1.0])
-def test_min_p_keeps_what_is_likely_enough(min_p: float) -> None:
-    """After temperature, before top-k and top-p; on the device path too."""
-    logits = torch.tensor([2.0, 1.9, 0.0, -3.0, 2.0])
-    probabilities = torch.softmax(logits.double() / 1.5, 0)
-    kept = set((probabilities >= min_p * probabilities.max()).nonzero().flatten().tolist())
-    params = [SamplingParams(1, temperature=1.5, min_p=min_p, seed=seed) for seed in range(300)]
-    chosen = choose_tokens(logits.repeat(300, 1), params, [0] * 300)
-    assert set(chosen) == kept
-    assert sample_at_once(logits.repeat(300, 1), params, [0] * 300).tolist() == chosen
-    narrowed = [replace(p, top_p=0.6, top_k=3) for p in params]
-    chosen = choose_tokens(logits.repeat(300, 1), narrowed, [0] * 300)
-    assert set(chosen) <= kept
-    assert sample_at_once(logits.repeat(300, 1), narrowed, [0] * 300).tolist() == chosen
 
 
 def test_logprobs_are_those_of_the_logits() -> None:

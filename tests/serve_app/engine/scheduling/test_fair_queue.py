@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ def serve(
     awaited: Collection[str] = (),
 ) -> list[tuple[str, int]]:
     """One step: spend ``budget`` on the tenants' remaining work; return who got what, in order."""
-    queue.begin((tenant for tenant, left in work.items() if left), decodes or {}, awaited)
+    queue.begin([tenant for tenant, left in work.items() if left], decodes or {}, awaited)
     served = []
     while budget and (turn := queue.head()):
         tenant, credit = turn
@@ -58,33 +59,6 @@ def test_a_newcomer_waits_for_at_most_a_quantum_of_each_other() -> None:
             before += tokens
 
 
-def test_who_used_little_comes_first_and_is_equal_soon() -> None:
-    """Beside one that computed alone until now a tenant gets two thirds of its first steps, and half of the later.
-
-    docs/scheduling.md
-    """
-    queue = FairQueue(2048)
-    work = {"busy": 10**9, "idle": 5}
-    for _ in range(3 * RECENT_STEPS):
-        serve(queue, work, 512)
-    work["idle"] = 10**9
-    early, late = Counter[str](), Counter[str]()
-    for step in range(10 * RECENT_STEPS):
-        for tenant, tokens in serve(queue, work, 512):
-            (early if step < 10 else late if step >= 5 * RECENT_STEPS else Counter())[tenant] += tokens
-    assert early["idle"] >= 2 * early["busy"]
-    assert abs(late["idle"] - late["busy"]) <= 0.02 * late.total()
-
-
-def test_what_was_long_ago_does_not_count() -> None:
-    queue = FairQueue(2048)
-    serve(queue, {"then": 10**9}, 10**6)
-    for _ in range(20 * RECENT_STEPS):
-        serve(queue, {"since": 10**9}, 512)
-    got = Counter(dict(serve(queue, {"then": 10**9, "since": 10**9}, 512)))
-    assert got["then"] >= got["since"]
-
-
 @given(
     st.lists(st.integers(0, 64), min_size=2, max_size=6),
     st.lists(st.tuples(st.integers(1, 2048), st.integers(0, 5)), min_size=1, max_size=60),
@@ -109,39 +83,51 @@ def test_nobody_is_stopped_whatever_it_used(decodes: list[int], steps: list[tupl
     assert min(got.values()) >= got.total() / len(tenants) / (SHORTEST_TURN_PART + 1)
 
 
-def test_who_is_waited_for_has_whole_turns() -> None:
-    """Else a prefix that all need would be as slow as the one that happens to compute it. (docs/scheduling.md)"""
+def ratio(queue: FairQueue, steps: int, decodes: int = 0, awaited: Collection[str] = ()) -> float:
+    """Serve two tenants that have work without end; return what "a" got by what "b" got. ``decodes``: of "a"."""
+    got: Counter[str] = Counter()
+    work = {"a": 10**9, "b": 10**9}
+    for _ in range(steps):
+        for tenant, tokens in serve(queue, work, 512, {"a": decodes}, awaited):
+            got[tenant] += tokens
+    return got["a"] / got["b"]
+
+
+def test_who_used_little_comes_first_and_is_equal_soon() -> None:
+    """Beside one that computed alone until now a tenant gets two thirds of its first steps, and half of the later.
+
+    docs/scheduling.md
+    """
     queue = FairQueue(2048)
-    work = {"busy": 10**9, "other": 10**9}
-    for awaited, least, most in ((["busy"], 0.98, 1.02), ([], 0.3, 0.7)):
-        got = Counter[str]()
-        for _ in range(RECENT_STEPS):
-            for tenant, tokens in serve(queue, work, 512, {"busy": 64}, awaited):
-                got[tenant] += tokens
-        assert least <= got["busy"] / got["other"] <= most
+    for _ in range(3 * RECENT_STEPS):
+        assert sum(tokens for _, tokens in serve(queue, {"a": 10**9}, 512, {"a": 64})) == 512, "alone it has all"
+    assert ratio(queue, 10) <= 0.5
+    ratio(queue, 5 * RECENT_STEPS)
+    assert 0.96 <= ratio(queue, 5 * RECENT_STEPS) <= 1.04
 
 
-def test_a_lone_tenant_gets_the_whole_step() -> None:
-    assert sum(tokens for _, tokens in serve(FairQueue(2048), {"a": 10**6}, 2048)) == 2048
+def test_what_was_long_ago_does_not_count() -> None:
+    queue = FairQueue(2048)
+    serve(queue, {"a": 10**9}, 10**6)
+    for _ in range(20 * RECENT_STEPS):
+        serve(queue, {"b": 10**9}, 512)
+    assert ratio(queue, 1) >= 1
 
 
-def test_decodes_count_as_use_and_never_stop_a_tenant() -> None:
-    """The part of steps that a tenant's decodes take is not given to its prompts once more."""
-    for decodes, least, most in ((0, 0.98, 1.02), (14, 0.5, 0.9), (4096, 0.22, 0.28)):
-        queue = FairQueue(2048)
-        got: Counter[str] = Counter()
-        for _ in range(5 * RECENT_STEPS):
-            for tenant, tokens in serve(queue, {"few": 10**9, "many": 10**9}, 512, {"many": decodes}):
-                got[tenant] += tokens
-        assert least <= got["many"] / got["few"] <= most
+@pytest.mark.parametrize(
+    ("decodes", "awaited", "least", "most"),
+    [(0, "", 0.98, 1.02), (14, "", 0.5, 0.9), (64, "", 0.3, 0.7), (4096, "", 0.22, 0.28), (64, "a", 0.98, 1.02)],
+)
+def test_decodes_count_as_use_and_who_is_waited_for_has_whole_turns(
+    decodes: int, awaited: str, least: float, most: float
+) -> None:
+    """The part of steps that a tenant's decodes take is not given to its prompts once more, and stops none of them.
 
-
-def test_a_lone_tenants_decodes_cost_it_nothing() -> None:
-    assert sum(tokens for _, tokens in serve(FairQueue(2048), {"a": 10**6}, 2048, {"a": 64})) == 2048
+    A prefix that all need would else be as slow as the one that happens to compute it. (docs/scheduling.md)
+    """
+    assert least <= ratio(FairQueue(2048), 2 * RECENT_STEPS, decodes, awaited) <= most
 
 
 def test_a_quantum_is_at_most_a_quarter_of_a_step() -> None:
     """So that one step serves four tenants."""
-    assert FairQueue(8192).quantum_tokens == QUANTUM_TOKENS
-    assert FairQueue(64).quantum_tokens == 16
-    assert FairQueue(2).quantum_tokens == 1
+    assert [FairQueue(tokens).quantum_tokens for tokens in (8192, 64, 2)] == [QUANTUM_TOKENS, 16, 1]

@@ -18,10 +18,10 @@ from serve_app.engine.protocol import AdapterSpec, Save
 from serve_app.engine.scheduling.running_set import RESERVED_TOKENS, choose_victim
 from serve_app.engine.scheduling.sequence import SequenceState
 from serve_app.engine.settings import EngineSettings
+from tests.harness.sequence_laws import assert_laws
 from tests.serve_app.conftest import MakeEngine
 from tests.serve_app.engine.checked_kv import BLOCK, CheckedRunner, undisturbed
-from tests.serve_app.engine.core.test_engine import sample
-from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, save_draft
+from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample, save_draft
 
 MOST_STEPS = 20_000
 STEP_S = 0.001
@@ -93,14 +93,14 @@ class Stepped:
         assert pool.used_blocks == len(held | pinned)
         assert scheduler.reserved_blocks == sum(sequence.reserved_blocks for sequence in scheduler.running)
         assert 0 <= scheduler.reserved_blocks <= cache.available_blocks
-        assert scheduler.running_count <= self.settings.max_num_seqs
+        assert len(scheduler.running) <= self.settings.max_num_seqs
         assert not any(sequence.blocks for sequence in scheduler.waiting)
         for sequence in scheduler.running:
             if not sequence.request.store_kv:
                 own = sequence.blocks[sequence.published :]
                 assert not any(block in cache.index for block in own), "a block of one that stores nothing is indexed"
         for sequence in [*scheduler.running, *scheduler.waiting]:
-            sequence.assert_laws(cache.block_size)
+            assert_laws(sequence, cache.block_size)
 
     def run(self, workload: list[Wish]) -> dict[str, list[int]]:
         """Run a workload to its end; return what each request would generate alone."""
@@ -108,7 +108,7 @@ class Stepped:
         coming = sorted(enumerate(workload), key=lambda item: item[1].step)
         cancels: dict[int, list[str]] = {}
         for step in range(MOST_STEPS):
-            while coming and (coming[0][1].step <= step or not self.engine._scheduler.running_count):
+            while coming and (coming[0][1].step <= step or not len(self.engine._scheduler.running)):
                 number, wish = coming.pop(0)
                 ids = np.append(prompt(60, wish.base)[: wish.shared], prompt(wish.own, 100 + number))
                 scope = PrefixScope("tiny", wish.lora)
@@ -183,7 +183,7 @@ def test_a_full_pool_changes_no_answer_and_keeps_nobody_from_its_end(
             assert tokens[name] == expected[name]
     engine = bench.engine
     scheduler, cache = engine._scheduler, engine._cache
-    assert scheduler.running_count == scheduler.waiting_count == scheduler.reserved_blocks == 0
+    assert len(scheduler.running) == len(scheduler.waiting) == scheduler.reserved_blocks == 0
     assert cache.pool.used_blocks == cache.pins.blocks
     assert sample(engine, "warmpath_num_preemptions_total") == bench.preemptions.total()
     assert not any(engine._runner.adapters._running.values()), "every slot was given back"
@@ -236,27 +236,28 @@ def test_recomputing_takes_what_the_cache_kept() -> None:
     bench.engine.stop()
 
 
-def test_the_choice_of_a_victim() -> None:
+@pytest.mark.parametrize(
+    ("grower", "running", "over", "victim"),
+    [
+        # (place in the order of arrival, tenant, beyond its reservation)
+        (1, [(2, "a", False), (0, "a", False), (1, "a", True)], (), 2),  # the latest, although within its reservation
+        (2, [(2, "a", False), (0, "a", False), (1, "a", True)], (), 2),  # never an earlier one for a later one
+        (5, [(0, "greedy", True), (5, "modest", False)], ("greedy",), 0),
+        (0, [(0, "greedy", True), (5, "modest", False)], ("greedy",), 0),
+        (5, [(0, "greedy", False), (5, "modest", False)], ("greedy",), 5),  # a reservation holds against later ones
+    ],
+)
+def test_the_choice_of_a_victim(
+    grower: int, running: list[tuple[int, str, bool]], over: tuple[str, ...], victim: int
+) -> None:
     """Later arrivals before earlier ones, the tenant most over its share first; reservations hold."""
-
-    def sequence(number: int, tenant: str = "a", *, beyond: bool = False) -> SequenceState:
-        made = SequenceState(request(str(number), prompt(4), 4, tenant=tenant), lambda _: None, b"", 0.0)
+    sequences: dict[int, SequenceState] = {}
+    for number, tenant, beyond in running:
+        item = request(str(number), prompt(4), 4, tenant=tenant)
+        made = sequences[number] = SequenceState(item, lambda _: None, b"", 0.0)
         made.number, made.beyond_reservation = number, beyond
-        return made
-
-    def nobody_over(_: str) -> float:
-        return 0.0
-
-    first, second, third = sequence(0), sequence(1, beyond=True), sequence(2)
-    running = [third, first, second]
-    assert choose_victim(second, running, nobody_over) is third, "the latest, although within its reservation"
-    assert choose_victim(third, running, nobody_over) is third, "never an earlier one for a later one"
-    greedy, modest = sequence(0, "greedy", beyond=True), sequence(5, "modest")
-    over = {"greedy": 9.0, "modest": 0.0}.__getitem__
-    assert choose_victim(modest, [greedy, modest], over) is greedy
-    assert choose_victim(greedy, [greedy, modest], over) is greedy
-    greedy.beyond_reservation = False
-    assert choose_victim(modest, [greedy, modest], over) is modest, "a reservation holds against whoever comes later"
+    chosen = choose_victim(sequences[grower], sequences.values(), lambda tenant: 9.0 * (tenant in over))
+    assert chosen is sequences[victim]
 
 
 @pytest.mark.parametrize("drafted", [False, True])

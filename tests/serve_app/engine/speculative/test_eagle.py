@@ -20,9 +20,8 @@ from serve_app.engine.settings import EngineSettings
 from serve_app.engine.speculative.runner import SpeculativeRunner
 from serve_app.engine.step import Segment
 from tests.serve_app.engine.adapters import described, save_adapter
-from tests.serve_app.engine.core.test_engine import sample
 from tests.serve_app.engine.speculative.heads import DenseHead, save_base, save_head
-from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all
+from tests.serve_app.engine.tiny import SCOPE, SECRET, Collector, prompt, request, run_all, sample
 
 ROOT = SCOPE.root(SECRET)
 ACCEPTED = "warmpath_spec_decode_num_accepted_tokens_total"

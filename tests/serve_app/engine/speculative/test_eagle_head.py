@@ -27,7 +27,10 @@ def load(base: Path, head: Path) -> None:
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "shape": ({"tensors": {"fc.weight": torch.zeros(64, 128)}}, r"fc.weight .* \[64, 128\].* \[64, 192\]"),
+    "shape": (
+        {"tensors": {"fc.weight": torch.zeros(64, 128)}},
+        r"fc.weight: .*\[64, 128\].*\[64, 192\]",
+    ),
     "missing": ({"tensors": {"midlayer.mlp.up_proj.weight": None}}, r"lacks midlayer.mlp.up_proj.weight"),
     "two layers": ({"tensors": {"layers.1.mlp.up_proj.weight": torch.zeros(1)}}, "layers.1.mlp.*one decoder layer"),
     "no d2t": ({"draft_vocab": 100, "tensors": {"d2t": None}}, f"100 draft tokens for {VOCAB} and no d2t"),

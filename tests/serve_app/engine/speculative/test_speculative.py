@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from serve_app.engine.attention.paging import PagedStep
 from serve_app.engine.core.build import build_engine
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.settings import EngineSettings
@@ -47,19 +49,14 @@ class Steps:
     def __init__(self, engine: TorchEngine) -> None:
         runner = engine._runner
         assert isinstance(runner, SpeculativeRunner)
-        self.base = self.draft = 0
-        base, draft = runner.base.execute, runner.drafter._runner.execute  # type: ignore[attr-defined]
+        self.base = 0
+        forward = runner.forward
 
-        def counted_base(segments: Sequence[Segment]) -> list[SegmentResult]:
+        def counted(step: PagedStep) -> torch.Tensor:
             self.base += 1
-            return base(segments)
+            return forward(step)
 
-        def counted_draft(segments: Sequence[Segment]) -> list[SegmentResult]:
-            self.draft += 1
-            return draft(segments)
-
-        runner.base.execute = counted_base  # type: ignore[method-assign]
-        runner.drafter._runner.execute = counted_draft  # type: ignore[attr-defined]
+        runner.forward = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("draft", NOISE)
@@ -262,7 +259,7 @@ def test_a_guess_that_is_no_number_harms_nobody(
     expected = {f"r{i}": reference("qwen3", prompt(30, i), 20) for i in range(3)}
     used = {int(token) for i in range(3) for token in (*prompt(30, i), *expected[f"r{i}"])}
     poison = min(set(range(VOCAB)) - used)
-    runner.base.model.get_input_embeddings().weight.data[poison] = float("nan")
+    runner.model.get_input_embeddings().weight.data[poison] = float("nan")
     propose = runner.drafter.propose
 
     def poisoned(segments: Sequence[Segment]) -> list[list[int]]:
@@ -281,7 +278,7 @@ def test_a_drafter_that_fails_leaves_plain_decoding(
     engine = make_engine(speculative_model=drafts["same"], num_speculative_tokens=4)
     runner = engine._runner
     assert isinstance(runner, SpeculativeRunner)
-    runner.drafter._runner.model.get_input_embeddings().weight.data[:] = float("nan")  # type: ignore[attr-defined]
+    runner.drafter.runner.model.get_input_embeddings().weight.data[:] = float("nan")  # type: ignore[attr-defined]
     got = run_all(engine, [request("r", prompt(30), 20)])
     assert got.tokens["r"] == reference("qwen3", prompt(30), 20)
     assert sample(engine, "spec_decode_num_drafts_total") == 0

@@ -82,7 +82,7 @@ def test_who_runs_and_who_waits() -> None:
     assert [samples[state] for state in ("used", "cached", "free")] == [3, 4, 3]
     for name in "abc":
         load.ended(name)
-    assert (load.running, load.waiting, load.line.count) == (0, 0, 0)
+    assert (load.running, load.waiting, load.line.used) == (0, 0, 0)
 
 
 def test_the_waiting_line_is_bounded_and_its_end_is_for_others() -> None:

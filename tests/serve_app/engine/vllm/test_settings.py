@@ -72,7 +72,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "admission": {"admission": "worst_case"},
     "speculative_model": {"speculative_model": "small"},
     "num_speculative_tokens": {"num_speculative_tokens": 2},
-    "attention_backend": {"attention_backend": "sdpa"},
 }
 
 

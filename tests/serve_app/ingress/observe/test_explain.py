@@ -57,11 +57,6 @@ def alone(demo_model_path: Path) -> Desk:
     return Desk(demo_model_path, Tenants([], SECRET))
 
 
-@pytest.fixture
-def shared(demo_model_path: Path) -> Desk:
-    return Desk(demo_model_path, Tenants(TWO_TENANTS, SECRET))
-
-
 def test_a_chat_is_explained_as_it_would_be_routed(alone: Desk) -> None:
     """The holder of the very prompt that the chat renders to wins, under all policies that look at caches."""
     alone.hold("b", "default")
@@ -76,8 +71,9 @@ def test_a_chat_is_explained_as_it_would_be_routed(alone: Desk) -> None:
     assert alone.core.counters.by_policy["estimated_ttft"].by_reason == {}
 
 
-def test_the_tenant_named_is_the_one_asked_for(shared: Desk) -> None:
+def test_the_tenant_named_is_the_one_asked_for(demo_model_path: Path) -> None:
     """What one tenant's prompt has cached says nothing of another's; with several tenants one has to be named."""
+    shared = Desk(demo_model_path, Tenants(TWO_TENANTS, SECRET))
     shared.hold("b", "acme")
     cached = {t: shared.ask({**CHAT, "tenant": t})["prompts"][0]["best_cached_tokens"] for t in ("acme", "globex")}
     assert cached["acme"] > 64
@@ -87,15 +83,14 @@ def test_the_tenant_named_is_the_one_asked_for(shared: Desk) -> None:
     assert missing.value.param == "tenant"
 
 
-def test_one_policy_can_be_chosen(alone: Desk) -> None:
-    """With ``policy`` only that one is explained."""
-    assert set(alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]["winners"]) == {"lmetric"}
-
-
-def test_each_prompt_of_a_completion_is_explained_once(alone: Desk) -> None:
-    """Choices share their prompt; prompts are explained one by one."""
-    said = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
-    assert [prompt["prompt_tokens"] > 0 for prompt in said["prompts"]] == [True, True]
+def test_a_body_is_a_chat_a_completion_or_a_response(alone: Desk) -> None:
+    """With ``policy`` only that one is explained; choices share their prompt; a response leads to the chat's prefix."""
+    chat = alone.ask({**CHAT, "policy": "lmetric"})["prompts"][0]
+    assert set(chat["winners"]) == {"lmetric"}
+    completion = alone.ask({"model": "demo", "prompt": ["one", "another one"], "n": 2, "max_tokens": 4})
+    assert [prompt["prompt_tokens"] > 0 for prompt in completion["prompts"]] == [True, True]
+    response = alone.ask({"model": "demo", "input": CHAT["messages"]})
+    assert response["prompts"][0]["prefix"] == chat["prefix"]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +99,7 @@ def test_each_prompt_of_a_completion_is_explained_once(alone: Desk) -> None:
         (b"[", InvalidRequest, None),
         ({"model": "demo"}, InvalidRequest, None),
         ({**CHAT, "prompt": "and text"}, InvalidRequest, None),
+        ({**CHAT, "input": "Hi"}, InvalidRequest, None),
         ({**CHAT, "policy": "best"}, InvalidRequest, "policy"),
         ({**CHAT, "policy": 3}, InvalidRequest, "policy"),
         ({**CHAT, "tenant": "nobody"}, InvalidRequest, "tenant"),
@@ -120,11 +116,3 @@ def test_bad_bodies_are_refused_as_the_request_would_be(
     with pytest.raises(error) as caught:
         alone.ask(body)
     assert getattr(caught.value, "param", None) == param
-
-
-def test_a_response_is_explained_as_the_chat_that_it_is(alone: Desk) -> None:
-    """A body of responses leads to the same prefix as the chat in other words; two bodies in one are none."""
-    chat, response = alone.ask(CHAT), alone.ask({"model": "demo", "input": CHAT["messages"]})
-    assert response["prompts"][0]["prefix"] == chat["prompts"][0]["prefix"]
-    with pytest.raises(InvalidRequest, match="with input"):
-        alone.ask({**CHAT, "input": "Hi"})

@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.protocol.samples import Labels, Sample
@@ -17,8 +16,7 @@ from serve_app.engine.protocol import Save
 from serve_app.engine.speculative.meters import SpeculationMeters
 from serve_app.engine.step import SegmentResult
 from serve_app.ingress.observe.families.catalog import FAMILIES, SECTIONS
-from serve_app.ingress.observe.metrics import IngressMetrics, render, without_tenants
-from serve_app.ingress.observe.queries import QUERIES
+from serve_app.ingress.observe.metrics import render, without_tenants
 from serve_app.ingress.observe.reference import LABELS, metrics_page
 from serve_app.replica.lifecycle.receipt import MoveMeters, Receipt
 from serve_app.replica.pull_metrics import PullMeters
@@ -28,8 +26,6 @@ from tests.serve_app.engine.tiny import prompt, request, run_all
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "metrics.md"
 _NAME = re.compile(r"warmpath_[a-z0-9_]+")
-_WORDS = {"by", "on", "ignoring", "group_left", "sum", "rate", "histogram_quantile"}
-_ENDS = ("_bucket", "_sum", "_count")
 
 
 def test_the_page_of_metrics_is_current() -> None:
@@ -40,7 +36,7 @@ def test_the_page_of_metrics_is_current() -> None:
 def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_code() -> None:
     """A family that nobody described would not be shown; one that nobody counts would mislead."""
     catalog = ROOT / "serve_app" / "ingress" / "observe"
-    described = {catalog / "queries.py", catalog / "reference.py", *(catalog / "families").iterdir()}
+    described = {catalog / "reference.py", *(catalog / "families").iterdir()}
     counted = {
         node.value
         for room in ("router", "serve_app")
@@ -56,52 +52,20 @@ def test_every_name_in_the_code_is_described_and_every_described_name_is_in_the_
     assert counted - foreign == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_help_text_says_more_than_the_name(name: str) -> None:
-    """It is a sentence of its own, says something, and each label it may have is explained."""
-    family = FAMILIES[name]
-    assert family.help.endswith(".")
-    assert len(set(re.findall(r"[a-z]+", family.help.lower())) - set(name.split("_"))) >= 3
-    assert [other for other in FAMILIES.values() if other.help == family.help] == [family]
-    assert set(family.labels) <= set(LABELS)
-    assert not re.search(r"_(ms|us|percent|perc|mib)(_|$)", name), "base units only"
+def test_a_help_text_says_more_than_the_name() -> None:
+    """It is a sentence of its own, and says something; each label that a family may have is explained, and had.
 
-
-def test_each_label_is_some_familys_and_each_family_stands_once() -> None:
+    Of the times that clients wait a dashboard has one to choose.
+    """
+    for name, family in FAMILIES.items():
+        assert family.help.endswith("."), name
+        assert len(set(re.findall(r"[a-z]+", family.help.lower())) - set(name.split("_"))) >= 3, name
+        assert [other.name for other in FAMILIES.values() if other.help == family.help] == [name]
+        assert not re.search(r"_(ms|us|percent|perc|mib)(_|$)", name), f"{name}: base units only"
     assert {label for family in FAMILIES.values() for label in family.labels} == set(LABELS)
     assert sum(len(section.families) for section in SECTIONS) == len(FAMILIES)
-
-
-def test_one_family_of_each_time_that_clients_wait() -> None:
-    """A dashboard has one to choose."""
     names = [name for name in FAMILIES if "first_token" in name or "inter_token" in name]
     assert names == ["warmpath_time_to_first_token_seconds", "warmpath_inter_token_latency_seconds"]
-
-
-@pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.promql[:40])
-def test_a_recommended_query_finds_what_it_asks_for(query: object) -> None:
-    """Its families exist, are read as their kind wants, and have the labels that it names."""
-    promql = query.promql  # type: ignore[attr-defined]
-    assert promql.count("(") == promql.count(")")
-    labels: set[str] = {"le"}
-    for name, window in re.findall(r"(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[\w+\])?", promql):
-        end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
-        family = FAMILIES[name.removesuffix(end)]
-        assert family.histogram == bool(end)
-        assert bool(window) == (family.kind != "gauge"), "counters are read by their rate, gauges as they are"
-        labels |= set(family.labels)
-    assert "_bucket" not in promql or ("le" in promql and "histogram_quantile" in promql)
-    asked = {
-        label.strip() for found in re.findall(r"(?:by|on|ignoring) \(([^)]*)\)", promql) for label in found.split(",")
-    }
-    asked |= {label for found in re.findall(r"\{([^}]*)\}", promql) for label in re.findall(r"(\w+)=", found)}
-    assert asked <= labels
-    rest = re.sub(r'"[^"]*"|\[\w+\]|warmpath_\w+|\{[^}]*\}|[0-9.]+', " ", promql)
-    assert set(re.findall(r"[a-z_]+", rest)) <= _WORDS | asked
-
-
-def test_ten_queries() -> None:
-    assert len(QUERIES) == 10
 
 
 def test_all_that_replicas_tell_is_shown(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -183,12 +147,3 @@ def _beside() -> list[Sample]:
 
 def _family(name: str) -> str:
     return name if name in FAMILIES else name.rsplit("_", 1)[0]
-
-
-def test_nobody_but_operators_hears_that_tenants_share_a_prompt() -> None:
-    """Not even as a sum over tenants: it would move when one of them guesses another's prompt."""
-    metrics = IngressMetrics()
-    metrics.found_elsewhere("acme")
-    name = "warmpath_prompts_of_other_tenants_total"
-    assert (name, (("tenant", "acme"),), 1.0) in metrics.samples()
-    assert not [sample for sample in without_tenants(metrics.samples()) if sample[0] == name]

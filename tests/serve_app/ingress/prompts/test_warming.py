@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from router.core import RoutingCore
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.request import RoutedRequest
+from serve_app.api.request import ChatRequest
 from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -64,48 +65,53 @@ class Replicas:
         yield Tokens((), 0, "length")
 
 
+class Desk:
+    """All that a warmer needs of an ingress, beside its replicas."""
+
+    def __init__(self) -> None:
+        model, secret = resolve_model("demo"), b"s" * 32
+        texts = {"1": "You are the clerk. ", "2": "You are the new clerk. "}
+        self.prompts = Prompts(
+            PublicPromptConfig.model_validate({"name": "clerk", "version": version, "text": text * 300})
+            for version, text in texts.items()
+        )
+        tokenizer, self.tenants = PromptTokenizer(model), Tenants((), secret)
+        self.prompts.install(tokenizer)
+        self.preparer = Preparer(
+            load_checkpoint_info(model), tokenizer, self.tenants, secret, AdapterRegistry("demo"), Limits(8192, 64),
+            self.prompts,
+        )  # fmt: skip
+
+    def warm(self, replicas: Replicas, *uses: Use) -> list[Warm]:
+        core = cast(RoutingCore, replicas)
+        warmer = Warmer(self.prompts, self.preparer, self.tenants, core, replicas.generate, "demo")
+
+        async def run() -> list[Warm]:
+            warm = await warmer.warm(self.prompts.all()["clerk@2"], uses, ["clerk@1"])
+            assert await warmer.heard(warm)
+            return warm
+
+        return asyncio.run(run())
+
+    def replicas(self, *holders: str) -> Replicas:
+        """Return replicas of which some hold the old version."""
+        request = ChatRequest(model="demo", messages=({"role": "user", "content": "Hi"},), prompt_ref="clerk@1")
+        (old,) = asyncio.run(self.preparer.prepare(request, self.tenants.authenticate(None), "old"))
+        replicas = Replicas()
+        for name in holders:
+            replicas.hold(name, route_of(old).block_hashes)
+        return replicas
+
+
 @pytest.fixture(scope="module")
-def preparer() -> tuple[Preparer, Prompts, Tenants]:
-    model = resolve_model("demo")
-    texts = {"1": "You are the clerk. ", "2": "You are the new clerk. "}
-    prompts = Prompts(
-        PublicPromptConfig.model_validate({"name": "clerk", "version": version, "text": text * 300})
-        for version, text in texts.items()
-    )
-    tokenizer = PromptTokenizer(model)
-    prompts.install(tokenizer)
-    tenants, secret = Tenants((), b"s" * 32), b"s" * 32
-    info, limits = load_checkpoint_info(model), Limits(8192, 64)
-    return Preparer(info, tokenizer, tenants, secret, AdapterRegistry("demo"), limits, prompts), prompts, tenants
+def desk() -> Desk:
+    return Desk()
 
 
-def warm(preparer: tuple[Preparer, Prompts, Tenants], replicas: Replicas, *uses: Use) -> list[Warm]:
-    prepare, prompts, tenants = preparer
-    warmer = Warmer(prompts, prepare, tenants, cast(RoutingCore, replicas), replicas.generate, "demo")
-
-    async def run() -> list[Warm]:
-        found = await warmer.warm(prompts.all()["clerk@2"], uses, ["clerk@1"])
-        assert await warmer.heard(found)
-        return found
-
-    return asyncio.run(run())
-
-
-def hold_the_old_one(preparer: tuple[Preparer, Prompts, Tenants], replicas: Replicas, *names: str) -> None:
-    request: Any = warming.ChatRequest(
-        model="demo", messages=({"role": "user", "content": "What now?"},), prompt_ref="clerk@1"
-    )
-    tenant = preparer[2].authenticate(None)
-    (old,) = asyncio.run(preparer[0].prepare(request, tenant, "old"))
-    for name in names:
-        replicas.hold(name, route_of(old).block_hashes)
-
-
-def test_it_is_computed_where_the_old_one_is_and_nowhere_else(preparer: tuple[Preparer, Prompts, Tenants]) -> None:
+def test_it_is_computed_where_the_old_one_is_and_nowhere_else(desk: Desk) -> None:
     """One replica after another, in growing pieces; a second time there is nothing to do."""
-    replicas = Replicas()
-    hold_the_old_one(preparer, replicas, "a", "c")
-    (found,) = warm(preparer, replicas, USE)
+    replicas = desk.replicas("a", "c")
+    (found,) = desk.warm(replicas, USE)
     assert found.replica_ids == ("a", "c") and found.tokens > 1000
     where = [name for name, _ in replicas.computed]
     assert where == sorted(where) and set(where) == {"a", "c"}
@@ -113,32 +119,29 @@ def test_it_is_computed_where_the_old_one_is_and_nowhere_else(preparer: tuple[Pr
     assert len(sizes) > 2 and [0, *sizes] == sorted({0, *sizes})
     assert all(after - before <= PIECE_TOKENS for before, after in zip([0, *sizes], sizes, strict=False))
     done = len(replicas.computed)
-    assert warm(preparer, replicas, USE) == [found]
+    assert desk.warm(replicas, USE) == [found]
     assert len(replicas.computed) == done
 
 
-def test_where_nobody_has_the_old_one_the_router_places_it(preparer: tuple[Preparer, Prompts, Tenants]) -> None:
+def test_where_nobody_has_the_old_one_the_router_places_it(desk: Desk) -> None:
     """Once, also where nobody has asked yet; chats and bare text are two ways, whose KV differs."""
     replicas = Replicas()
-    (found,) = warm(preparer, replicas)
+    (found,) = desk.warm(replicas)
     assert found.replica_ids == ("a",)
     done = len(replicas.computed)
-    both = warm(preparer, replicas, USE, USE._replace(chat=False))
+    both = desk.warm(replicas, USE, USE._replace(chat=False))
     assert len(both) == 2 and both[0] == found and len(replicas.computed) > done
 
 
-def test_what_cannot_be_held_is_told(
-    preparer: tuple[Preparer, Prompts, Tenants], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_held_is_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica without room makes it fail; a way whose tenant is gone is left out, unless it is the only one."""
     monkeypatch.setattr(warming, "HEARD_TIMEOUT_S", 0.05)
-    replicas = Replicas()
-    hold_the_old_one(preparer, replicas, "a", "b")
+    replicas = desk.replicas("a", "b")
     replicas.forgetful = {"b"}
     with pytest.raises(Overloaded, match="1 of 2 replicas"):
-        warm(preparer, replicas, USE)
+        desk.warm(replicas, USE)
     replicas.forgetful = set()
     gone = USE._replace(tenant="gone")
-    assert len(warm(preparer, replicas, gone, USE)) == 1
+    assert len(desk.warm(replicas, gone, USE)) == 1
     with pytest.raises(InvalidRequest, match="no tenant 'gone'"):
-        warm(preparer, replicas, gone)
+        desk.warm(replicas, gone)

@@ -24,7 +24,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.ingress.routes.application import BODIES, make_application
 from serve_app.ingress.services import Services
 from serve_app.tenants.tenants import Tenants, make_api_key
-from serve_app.usage.counts import Counts, UsageKey
+from serve_app.usage.ledger import Counts, UsageKey
 from serve_app.usage.report import Rows
 
 ACME = TenantConfig(name="acme", key_sha256=["a" * 64])

@@ -103,7 +103,7 @@ def test_the_hottest_goes_first_and_pushes_out_only_what_is_colder() -> None:
     def engine(num_blocks: int) -> TorchEngine:
         made = make_engine(num_blocks)
         made._cache._clock = made._cache.quota._clock = lambda: now_s[0]
-        object.__setattr__(made._migration, "clock", lambda: now_s[0])
+        made._transfer._clock = lambda: now_s[0]
         return made
 
     peer, leaving = engine(10), engine(64)

@@ -1,0 +1,158 @@
+"""What a streamed token and a request cost outside the model: CPU time of each kind of process, from the kernel.
+
+The engine is simulated, so that processes compute nothing else. With ``--vllm-python`` the same is asked of
+`vllm serve` in that environment, on CPUs. `python -m benchmarks front_door --json FILE`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.common.client import Answer, chat_body, stream_chat
+from benchmarks.common.prompts import text_of
+from benchmarks.common.report import parser_of, percentile, progress, write
+from benchmarks.common.server import instance
+from benchmarks.peers.vllm_serve import vllm_servers
+from serve_app.checkpoints.sources.resolve import resolve_model
+
+MARK = "WARMPATH_BENCHMARK"
+"""An environment variable that every process of the measured instance inherits."""
+
+KINDS = (
+    ("ingress", r"ServeReplica:.*:Ingress"),
+    ("replica", r"ServeReplica:.*:Replica"),
+    ("haproxy", r"haproxy"),
+    ("engine core", r"EngineCore"),
+    ("api server", r"api_server"),
+)
+"""What a process is, by its command line; the rest is "other": Ray's own and the command that started it."""
+
+SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
+
+
+class Processes:
+    """The processes that carry a mark in their environment, and the CPU time that each kind has used."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+
+    def cpu_s(self) -> Counter[str]:
+        """Return user and system time so far, in seconds, by kind."""
+        used: Counter[str] = Counter()
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark:
+                    times = process.cpu_times()
+                    used[_kind(process)] += times.user + times.system
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return used
+
+
+def _kind(process: psutil.Process) -> str:
+    command = " ".join(process.cmdline())
+    return next((kind for kind, pattern in KINDS if re.search(pattern, command)), "other")
+
+
+@contextmanager
+def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Processes]]:
+    """Run a system for the time of the block; yields its URL and its processes."""
+    mark = uuid.uuid4().hex
+    if system == "warmpath":
+        flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
+        speed = ["--set", "simulated_prefill_tokens_per_s=1000000", "--set", "simulated_decode_step_s=0.02"]
+        with instance(*flags, *speed, env={MARK: mark}) as url:
+            yield url, Processes(mark)
+        return
+    config = {"model": arguments.model, "dtype": "float32", "block_size": 16, "num_blocks": 8192, "num_threads": 1}
+    with vllm_servers(1, config, str(arguments.vllm_python), {MARK: mark}) as (url,):
+        yield url, Processes(mark)
+
+
+async def measure(url: str, processes: Processes, arguments: argparse.Namespace, run: int) -> dict[str, Any]:
+    """Return the figures of one run; no two runs ask the same."""
+    model = resolve_model(arguments.model)
+    system = text_of(SYSTEM_TOKENS, model, 1)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=arguments.clients)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+
+        async def cost(texts: Sequence[str], max_tokens: int, system: str | None, together: int) -> dict[str, Any]:
+            """Ask for an answer to each text, ``together`` at a time; return CPU time a token, or a request of one."""
+            free = asyncio.Semaphore(together)
+
+            async def ask(text: str) -> Answer:
+                async with free:
+                    body = chat_body(arguments.model, max_tokens, text, system)
+                    return await stream_chat(client, url, {**body, "ignore_eos": True})
+
+            before = processes.cpu_s()
+            answers = await asyncio.gather(*map(ask, texts))
+            used = processes.cpu_s() - before
+            tokens = sum(answer.completion_tokens for answer in answers)
+            each = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
+            ttft_ms = 1e3 * percentile([answer.ttft_s for answer in answers], 50)
+            return {each[0]: {kind: each[1] * used[kind] for kind in sorted(used)}, "ttft_ms_p50": ttft_ms}
+
+        def questions(count: int, tokens: int, first: int) -> list[str]:
+            return [text_of(tokens, model, 100_000 * run + first + number) for number in range(count)]
+
+        await cost(questions(4, QUESTION_TOKENS, 0), 8, system, 1)
+        long = questions(arguments.long_requests, LONG_TOKENS, 10_000)
+        return {
+            "streamed": await cost(
+                questions(2 * arguments.clients, QUESTION_TOKENS, 100), arguments.max_tokens, system, arguments.clients
+            ),
+            "short_warm": await cost(questions(arguments.short_requests, QUESTION_TOKENS, 5000), 1, system, 1),
+            "long_new": await cost(long, 1, None, 1),
+            "long_seen": await cost(long, 1, None, 1),
+        }
+
+
+def main() -> None:
+    """Parse flags, run, write the JSON."""
+    parser = parser_of(__doc__, "demo")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=64, help="streams at once")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of each streamed answer")
+    parser.add_argument("--short-requests", type=int, default=300)
+    parser.add_argument("--long-requests", type=int, default=40)
+    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM, to compare with")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    for system in ["warmpath", *(["vllm serve"] if arguments.vllm_python else [])]:
+        with measured(system, arguments) as (url, processes):
+            numbers = progress(range(arguments.runs), system)
+            runs = [asyncio.run(measure(url, processes, arguments, number)) for number in numbers]
+        results[system] = {"median": _median(runs), "runs": runs}
+    ours = results["warmpath"]["median"]
+    token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]
+    said = (
+        f"A streamed token costs {token['ingress']:.0f} us in the ingress, {token['replica']:.0f} in the replica and "
+        f"{token.get('haproxy', 0):.0f} in HAProxy (simulated engine); a short warm request {short['ingress']:.1f} and "
+        f"{short['replica']:.1f} ms. One core of an ingress carries {1e6 / token['ingress']:,.0f} tokens a second."
+    )
+    write(arguments.json, vars(arguments), results, said)
+
+
+def _median(runs: Sequence[Any]) -> Any:
+    """Return the median of runs that have one shape, figure by figure; a figure that a run lacks is 0 there."""
+    if isinstance(runs[0], dict):
+        names = {name for run in runs for name in run}
+        return {name: _median([run.get(name, 0.0) for run in runs]) for name in sorted(names)}
+    return percentile(runs, 50)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""What of the settings cannot be used, as far as that shows before anything is started.
+
+Asks the functions that replicas and ingresses ask when they start, so the sentences are the same wherever they come.
+Loads no weights; transformers is loaded in a process of its own, for a checkpoint that is none of the built-in ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+from serve_app.checkpoints.adapter_registry import configured_adapters
+from serve_app.checkpoints.checkpoint import CheckpointInfo
+from serve_app.checkpoints.drafter import load_served_model
+from serve_app.checkpoints.limits import max_model_len
+from serve_app.checkpoints.sources.resolve import BUILT_IN
+from serve_app.cli.checks.finding import GIB, Case, Finding, problem
+from serve_app.cli.checks.machine import memory_bytes, writable_place
+from serve_app.cli.supervisor import path_flags
+from serve_app.config.app import AppConfig, is_hub_id
+from serve_app.config.cache import CPU_POOL_BYTES
+from serve_app.engine.runner.kv_size import kv_bytes_per_block
+from serve_app.generation.tool_calls.formats import check_format
+from serve_app.prompts.registry import Prompts
+from serve_app.replica.engine_factory import MAKERS
+from serve_app.tenants.secret import load_secret
+
+_ARCHITECTURE = """
+import sys
+from pathlib import Path
+from serve_app.engine.attention.supported import served_config
+try:
+    served_config(Path(sys.argv[1]))
+except (ValueError, OSError) as error:
+    print(error)
+"""
+
+
+def _refusal(subject: str, ask: Callable[[], object]) -> Iterator[Finding]:
+    """Yield the sentence that ``ask`` raises."""
+    try:
+        ask()
+    except (ValueError, OSError) as error:
+        yield problem(subject, str(error))
+
+
+def engine(case: Case) -> Iterator[Finding]:
+    """Whether the engine is installed."""
+    missing = case.settings.engine_traits.missing()
+    if missing and case.place != "elsewhere":
+        yield problem("engine", missing)
+
+
+def prompts(case: Case) -> Iterator[Finding]:
+    """Whether registered prompts are what was locked."""
+    directory = case.settings.prompts_dir
+    if directory is None or case.looks_into(directory):
+        yield from _refusal("prompts_dir", lambda: Prompts.of(case.settings.public_prompts, directory))
+
+
+def fit(case: Case) -> Iterator[Finding]:
+    """Whether settings fit each other and the engine, and adapters and the secret can be used."""
+    settings = case.settings
+    if settings.autoscaling is not None and "replicas" in settings.model_fields_set:
+        sentence = "replicas has no effect beside autoscaling: leave it out, min_replicas and max_replicas count"
+        yield problem("replicas", sentence)
+    for sentence in MAKERS[settings.engine].refused_settings(settings, on_cpu=not settings.replica_num_gpus):
+        yield problem("engine", sentence)
+    yield from _refusal("tool_parser", lambda: check_format(settings.tool_parser))
+    adapters = {name: path for name, path in settings.lora_adapters.items() if case.looks_into(path)}
+    yield from _refusal("lora_adapters", lambda: configured_adapters(adapters, settings.max_lora_rank))
+    secret = settings.secret_file
+    if case.place == "start" or (secret is not None and case.looks_into(secret)):
+        yield from _refusal("secret_file", lambda: load_secret(secret_file=secret))
+
+
+def model(case: Case) -> Iterator[Finding]:
+    """Whether the checkpoint is there and fits, and with it the budgets. A name that would be fetched is not missed."""
+    settings = case.settings
+    path = Path(settings.model).expanduser()
+    by_name = settings.model in BUILT_IN or is_hub_id(settings.model)
+    if case.place != "start" and not path.is_dir() and (by_name or path.is_file() or not case.looks_into(path)):
+        return
+    try:
+        info = load_served_model(settings)
+    except (ValueError, OSError) as error:
+        yield problem("model", str(error))
+        return
+    fields = json.loads((info.path / "config.json").read_text())
+    yield from (problem("model", sentence) for sentence in MAKERS[settings.engine].refused_model(fields))
+    yield from _refusal("max_model_len", lambda: max_model_len(settings, info))
+    yield from _blocks(settings, fields.get("text_config", fields))
+    if settings.engine_traits.built_in and settings.model not in BUILT_IN:
+        yield from _architecture(info.path)
+    if case.place == "start":
+        yield from _memory(settings, info)
+
+
+def _architecture(path: Path) -> Iterator[Finding]:
+    command = [sys.executable, *path_flags(), "-c", _ARCHITECTURE, str(path)]
+    asked = subprocess.run(  # noqa: S603  # our own program
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if sentence := asked.stdout.strip():
+        yield problem("model", sentence)
+
+
+def _blocks(settings: AppConfig, fields: dict[str, object]) -> Iterator[Finding]:
+    """Whether each budget holds one KV block, by the least that a block may take."""
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    try:
+        block_bytes = kv_bytes_per_block(SimpleNamespace(**fields), dtype, settings.block_size)
+    except (AttributeError, TypeError):
+        return  # what the file leaves to transformers' defaults is seen in the replica
+    for name in ("kv_cache_bytes", "host_cache_bytes", "disk_cache_bytes"):
+        budget_bytes = getattr(settings, name)
+        if budget_bytes and budget_bytes < block_bytes:
+            yield problem(name, f"{name}={budget_bytes} cannot hold one KV block of {block_bytes} bytes")
+
+
+def _memory(settings: AppConfig, info: CheckpointInfo) -> Iterator[Finding]:
+    """Whether this machine's memory holds what replicas hold in it."""
+    if settings.engine_traits.simulated or settings.replica_num_gpus:
+        return
+    weights_bytes = sum(file.stat().st_size for file in info.path.glob("*.safetensors"))
+    pool_bytes = 0 if settings.num_blocks else settings.kv_cache_bytes or CPU_POOL_BYTES
+    needed_bytes = settings.first_replicas * (weights_bytes + pool_bytes + settings.host_cache_bytes)
+    if needed_bytes > memory_bytes():
+        yield problem(
+            "replicas",
+            f"{settings.first_replicas} replicas need {needed_bytes / GIB:.1f} GiB for weights "
+            f"({weights_bytes / GIB:.1f} each), kv_cache_bytes ({pool_bytes / GIB:.1f}) and host_cache_bytes "
+            f"({settings.host_cache_bytes / GIB:.1f}), and this machine has {memory_bytes() / GIB:.1f} GiB",
+        )
+
+
+def usage_file(case: Case) -> Iterator[Finding]:
+    """Whether the file of usage could be made or written."""
+    if case.settings.usage_file is None:
+        return
+    file = case.settings.usage_file.expanduser().absolute()
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        yield problem("usage_file", f"usage_file={file} is no file that this user may write; name another one")
+
+
+def disk_tier(case: Case) -> Iterator[Finding]:
+    """Whether the disk tier's directory can be made and written, and its disk is large enough."""
+    settings = case.settings
+    if not settings.disk_cache_bytes or settings.disk_cache_dir is None:
+        return
+    directory = settings.disk_cache_dir.expanduser().absolute()
+    try:
+        place = writable_place(directory)
+    except OSError as error:
+        yield problem("disk_cache_dir", f"disk_cache_dir={directory}: {error}")
+        return
+    needed_bytes, disk_bytes = settings.first_replicas * settings.disk_cache_bytes, shutil.disk_usage(place).total
+    if needed_bytes > disk_bytes:
+        yield problem(
+            "disk_cache_bytes",
+            f"{settings.first_replicas} replicas with disk_cache_bytes={settings.disk_cache_bytes} need "
+            f"{needed_bytes / GIB:.1f} GiB, and the disk of {place} has {disk_bytes / GIB:.1f} GiB",
+        )

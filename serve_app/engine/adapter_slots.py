@@ -1,0 +1,177 @@
+"""Which LoRA adapters are in memory, which may be in a batch, and who still needs them.
+
+Two LRUs: adapters in host memory (``max_cpu_loras``; those with live requests are kept) and slots in the batch
+(``max_loras``; those of running sequences are kept). Any thread may call; only ``load`` takes long, and it holds no
+lock while it does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from router.protocol.samples import Labels, Sample
+from serve_app.engine.protocol import AdapterSpec, QueueFull, UnknownAdapter
+
+W = TypeVar("W")
+
+_RETRY_AFTER_S = 1.0
+
+
+class LoadedAdapters(Generic[W]):
+    """LoRA adapters by ``AdapterSpec.key``, and what ``load`` made of them; the key "" is the base model."""
+
+    def __init__(
+        self,
+        load: Callable[[AdapterSpec], W],
+        *,
+        max_loras: int,
+        max_cpu_loras: int,
+        on_forget: Callable[[W], None] = lambda _: None,
+    ) -> None:
+        """``on_forget``: called, with the lock held, with what ``load`` made once it is not kept any more."""
+        if max_loras < 1 or max_cpu_loras < max_loras:
+            raise ValueError("max_loras must be at least 1, and max_cpu_loras at least max_loras")
+        self._load = load
+        self._on_forget = on_forget
+        self._max_loras = max_loras
+        self._max_cpu_loras = max_cpu_loras
+        self._lock = threading.Lock()
+        self._loaded: OrderedDict[str, W] = OrderedDict()
+        self._slots: OrderedDict[str, None] = OrderedDict()
+        self._live: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._retired: set[str] = set()
+        self._loads = 0
+        self._evictions = 0
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Keys of the adapters that requests can name, least recently used first."""
+        with self._lock:
+            return tuple(key for key in self._loaded if key not in self._retired)
+
+    @property
+    def in_slots(self) -> tuple[str, ...]:
+        """Keys that hold a slot, least recently used first."""
+        with self._lock:
+            return tuple(self._slots)
+
+    def load(self, spec: AdapterSpec) -> None:
+        """Make an adapter available, evicting the least recently used one that nobody needs.
+
+        Raises AdapterError when it cannot be served, QueueFull while every adapter in memory has live requests.
+        """
+        with self._lock:
+            if self._renew(spec.key):
+                return
+        weights = self._load(spec)
+        with self._lock:
+            if self._renew(spec.key):
+                self._on_forget(weights)
+                return
+            while len(self._loaded) >= self._max_cpu_loras:
+                idle = next((key for key in self._loaded if not self._live[key]), None)
+                if idle is None:
+                    self._on_forget(weights)
+                    raise QueueFull("every adapter in memory has requests that run or wait", _RETRY_AFTER_S)
+                self._forget(idle)
+                self._evictions += 1
+            self._loaded[spec.key] = weights
+            self._loads += 1
+
+    def unload(self, key: str) -> bool:
+        """Refuse new requests for ``key`` and free it once its last live one ends; False when it is not here."""
+        with self._lock:
+            if key not in self._loaded or key in self._retired:
+                return False
+            self._retired.add(key)
+            self._free_retired(key)
+            return True
+
+    def pin(self, key: str) -> None:
+        """Note a live request. Raises UnknownAdapter when the adapter is not loaded."""
+        if not key:
+            return
+        with self._lock:
+            if key not in self._loaded or key in self._retired:
+                raise UnknownAdapter(f"the adapter {key.rpartition('@')[0]!r} is not loaded")
+            self._live[key] += 1
+            self._loaded.move_to_end(key)
+
+    def unpin(self, key: str) -> None:
+        """Note that a live request ended."""
+        if not key:
+            return
+        with self._lock:
+            _decrement(self._live, key)
+            self._free_retired(key)
+
+    def room(self, key: str) -> bool:
+        """Whether ``acquire`` could succeed now."""
+        if not key:
+            return True
+        with self._lock:
+            return key in self._slots or len(self._slots) < self._max_loras or self._idle_slot() is not None
+
+    def acquire(self, key: str) -> None:
+        """Give a running sequence's adapter a slot, from the least recently used idle one if all are taken."""
+        if not key:
+            return
+        with self._lock:
+            if key not in self._slots and len(self._slots) >= self._max_loras:
+                idle = self._idle_slot()
+                assert idle is not None, "no slot is idle: ask room() first"
+                del self._slots[idle]
+            self._slots[key] = None
+            self._slots.move_to_end(key)
+            self._running[key] += 1
+
+    def release(self, key: str) -> None:
+        """Note that a running sequence ended; the slot stays, idle, until another adapter needs it."""
+        if key:
+            with self._lock:
+                _decrement(self._running, key)
+
+    def weights(self, key: str) -> W:
+        """Return what ``load`` made of an adapter with live requests."""
+        with self._lock:
+            return self._loaded[key]
+
+    def samples(self, labels: Labels) -> Iterable[Sample]:
+        """Yield how many adapters are loaded, hold slots and run, and what was loaded and evicted so far."""
+        with self._lock:
+            counts = (("loaded", len(self._loaded)), ("slots", len(self._slots)), ("running", len(self._running)))
+            loads, evictions = self._loads, self._evictions
+        for state, count in counts:
+            yield "warmpath_lora_adapters", (*labels, ("state", state)), float(count)
+        yield "warmpath_lora_loads_total", labels, float(loads)
+        yield "warmpath_lora_evictions_total", labels, float(evictions)
+
+    def _renew(self, key: str) -> bool:
+        if key not in self._loaded:
+            return False
+        self._retired.discard(key)
+        self._loaded.move_to_end(key)
+        return True
+
+    def _idle_slot(self) -> str | None:
+        return next((key for key in self._slots if not self._running[key]), None)
+
+    def _free_retired(self, key: str) -> None:
+        if key in self._retired and not self._live[key]:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._on_forget(self._loaded.pop(key))
+        self._slots.pop(key, None)
+        self._retired.discard(key)
+
+
+def _decrement(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    assert counter[key] >= 0, "an adapter was given back more often than taken"
+    if not counter[key]:
+        del counter[key]

@@ -1,0 +1,177 @@
+"""What the rows of a step attend to: runs of the pool that are read in place, blocks that are copied, and new tokens.
+
+On a CPU long runs are read in place, once for all rows that begin with them, and what is short or scattered is copied.
+For instance two rows after 512 tokens in common, with blocks of 16::
+
+    slots    0 ............... 511 | 512 ... 559 | 3200 ... 3239
+    row 0    read once, for both     copied
+    row 1    read once, for both                   copied
+
+Elsewhere every sequence is copied whole, for torch's own attention.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from serve_app.engine.step import Segment, ceil_div
+
+LONG_RUN_TOKENS = 256
+"""From this length on a run is read in place; below, one gather for many sequences costs less."""
+
+SMALL_TABLE_BLOCKS = 16
+"""Tables up to this many blocks share one padded copy; longer ones are padded to twice their length at most."""
+
+GATHER_TOKENS = 128 * 1024
+"""Tokens copied at once, unless one sequence has more: 512 MiB for 8 heads of 128 in bfloat16."""
+
+MASK_ENTRIES = 32 * 1024 * 1024
+"""Rows times tokens of one mask of a chunk that continues a sequence."""
+
+Rows = torch.Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Packed ``rows`` attend to the first ``tokens`` tokens of a place, or of a place each.
+
+    ``place``: a slice of the pool's slots; or blocks to copy, as many tables as ``mask`` has rows; or None, the rows'
+    own new keys. ``mask``: what is added to scores, [tables, 1, 1, tokens]; of a chunk, [rows, tokens], what is seen.
+    ``causal``: the rows are a chunk, each of which sees the tokens up to its own, or what the mask says.
+    ``partial``: the result is merged with those of the other reads of these rows.
+    """
+
+    rows: Rows
+    place: torch.Tensor | slice | None
+    tokens: int
+    mask: torch.Tensor | None = None
+    causal: bool = False
+    partial: bool = False
+
+
+@dataclass(slots=True)
+class _Table:
+    """What ``rows`` read, the first ``seen`` tokens of a segment; ``blocks``: what of it they copy.
+
+    The first ``tokens`` of the copy count.
+    """
+
+    rows: range
+    part: Segment
+    seen: int
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+
+    def add(self, slot: int, slots: int, block_size: int) -> None:
+        """Copy ``slots`` slots from the beginning of a block on; a block that counts in part only stays the last."""
+        first = slot // block_size
+        place = len(self.blocks) - (self.tokens % block_size > 0)
+        self.blocks[place:place] = range(first, first + ceil_div(slots, block_size))
+        self.tokens += slots
+
+
+def plan_reads(
+    parts: Sequence[Segment], block_size: int, dtype: torch.dtype, device: torch.device, *, in_place: bool
+) -> tuple[Read, ...]:
+    """Plan what each of ``parts``, which are in the packed order, reads.
+
+    ``in_place``: read long runs where they lie, which takes an attention that tells how to merge results. The past of a
+    chunk is then read without a mask, for one over both would take the kernel twice as long.
+    """
+    reads: list[Read] = []
+    tables: list[_Table] = []
+    row = 0
+    for part in parts:
+        rows = range(row, row + len(part.token_ids))
+        row = rows.stop
+        if len(rows) == 1:
+            tables.append(_Table(rows, part, part.end))
+        elif part.start and not in_place:
+            reads.extend(_masked(part, rows, block_size, device))
+        else:
+            reads.append(Read(_index(rows), None, len(rows), causal=True))
+            if part.start:
+                tables.append(_Table(rows, part, part.start))
+    reads.extend(_runs(tables, block_size, in_place=in_place))
+    reads.extend(_copies(tables, block_size, dtype, device))
+    return tuple(replace(read, partial=True) for read in reads) if in_place and len(reads) > 1 else tuple(reads)
+
+
+def _runs(tables: Sequence[_Table], block_size: int, *, in_place: bool) -> Iterator[Read]:
+    """Yield the runs that are read in place, each once for all that begin with it; the rest is to be copied."""
+    starting: dict[int, list[tuple[_Table, int]]] = defaultdict(list)
+
+    def read(table: _Table, slot: int, slots: int) -> None:
+        if in_place and slots >= max(LONG_RUN_TOKENS, block_size):
+            starting[slot].append((table, slots))
+        elif slots:
+            table.add(slot, slots, block_size)
+
+    for table in tables:
+        left = table.seen
+        for block, count in table.part.runs:
+            read(table, block * block_size, min(count * block_size, left))
+            left -= min(count * block_size, left)
+    while starting:
+        slot = min(starting)
+        readers = starting.pop(slot)
+        length = min(slots for _, slots in readers) // block_size * block_size
+        for table, slots in readers:
+            read(table, slot + length, slots - length)
+        rows = [row for table, _ in readers for row in table.rows]
+        yield Read(_index(rows), slice(slot, slot + length), length)
+
+
+def alike(tables: Mapping[int, int], block_size: int) -> Iterator[list[int]]:
+    """Yield the keys of tables of so many blocks, those of like length together: padding at most doubles a copy."""
+    group: list[int] = []
+    for key in sorted(tables, key=tables.__getitem__):
+        width = tables[key]
+        padded = width > 2 * max(tables[group[0]], SMALL_TABLE_BLOCKS) if group else False
+        if padded or (group and (len(group) + 1) * width * block_size > GATHER_TOKENS):
+            yield group
+            group = []
+        group.append(key)
+    if group:
+        yield group
+
+
+def _copies(tables: Sequence[_Table], block_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Read]:
+    """Yield copies of what rows read, padded where several share one; a chunk has one of its own."""
+    for table in tables:
+        if len(table.rows) > 1 and table.tokens:
+            yield Read(_index(table.rows), torch.tensor(table.blocks, device=device), table.tokens)
+    singles = {table.rows[0]: table for table in tables if len(table.rows) == 1 and table.tokens}
+    for rows in alike({row: len(table.blocks) for row, table in singles.items()}, block_size):
+        group = [singles[row] for row in rows]
+        width = len(group[-1].blocks)
+        # Padding repeats the row's own first block: what is there is finite whenever the row itself is.
+        padded = [[*table.blocks, *table.blocks[:1] * (width - len(table.blocks))] for table in group]
+        lengths = torch.tensor([table.tokens for table in group], device=device)
+        tokens = width * block_size
+        hidden = torch.arange(tokens, device=device)[None] >= lengths[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        yield Read(_index(rows, device), torch.tensor(padded, device=device).flatten(), tokens, mask[:, None, None])
+
+
+def _masked(part: Segment, rows: range, block_size: int, device: torch.device) -> Iterator[Read]:
+    """Yield a chunk and what it comes after together, in pieces whose masks are bounded."""
+    most = max(16, MASK_ENTRIES // part.end)
+    for first in range(rows.start, rows.stop, most):
+        last = min(first + most, rows.stop)
+        tokens = part.end - (rows.stop - last)
+        places = torch.arange(tokens, device=device)
+        blocks = torch.tensor(part.blocks[: ceil_div(tokens, block_size)], device=device)
+        seen = places[None] <= places[tokens - (last - first) :, None]
+        yield Read(slice(first, last), blocks, tokens, seen, causal=True)
+
+
+def _index(rows: Sequence[int], device: torch.device | None = None) -> Rows:
+    """Return row numbers; neighbours are a slice, which costs no indexing kernel."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

@@ -1,0 +1,69 @@
+"""Prompts that stay in the pool: pinned once a request that asks for it has computed them.
+
+Owns the order of pinning and writing to disk, where an explicit save outlives the process. Belongs to the engine's
+loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from serve_app.cache.prefix.block_index import CachedBlock
+from serve_app.cache.prefix.hot_prefixes import SavedPrefix
+from serve_app.cache.prefix.pins import PinOutcome
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.pin_keeper import PinKeeper, WantedPin
+from serve_app.engine.protocol import Clock, SaveResult
+from serve_app.engine.scheduling.sequence import SequenceState
+
+_log = logging.getLogger(__name__)
+
+Write = Callable[[list[CachedBlock], float | None], bool]
+"""See ``TierSpiller.save``."""
+
+
+class PromptPins:
+    """One engine's."""
+
+    def __init__(self, cache: PrefixCache, meters: EngineMeters, clock: Clock, write: Write) -> None:
+        self._cache = cache
+        self._keeper = PinKeeper(cache.pins, cache.block_size, meters, clock)
+        self._write = write
+
+    def keep(self, sequence: SequenceState) -> SaveResult | None:
+        """Pin what a request asks to keep, as far as it fits, now that all of its prompt has KV; say what became."""
+        request = sequence.request
+        results: list[SaveResult] = []
+        if not self._cache.enabled and (request.save is not None or request.keep):
+            results.append(SaveResult("off"))
+        else:
+            for wanted in self._keeper.wanted(request, sequence.chain, sequence.published):
+                results.append(self._pin(wanted, request.tenant, sequence.blocks[: wanted.blocks]))
+                if results[-1].refused:
+                    break
+        return self._keeper.told(request, results)
+
+    def take_over(self, saved: SavedPrefix, blocks: list[int]) -> PinOutcome:
+        """Keep what another replica kept as a save; ``blocks``: all of the prefix."""
+        outcome = self._cache.pin(saved.key, blocks, saved.ttl_s, tenant=saved.tenant, unread_s=saved.unread_s)
+        if outcome == "pinned":
+            self._write_to_disk(blocks, None if saved.ttl_s is None else saved.ttl_s - saved.unread_s)
+        return outcome
+
+    def _pin(self, wanted: WantedPin, tenant: str, blocks: Sequence[int]) -> SaveResult:
+        result = self._keeper.without_pinning(wanted, tenant, blocks)
+        if result is None:
+            outcome = self._cache.pin(wanted.key, blocks, wanted.ttl_s, tenant=tenant)
+            if outcome == "pinned" and wanted.explicit:
+                self._write_to_disk(blocks, wanted.ttl_s)
+            result = self._keeper.pinned("saved" if outcome == "pinned" else outcome, tenant, blocks)
+        return result
+
+    def _write_to_disk(self, blocks: Sequence[int], ttl_s: float | None) -> None:
+        entries = [self._cache.index.of_block(block) for block in reversed(blocks)]
+        if not self._write([entry for entry in entries if entry is not None], ttl_s):
+            _log.info(
+                "a saved prompt of %d blocks is not on disk: there is no disk tier, or its queue is full", len(blocks)
+            )

@@ -1,0 +1,91 @@
+"""What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients are told.
+
+Owns the rules of both ways to ask, an explicit save and a cache breakpoint. Does not know how an engine holds blocks:
+it pins them, once the request has computed them. What cannot be kept is a warning, never the request's failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from router.protocol.block_hash import hash_at
+from serve_app.cache.prefix.pins import Pins
+from serve_app.engine.metrics import EngineMeters
+from serve_app.engine.protocol import Clock, EngineRequest, SaveOutcome, SaveResult
+
+_log = logging.getLogger(__name__)
+
+MAX_BREAKPOINTS = 256
+"""Pins that one tenant's cache breakpoints may add to its others: each remembers all of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPin:
+    """A prefix of ``blocks`` blocks to keep under ``key``. ``explicit``: by a save, not by a cache breakpoint."""
+
+    key: bytes
+    blocks: int
+    ttl_s: float | None
+    explicit: bool
+
+
+class PinKeeper:
+    """One engine's. ``pins``: those that it has."""
+
+    def __init__(self, pins: Pins, block_size: int, meters: EngineMeters, clock: Clock) -> None:
+        self._pins = pins
+        self._block_size = block_size
+        self._meters = meters
+        self._clock = clock
+
+    def wanted(self, request: EngineRequest, chain: bytes, blocks: int) -> Iterator[WantedPin]:
+        """Yield what a request asks to keep of its first ``blocks`` blocks, which have KV and the hashes ``chain``."""
+        if request.save is not None:
+            save = request.save
+            yield WantedPin(save.key, min(save.tokens // self._block_size, blocks), save.ttl_s, explicit=True)
+        for kept in request.keep:
+            kept_blocks = min(kept.tokens // self._block_size, blocks)
+            if kept_blocks:
+                # Equal prefixes are one pin; nobody's request renews another tenant's.
+                key = hash_at(chain, kept_blocks - 1) + request.tenant.encode()
+                yield WantedPin(key, kept_blocks, kept.ttl_s, explicit=False)
+
+    def without_pinning(self, wanted: WantedPin, tenant: str, numbers: Sequence[int]) -> SaveResult | None:
+        """Return what becomes of a prefix that is not to be pinned, as it is already or can never be; else None.
+
+        ``numbers``: what ``Pins`` know its blocks by.
+        """
+        pins = self._pins
+        if not wanted.blocks:
+            return SaveResult("too_short")
+        if pins.renew(wanted.key, wanted.ttl_s, self._clock()):
+            return SaveResult("present")
+        if wanted.blocks > pins.budget_blocks:
+            return SaveResult("too_large", wanted.blocks * self._block_size, 0, pins.budget_blocks * self._block_size)
+        if not wanted.explicit and pins.of_tenant(tenant) >= MAX_BREAKPOINTS:
+            return self.pinned("over_budget", tenant, numbers)
+        return None
+
+    def pinned(self, outcome: SaveOutcome, tenant: str, numbers: Sequence[int]) -> SaveResult:
+        """Return what became of a prefix that was to be pinned, and how much room there is where it does not fit."""
+        if outcome != "over_budget":
+            return SaveResult(outcome)
+        held, budget = self._pins.room(tenant)
+        more = len(numbers) - self._pins.pinned_leading(numbers, tenant)
+        return SaveResult(outcome, *(blocks * self._block_size for blocks in (more, held, budget)))
+
+    def told(self, request: EngineRequest, results: Sequence[SaveResult]) -> SaveResult | None:
+        """Return what the client is told of all its prefixes, and count it: the last one may be a refusal."""
+        if not results:
+            return None
+        saved = (result for result in results if result.outcome == "saved")
+        result = results[-1] if results[-1].refused else next(saved, results[-1])
+        self._meters.saves[result.outcome] += 1
+        if result.refused:
+            _log.warning(
+                "request %s: its prompt was not saved (%s); %d of %d blocks are pinned",
+                request.request_id, result.outcome, self._pins.blocks, self._pins.budget_blocks,
+            )  # fmt: skip
+        return result

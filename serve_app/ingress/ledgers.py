@@ -1,0 +1,37 @@
+"""Usage of one ingress and of all: what is counted here is written again and again, and read with what others have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from serve_app.usage.ledger import FLUSH_S, Ledger
+from serve_app.usage.report import Rows, merged
+
+
+class Ledgers:
+    """``ingresses``: calls a method of every ingress, this one too; returns nothing where there is no other."""
+
+    def __init__(self, ledger: Ledger, ingresses: Callable[..., Awaitable[list[Any]]]) -> None:
+        self._ledger = ledger
+        self._ingresses = ingresses
+        self._writing = asyncio.create_task(self._write())
+
+    async def here(self, first_day: str, last_day: str, tenant: str | None) -> tuple[str, Rows]:
+        """Return what this ingress' file has from one day to another, of a tenant or (None) of all, with its id."""
+        return self._ledger.file_id, await asyncio.to_thread(self._ledger.read, first_day, last_day, tenant)
+
+    async def everywhere(self, first_day: str, last_day: str, tenant: str | None) -> Rows:
+        """Return what all ingresses have."""
+        asked = first_day, last_day, tenant
+        return merged(await self._ingresses("usage", *asked) or [await self.here(*asked)])
+
+    async def flush(self) -> None:
+        """Write what was counted."""
+        await asyncio.to_thread(self._ledger.flush)
+
+    async def _write(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self.flush()

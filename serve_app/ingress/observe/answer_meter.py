@@ -1,0 +1,128 @@
+"""What one answer costs and how fast it came, told to everybody who counts, while it comes and at its end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from serve_app.api.request import ChatRequest, GenerateRequest
+from serve_app.cache_diagnostics.detector import MissDetector
+from serve_app.errors import WarmpathError
+from serve_app.fairness.front_door import FrontDoor
+from serve_app.fairness.rate_limits import Allowance
+from serve_app.generation.answer import Piece
+from serve_app.generation.generation import Generation
+from serve_app.generation.request_usage import RequestUsage
+from serve_app.ingress.observe.cache_state import HitRates
+from serve_app.ingress.observe.metrics import IngressMetrics
+from serve_app.prompts.traffic import PromptTraffic, Use
+from serve_app.tracing.request import RequestTrace
+from serve_app.usage.ledger import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Who hears of answers: this ingress' metrics, its hit rates, the ledger, registered prompts, cache misses."""
+
+    metrics: IngressMetrics
+    traffic: HitRates
+    front_door: FrontDoor
+    ledger: Ledger
+    prompts: PromptTraffic
+    misses: MissDetector | None = None
+
+
+class AnswerMeter:
+    """Counts one answer. ``body_bytes``: of its request; ``allowance``: what it holds of its tenant's limits."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        wanted: GenerateRequest,
+        generations: list[Generation],
+        arrived_s: float,
+        body_bytes: int,
+        allowance: Allowance,
+        trace: RequestTrace | None,
+    ) -> None:
+        self.usage = RequestUsage(wanted.n, generations)
+        self._counters = counters
+        self._wanted = wanted
+        self._generations = generations
+        self._arrived_s = arrived_s
+        self._body_bytes = body_bytes
+        self._allowance = allowance
+        self._trace = trace
+        self._tenant = generations[0].tenant
+        self._uncached_tokens = self._output_tokens = 0
+        self._last_s: dict[int, float] = {}
+        metrics = counters.metrics
+        self._completion_tokens = metrics.completion_tokens.labels(self._tenant)
+        self._inter_token_s = metrics.inter_token_s.labels(self._tenant)
+        metrics.in_flight.inc()
+
+    def add(self, piece: Piece) -> None:
+        """Count a piece that is about to be sent."""
+        now_s = time.perf_counter()
+        new_tokens, index = piece.new_tokens, piece.index
+        self.usage.add(piece)
+        if new_tokens:
+            self._allowance.generated(new_tokens)
+            self._output_tokens += new_tokens
+            self._completion_tokens.inc(new_tokens)
+        if piece.cached_tokens is not None:
+            self._first_token(self._generations[index], index, piece.cached_tokens, now_s)
+        elif new_tokens and index in self._last_s:
+            self._inter_token_s.observe((now_s - self._last_s[index]) / new_tokens)
+        self._last_s[index] = now_s
+
+    def sent(self, piece: Piece) -> None:
+        """Have a miss explained once its first piece was sent: nobody's first token waits for that."""
+        misses, wanted = self._counters.misses, self._wanted
+        if misses is None or piece.cached_tokens is None or piece.index % wanted.n:
+            return
+        generation = self._generations[piece.index]
+        miss = misses.observe(generation, piece.cached_tokens, self._arrived_s, self._last_s[piece.index])
+        if miss is not None and wanted.cache_diagnostics and piece.index == 0:
+            self.usage.miss = miss
+
+    def end(self, error: BaseException | None) -> None:
+        """The answer is over; a tenant pays nothing for one that was refused before its first piece."""
+        counters, answered = self._counters, bool(self._last_s)
+        counters.metrics.in_flight.dec()
+        refused = isinstance(error, WarmpathError)
+        if self._trace is not None:
+            if isinstance(error, WarmpathError):
+                self._trace.failed(error.code or type(error).__name__)
+            self._trace.used(self._wanted.answering_model, self.usage.total())
+        self._allowance.end(refused=refused and not answered)
+        if answered:  # where nothing was answered, what it cost is not known, and it was not free
+            model, ref = self._wanted.answering_model, self._generations[0].prompt_ref
+            counters.ledger.answer(self._tenant, model, ref, self._output_tokens)
+            counters.front_door.learn(self._tenant, self._body_bytes, self._uncached_tokens)
+
+    def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
+        counters, wanted, tenant = self._counters, self._wanted, self._tenant
+        metrics, prompt_tokens = counters.metrics, len(generation.token_ids)
+        ttft_s, ref = now_s - self._arrived_s, generation.prompt_ref
+        self._uncached_tokens += prompt_tokens - cached_tokens
+        metrics.ttft_s.labels(tenant).observe(ttft_s)
+        metrics.prompt_tokens.labels(tenant).inc(prompt_tokens)
+        metrics.cached_tokens.labels(tenant).inc(cached_tokens)
+        counters.traffic.add(tenant, generation.placement_key, prompt_tokens, cached_tokens)
+        if index % wanted.n:
+            return
+        written_tokens = counters.ledger.prompt(
+            tenant, wanted.answering_model, ref, prompt_tokens, cached_tokens, stored=generation.store_kv
+        )
+        metrics.written_tokens.labels(tenant).inc(written_tokens)
+        if ref:
+            counters.prompts.add(ref, prompt_tokens, cached_tokens, ttft_s)
+            if generation.store_kv:
+                counters.prompts.add_use(ref, use_of(wanted, tenant), public=generation.public)
+
+
+def use_of(wanted: GenerateRequest, tenant: str) -> Use:
+    """Return the way in which a request asks for its prompt."""
+    chat = isinstance(wanted, ChatRequest) and wanted.apply_chat_template
+    return Use(tenant, wanted.model, wanted.lora_name, wanted.cache_salt, chat)

@@ -1,0 +1,55 @@
+"""The page in a browser, with tenants: each key is shown its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium
+from tests.integration.conftest import PATIENCE_S
+from tests.integration.demo.conftest import KEYS, Served
+
+pytestmark = pytest.mark.integration
+
+SYSTEM_BARS = ".bar[aria-label^='acme’s system prompt'], .bar[aria-label^='system prompt']"
+"""Of acme, in a list of several tenants' and where there is none but acme."""
+
+
+def test_the_page_shows_each_key_its_own_part(served: Served) -> None:
+    """A chat's second answer says what was reused, and of whom only its tenant and operators see.
+
+    docs/page.md
+    """
+    with chromium() as browser:
+
+        def opened(key: str, map_key: str = "") -> Any:
+            page = browser.new_context().new_page()
+            page.set_default_timeout(1000 * PATIENCE_S)
+            page.goto(served.url)
+            for label, secret in (("API key", key), ("Key for the map", map_key)):
+                page.get_by_label(label, exact=True).fill(secret)
+                page.get_by_label(label, exact=True).press("Tab")
+            page.locator(".replica").nth(1).wait_for()
+            return page
+
+        page = opened(KEYS["acme"][0], KEYS["operator"][0])
+        page.get_by_text("System prompt").click()
+        page.get_by_label("What comes before every question").fill("The harbour opens at dawn. " * 60)
+        page.get_by_label("At most, tokens").fill("8")
+        for number, question in enumerate(("When does it open?", "And when not?")):
+            page.get_by_label("Your message").fill(question)
+            page.get_by_label("Your message").press("Enter")
+            page.locator(".reuse").nth(number).get_by_text("reused:").wait_for()
+            page.locator(".reuse").nth(number).get_by_text("replica").wait_for()
+        reused = page.locator(".reuse .reused b").all_inner_texts()
+        assert int(reused[0].removesuffix(" %")) < 50 < int(reused[1].removesuffix(" %"))
+        page.locator(SYSTEM_BARS).first.wait_for()
+        page.locator(".reuse button").nth(1).click()
+        page.locator("#why td").first.wait_for()  # explained for the operator's key
+        assert "cached" in page.locator("#why").inner_text()
+        own, other = opened(KEYS["acme"][0]), opened(KEYS["globex"][0])
+        held = page.locator(SYSTEM_BARS).first.get_attribute("data-id")
+        own.locator(f".bar[data-id='{held}']").first.wait_for()
+        assert other.locator(f".bar[data-id='{held}']").count() == 0
+        assert "acme" not in other.content()

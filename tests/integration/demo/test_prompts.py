@@ -1,0 +1,71 @@
+"""Registered prompts by version: a promotion is warm for everybody, and what is locked stays what it was."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli.main import app
+from tests.integration.conftest import eventually
+from tests.integration.demo.conftest import CHAT, KEYS, Served, said
+
+pytestmark = pytest.mark.integration
+
+APIS = (CHAT, "/v1/responses", "/v1/messages")
+
+
+def cut_over(served: Served, *arguments: str) -> str:
+    """What `warmpath prompts` prints for the operator."""
+    key = {"WARMPATH_OPERATOR_KEY": KEYS["operator"][0]}
+    result = CliRunner().invoke(app, ["prompts", *arguments, "--url", served.url], env=key)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def answered(served: Served, name: str, ref: str, path: str = CHAT, model: str = "demo") -> tuple[str, bool]:
+    """The version that answered, and whether most of it was cached."""
+    body: dict[str, object] = {"model": model, "temperature": 0, "prompt_ref": ref}
+    body |= {"messages": said(("user", "Hi")), "max_tokens": 1} if path != APIS[1] else {
+        "input": "Hi", "max_output_tokens": 1
+    }  # fmt: skip
+    answer = served.post(path, name, **body).raise_for_status()
+    usage = answer.json()["usage"]
+    found = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    cached = found["cached_tokens"] if found else usage["cache_read_input_tokens"]
+    return answer.headers["x-warmpath-prompt"], cached > 200
+
+
+def test_a_promoted_version_is_warm_for_everybody(served: Served) -> None:
+    """From the first request on, in every API, at every ingress, and under an adapter in use; a roll-back is, too.
+
+    docs/prompts.md
+    """
+    assert "1 is promoted" in cut_over(served, "promote", "clerk@1")
+    for path in APIS * 2:
+        assert answered(served, "acme", "clerk", path) == ("clerk@1", True)
+    eventually(lambda: answered(served, "acme", "clerk", model="pirate") == ("clerk@1", True))
+    assert "2 is promoted, before it 1" in cut_over(served, "promote", "clerk@2")
+    for name in ("acme", "globex"):
+        for path in APIS * 2:
+            assert answered(served, name, "clerk", path) == ("clerk@2", True)
+    assert {answered(served, "acme", "clerk", model="pirate") for _ in range(6)} == {("clerk@2", True)}
+    assert answered(served, "acme", "clerk@1")[0] == "clerk@1"
+    assert "1 is promoted" in cut_over(served, "rollback", "clerk")
+    assert {answered(served, "globex", "clerk") for _ in range(6)} == {("clerk@1", True)}
+    assert "warm TTFT" in cut_over(served, "status", "clerk")
+
+
+def test_a_private_prompt_is_its_tenants_and_a_changed_file_changes_nothing(served: Served) -> None:
+    """Another tenant is told what it would be of no prompt at all; what runs goes on with what was locked."""
+    cut_over(served, "promote", "pilot@1")
+    refused = [
+        served.post(CHAT, "globex", model="demo", messages=said(("user", "Hi")), prompt_ref=ref)
+        for ref in ("pilot@1", "nobod@1")
+    ]
+    assert [answer.status_code for answer in refused] == [404, 404]
+    assert refused[0].text.replace("pilot", "nobod") == refused[1].text
+    (file,) = (served.root / "prompts").rglob("pilot/1.*")
+    file.write_text("You are somebody else. ")
+    broken = served.post("/v1/prompts/warm", "operator", prompt_ref="clerk@1")
+    assert (broken.status_code, broken.json()["error"]["message"].count("sha256:")) == (400, 2)
+    assert answered(served, "acme", "pilot") == ("pilot@1", True)

@@ -1,0 +1,207 @@
+"""Several tenants on one instance: keys are needed, and of another's cache only what is public is of use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.common.server import NO_CERTIFICATES
+from tests.integration.conftest import HTTP, PATIENCE_S, eventually, metric
+from tests.integration.demo.conftest import CHAT, RULES, Served, said
+
+pytestmark = pytest.mark.integration
+
+BODY = {"model": "demo", "messages": said(("user", "hi")), "max_tokens": 4}
+SHARED = ("system", "Shared words. " * 100), ("user", "hi")
+ADAPTER = {"lora_name": "x", "lora_path": "poet"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "statuses"),
+    [
+        ("/health", None, {"": 200}),
+        (CHAT, BODY, {"": 401, "expired": 401, "revoked": 401, "narrow": 404, "acme": 200}),
+        ("/v1/models", None, {"": 401, "acme": 200}),
+        ("/docs", None, {"": 404, "acme": 404}),
+        ("/v1/cache/state", None, {"": 401, "acme": 403, "operator": 200}),
+        ("/metrics", None, {"": 401, "acme": 403, "operator": 200}),
+        ("/v1/cache/explain", {**BODY, "tenant": "acme"}, {"": 401, "acme": 403, "operator": 200}),
+        ("/v1/cache/events?once=true", None, {"": 401}),
+        ("/v1/prompts", None, {"acme": 403, "operator": 200}),
+        ("/v1/prompts/promote", {"prompt_ref": "clerk@1"}, {"": 401, "acme": 403}),
+        ("/v1/load_lora_adapter", ADAPTER, {"": 401, "acme": 403}),
+        ("/v1/load_lora_adapter", {**ADAPTER, "lora_path": "/etc"}, {"operator": 403}),
+        ("/v1/unload_lora_adapter", {"lora_name": "pirate"}, {"acme": 403}),
+    ],
+)
+def test_keys_open_what_is_theirs(served: Served, path: str, body: object, statuses: dict[str, int]) -> None:
+    """By the holder of each key; "" has none. An error says no more than it must. (docs/security.md)"""
+    for name, status in statuses.items():
+        headers = served.headers(name) if name else {"authorization": "Bearer wp-guess"}
+        answer = HTTP.request("GET" if body is None else "POST", served.url + path, json=body, headers=headers)
+        assert answer.status_code == status, (name, answer.text)
+        if status == 401:
+            error = answer.json()["error"]
+            assert error["code"] == "invalid_api_key"
+            assert ("expired" in error["message"], "revoked" in error["message"]) == (
+                name == "expired",
+                name == "revoked",
+            )
+
+
+def test_a_model_that_a_tenant_may_not_use_does_not_exist(served: Served) -> None:
+    """The sentence is that for a name which nobody has."""
+    answers = [served.post(CHAT, "narrow", **{**BODY, "model": name}) for name in ("demo", "none")]
+    assert answers[0].text.replace("demo", "none") == answers[1].text
+    assert [model["id"] for model in served.get("/v1/models", "narrow").json()["data"]] == ["pirate"]
+
+
+def test_tenants_share_nothing(served: Served) -> None:
+    """The same prompt is cold for every tenant and for every cache_salt of one tenant; answers are equal."""
+    _, cold, text = served.chat("acme", *SHARED)
+    served.wait_until_held("acme", 100, *SHARED)
+    assert served.chat("acme", *SHARED)[1] > 100
+    _, other, other_text = served.chat("globex", *SHARED)
+    _, salted, salted_text = served.chat("acme", *SHARED, cache_salt="project-1")
+    served.wait_until_held("acme", 100, *SHARED, cache_salt="project-1")
+    assert served.chat("acme", *SHARED, cache_salt="project-1")[1] > 100
+    assert cold == other == salted == served.chat("globex", *SHARED, cache_salt="project-1")[1] == 0
+    assert text == other_text == salted_text
+
+
+def test_a_request_that_stores_nothing_leaves_nothing(served: Served) -> None:
+    """A request's own wish, and a tenant's setting: the next one of the same prompt finds what was there before."""
+    message = ("system", "What is passing leaves no trace. " * 30)
+    colds = [served.chat("globex", message, store_kv=store_kv) for store_kv in (False, False, True)]
+    served.wait_until_held("globex", 100, message)
+    _, warm, text = served.chat("globex", message, store_kv=False)
+    assert [cached for _, cached, _ in colds] == [0, 0, 0] and warm > 0
+    assert {each for _, _, each in colds} == {text}
+    assert [served.chat("passing", message)[1] for _ in range(2)] == [0, 0]
+
+
+def test_a_public_prompt_is_shared_and_nothing_after_it(served: Served) -> None:
+    """Sent as text or by reference; the question behind it, though the same, is cold for every other tenant."""
+    question = ("user", "And when does the tide turn? " * 12)
+    tokens, _, text = served.chat("acme", ("system", RULES), question)
+    whole = (tokens - 1) // 16 * 16
+    served.wait_until_held("acme", whole, ("system", RULES), question)
+    _, warm, _ = served.chat("acme", ("system", RULES), question)
+    _, other, other_text = served.chat("globex", ("system", RULES), question)
+    _, referred, referred_text = served.chat("initech", question, prompt_ref="rules@2")
+    assert warm >= whole
+    assert 64 <= other == referred < warm - 64
+    assert text == other_text == referred_text
+
+
+def test_a_trust_group_shares_all_and_a_salt_divides_it(served: Served) -> None:
+    private = ("system", "The merger is called off. " * 30)
+    tokens, cold, _ = served.chat("initech", private)
+    whole = (tokens - 1) // 16 * 16
+    served.wait_until_held("initech", whole, private)
+    assert cold == 0
+    assert served.chat("initrode", private)[1] >= whole
+    assert served.chat("initrode", private, cache_salt="mine")[1] == 0
+    assert served.chat("acme", private)[1] == 0
+
+
+def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) -> None:
+    """What the answers told is what the ledger has, whichever ingress is asked. (docs/security.md)"""
+
+    def row(key: str) -> dict[str, Any]:
+        found = served.get("/v1/usage", key).raise_for_status().json()["data"]
+        assert key == "operator" or {each["tenant"] for each in found} <= {key}
+        mine = [each for each in found if (each["tenant"], each["prompt"]) == ("initrode", "rules@2")]
+        return mine[0] if mine else {"requests": 0}
+
+    told = [served.chat("initrode", ("user", "Which berth is free? " * 8), prompt_ref="rules@2") for _ in range(6)]
+    for key in ("initrode", "operator") * 2:
+        found = row(key)
+        assert (found["requests"], found["output_tokens"]) == (6, 24)
+        assert found["prompt_tokens"] == sum(tokens for tokens, _, _ in told)
+        assert found["cached_tokens"] == sum(cached for _, cached, _ in told)
+        assert found["cost"]["openai"] > 0
+    assert row("acme")["requests"] == 0
+
+
+def test_a_retry_storm_shuts_nobody_out(served: Served) -> None:
+    """More prompts at once than replicas and queues hold, sent again when refused: another tenant is always answered.
+
+    The storm gets all of its answers too: none of its requests is begun and thrown away.
+    """
+    prompts = {"model": "demo", "prompt": [f"storm {index}" for index in range(128)], "max_tokens": 1}
+
+    async def run() -> None:
+        options: Any = {"base_url": served.url, "timeout": PATIENCE_S, "verify": NO_CERTIFICATES}
+        async with httpx.AsyncClient(**options) as client:
+
+            async def storm() -> int:
+                while True:
+                    answer = await client.post("/v1/completions", json=prompts, headers=served.headers("acme"))
+                    if answer.status_code == 200:
+                        return len(answer.json()["choices"])
+                    assert int(answer.headers["retry-after"]) >= 1
+
+            storms = [asyncio.create_task(storm()) for _ in range(8)]
+            statuses: list[int] = []
+            while not all(task.done() for task in storms):
+                statuses.append((await client.post(CHAT, json=BODY, headers=served.headers("globex"))).status_code)
+            assert set(statuses) == {200}, statuses
+            assert [task.result() for task in storms] == [128] * 8
+
+    asyncio.run(run())
+
+
+def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> None:
+    """To an operator, and to the tenant whose requests they were; another tenant hears of none, nor of its prefixes.
+
+    docs/live.md
+    """
+
+    @contextmanager
+    def listening(name: str) -> Iterator[Iterator[dict[str, Any]]]:
+        with HTTP.stream("GET", f"{served.url}/v1/cache/events", headers=served.headers(name)) as answer:
+            lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+            yield map(json.loads, lines)
+
+    over = threading.Event()
+
+    def keep_asking() -> None:
+        while not over.is_set():
+            served.chat("acme", *SHARED)
+
+    with listening("operator") as operator, listening("acme") as own, listening("globex") as other:
+        first = [next(events) for events in (operator, own, other)]
+        assert [event["tenant"] for event in first] == [None, "acme", "globex"]
+        assert ["blocks_total" in event["replicas"][0] for event in first] == [True, False, False]
+        # Several at once: HAProxy gives each to the ingress that has fewest connections, and streams are such.
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(keep_asking) for _ in range(4)]
+            try:
+                for events in (operator, own):
+                    seen: set[str] = set()
+                    while len(seen) < 2:
+                        event = next(events)
+                        if event["type"] == "decision":
+                            assert event["tenant"] == "acme"
+                            assert ("cold_ttft_s" in event) == (events is operator)
+                            seen.add(event["ingress"])
+            finally:
+                over.set()
+            for task in asking:
+                task.result()
+        served.chat("globex", *SHARED)
+        while (event := next(other))["type"] != "decision":
+            assert {row["tenant"] for row in event.get("nodes", ())} <= {"globex", None}
+        assert event["tenant"] == "globex"
+    # Streams that were left leave nothing, at either ingress.
+    streams = "warmpath_event_streams{"
+    eventually(lambda: not any(metric(served.url, streams, served.headers("operator")) for _ in range(4)))

@@ -1,0 +1,143 @@
+"""Whatever a client sends or holds open, it gets a 4xx with a sentence or an end, and others go on undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.raw_http import make_case, run_cases
+from tests.integration.conftest import HTTP, PATIENCE_S
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+GOOD = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "seed": 5}
+BAD_BODIES = [
+    b"",
+    b'{"model": "demo", ',
+    b"[1, 2]",
+    b"null",
+    b'{"model": "demo", "messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    b'{"model": "demo", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    json.dumps({**GOOD, "messages": "hello"}).encode(),
+    json.dumps({**GOOD, "messages": [{"content": "x"}]}).encode(),
+    b'{"model":"demo","messages":[{"role":"user","content":"x"}],"temperature":NaN}',
+    b'{"model":"demo","messages":[{"role":"user","content":"x"}],"temperature":1e999}',
+    json.dumps({**GOOD, "max_tokens": "many"}).encode(),
+    b'{"model":"demo","messages":[{"role":"user","content":"x"}],"seed":' + b"9" * 400 + b"}",
+    b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    json.dumps({**GOOD, "messages": [{"role": "user", "content": "word " * 60_000}]}).encode(),
+    b'{"model": "demo", "messages": [{"role": "user", "content": "' + b"a" * 10_000_000 + b'"}]}',
+]
+RAYS_HEADERS = [
+    (b"x-request-id", b"\xff\xfe"),
+    (b"x-request-timeout-seconds", b"\xff"),
+    (b"x-request-timeout-seconds", b"0.000001"),
+    (b"x-request-disconnect-disabled", b"\xff"),
+    (b"serve_multiplexed_model_id", b"\xff"),
+]
+HALF_OPEN = 10_000
+ATTACKER = "127.0.0.2"
+CASES = range(90)
+
+
+def clients(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=NO_CERTIFICATES)
+
+
+def test_bad_bodies_are_refused_with_a_sentence_and_harm_nobody(url: str) -> None:
+    """OpenAI's error shape, a request id, no trace of the inside; good answers beside them are what they were."""
+
+    async def run() -> None:
+        async with clients(url) as client:
+            alone = (await client.post(CHAT, json=GOOD)).json()["choices"][0]["message"]["content"]
+            bad = [client.post(CHAT, content=body) for body in BAD_BODIES]
+            good = [client.post(CHAT, json=GOOD) for _ in range(12)]
+            answers = await asyncio.gather(*bad, *good)
+        for answer in answers[: len(bad)]:
+            assert 400 <= answer.status_code < 500, answer.text
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert len(error["message"]) > 10
+            assert "Traceback" not in answer.text
+            assert answer.headers["x-request-id"]
+        for answer in answers[len(bad) :]:
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["message"]["content"] == alone
+
+    asyncio.run(run())
+
+
+def test_a_flood_is_cut_off_and_half_a_request_holds_up_nobody(url: str) -> None:
+    """A body without a length is refused once it passes the bound, not buffered whole."""
+
+    def flood() -> Iterator[bytes]:
+        for _ in range(400):
+            yield b"x" * 65536
+
+    with suppress(httpx.WriteError, httpx.RemoteProtocolError):  # the server may close on us while we still send
+        assert HTTP.post(url + CHAT, content=flood()).status_code == 413
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S) as half:
+        half.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        assert HTTP.post(url + CHAT, json=GOOD).status_code == 200
+
+
+def test_rays_headers_are_not_for_clients(url: str) -> None:
+    """Neither obeyed nor a fault; a client's own request id comes back."""
+    for header in RAYS_HEADERS:
+        answer = HTTP.post(url + CHAT, json=GOOD, headers=[header])
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-request-id"].isascii()
+    assert HTTP.post(url + CHAT, json=GOOD, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
+    """Ten thousand connections with half a request: everybody else's requests are answered meanwhile.
+
+    docs/port.md
+    """
+    parts = urlsplit(url)
+
+    async def open_half() -> socket.socket | None:
+        half = socket.socket()
+        try:
+            half.bind((ATTACKER, 0))
+            half.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(half, (parts.hostname, parts.port))
+            await asyncio.get_running_loop().sock_sendall(half, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        except OSError:
+            half.close()
+            return None
+        return half
+
+    async def run() -> list[int]:
+        statuses: list[int] = []
+        with ExitStack() as ending:
+            async with clients(url) as client:
+                for _ in range(HALF_OPEN // 500):
+                    for half in filter(None, await asyncio.gather(*(open_half() for _ in range(500)))):
+                        ending.callback(half.close)
+                    # Each on a connection of its own.
+                    answers = [client.post(CHAT, json=GOOD, headers={"connection": "close"}) for _ in range(5)]
+                    statuses += [answer.status_code for answer in await asyncio.gather(*answers)]
+        return statuses
+
+    assert set(asyncio.run(run())) == {200}
+
+
+def test_broken_requests_get_a_4xx_or_an_end_and_a_neighbour_its_answers(url: str) -> None:
+    """No server error, nobody left hanging, and the same answer for whoever asks meanwhile. (docs/security.md)"""
+    assert len({make_case(seed, "demo").kind for seed in CASES}) == 10
+    found = asyncio.run(run_cases(url, "demo", CASES))
+    assert (found.server_errors, found.hangs) == ([], [])
+    assert set(found.neighbour) == {"equal"}
+    assert found.statuses["400"] > len(CASES) // 4

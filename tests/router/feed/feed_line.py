@@ -1,0 +1,125 @@
+"""One replica's caches and feed, and one router, with every message between them in the test's hands."""
+
+from __future__ import annotations
+
+from functools import reduce
+from hashlib import blake2b
+from operator import xor
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from router.core import RoutingCore
+from router.feed.resequencer import FeedResequencer, ResequencerSettings
+from router.feed.sequencer import FeedSequencer
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, TierDigest
+from router.settings import RouterSettings
+
+NUMBERS = 40
+HASHES = [blake2b(bytes([number]), digest_size=16).digest() for number in range(NUMBERS)]
+TIERS = ("pool", "host")
+LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
+
+Held = dict[str, set[int]]
+
+
+def packed(numbers: list[int] | set[int]) -> bytes:
+    return b"".join(HASHES[number] for number in numbers)
+
+
+def word(block_hash: bytes) -> int:
+    key = int.from_bytes(block_hash[:8], "little")
+    return (key // 2**28) * (key % 2**28)
+
+
+def digest_of(held: Held) -> CacheDigest:
+    """What an honest replica says, worked out one block at a time."""
+    words = {tier: [word(HASHES[number]) for number in held[tier]] for tier in TIERS}
+    return CacheDigest(tuple(TierDigest(tier, len(words[tier]), reduce(xor, words[tier], 0)) for tier in TIERS))
+
+
+class Replica:
+    """A replica's caches, its feed and one router, with every message in the test's hands."""
+
+    def __init__(self, seed: int = 0, max_blocks: int = 1000, feed: ResequencerSettings | None = None) -> None:
+        self.now_s = 0.0
+        self.rng = Random(seed)
+        self.core = RoutingCore("me", RouterSettings(max_blocks=max_blocks), clock=lambda: self.now_s)
+        self.core.update_replicas(["a"])
+        self.lives = 0
+        self.begin_life()
+        self.resequencer = FeedResequencer(
+            "a", "epoch-0", lambda epoch, events: self.core.apply("a", epoch, events), self.core.counters.feed,
+            self.rng, 0.0, feed,
+        )  # fmt: skip
+        self.core.follow(lambda _: self.resequencer.live, resync=lambda _: self.resequencer.resync())
+
+    def begin_life(self) -> None:
+        self.sequencer = FeedSequencer("a", f"epoch-{self.lives}", 3)
+        self.held: Held = {tier: set() for tier in TIERS}
+        self.lives += 1
+
+    def does(self, events: list[Any]) -> list[bytes]:
+        """Change the caches and return the messages of it; "digest" stands for one of what is held then."""
+        told: list[Event] = []
+        for event in events:
+            match event:
+                case ("store", tier, numbers):
+                    self.held[tier] |= set(numbers)
+                    told.append(BlocksStored(packed(numbers), tier))
+                case ("remove", tier, numbers):
+                    self.held[tier] -= set(numbers)
+                    told.append(BlocksRemoved(packed(numbers), tier))
+                case "clear":
+                    self.held = {tier: set() for tier in TIERS}
+                    told.append(CacheCleared())
+                case "digest":
+                    told.append(digest_of(self.held))
+                case _:
+                    told.append(LOAD)
+        return self.sequencer.publish(told)
+
+    def hears(self, messages: list[bytes]) -> None:
+        for message in messages:
+            self.resequencer.on_delta(message, self.now_s)
+
+    def settle(self) -> None:
+        """Let the line be perfect until nothing is known to be missing."""
+        for _ in range(50):
+            self.hears(self.does(["load"]))
+            self.now_s += 11.0
+            nonce = self.resequencer.poll(self.now_s)
+            for chunk in self.sequencer.snapshot(nonce) if nonce is not None else ():
+                self.resequencer.on_chunk(chunk, self.now_s)
+            if self.resequencer.live:
+                return
+        raise AssertionError("the feed never became live")
+
+    def known(self) -> Held:
+        """What the directory says that the replica holds, block by block."""
+        found: Held = {tier: set() for tier in TIERS}
+        for number, block_hash in enumerate(HASHES):
+            match = self.core.directory.match(block_hash)
+            for tier, tokens in self.core.directory.tiers(block_hash, match).get("a", {}).items():
+                if tokens:
+                    found[tier].add(number)
+        return found
+
+    @property
+    def found(self) -> int:
+        return sum(kinds.total() for kinds in self.core.drift.found.values())
+
+
+numbers = st.lists(st.integers(0, NUMBERS - 1), max_size=6)
+tiers = st.sampled_from(TIERS)
+changes = st.one_of(
+    st.tuples(st.just("store"), tiers, numbers),
+    st.tuples(st.just("store"), tiers, numbers),
+    st.tuples(st.just("remove"), tiers, numbers),
+    st.sampled_from(["clear", "digest", "digest", "load"]),
+)
+steps = st.lists(
+    st.tuples(st.lists(changes, max_size=4), st.sampled_from(["send", "poll", "wait", "restart", "garbage"])),
+    max_size=25,
+)

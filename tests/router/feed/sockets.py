@@ -1,0 +1,65 @@
+"""Feeds over real, encrypted sockets, and a router that may follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import wraps
+from random import Random
+
+from router.core import RoutingCore
+from router.feed import FeedPublisher, FeedSubscriber
+from router.feed.resequencer import ResequencerSettings
+from router.protocol.events import LoadReport
+
+BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
+CHAIN = Random(0).randbytes(16 * 50)
+FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
+
+
+def in_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test in a loop of its own, for a bounded time."""
+
+    @wraps(test)
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 20))
+
+    return run
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 8.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "it never became true"
+        await asyncio.sleep(0.01)
+
+
+def blocks(core: RoutingCore, name: str) -> int:
+    return sum(core.directory.blocks_held(name).values())
+
+
+@asynccontextmanager
+async def following(
+    *names: str,
+    settings: ResequencerSettings | None = FAST,
+    blocks_per_message: int = 8,
+    max_queued_messages: int = 2000,
+) -> AsyncIterator[tuple[RoutingCore, FeedSubscriber, dict[str, FeedPublisher]]]:
+    """Yield a core that knows the replicas, its subscriber, connected to none yet, and the feeds."""
+    core = RoutingCore("me")
+    core.update_replicas(names)
+    subscriber = FeedSubscriber(
+        core.apply, core.counters.feed, settings=settings, max_queued_messages=max_queued_messages
+    )
+    core.follow(subscriber.is_live, resync=subscriber.resync)
+    feeds = {name: FeedPublisher(name, max_blocks_per_message=blocks_per_message) for name in names}
+    for feed in feeds.values():
+        feed.start()
+    try:
+        yield core, subscriber, feeds
+    finally:
+        for feed in feeds.values():
+            feed.stop()
+        await subscriber.close()

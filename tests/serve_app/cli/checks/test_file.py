@@ -1,0 +1,191 @@
+"""`warmpath check` finds mistakes where they stand, and passes every file that is shipped."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from serve_app.cli.checks.file import Mistake, mistakes_in
+from serve_app.cli.main import app
+from serve_app.config import engine
+
+ROOT = Path(__file__).parents[4]
+SHIPPED = sorted(path for path in (ROOT / "cluster").glob("*.yaml"))
+
+CONFIG = """\
+applications:
+  - name: warmpath
+    import_path: serve_app.app:build_app
+    args:
+      model: demo
+      replicas: 2
+    deployments:
+      - name: Ingress
+        user_config: &live
+          policy: lmetric
+          tenants:
+            - name: acme
+              key_sha256: [{digest}]
+      - name: Replica
+        user_config: *live
+""".replace("{digest}", "a" * 64)
+
+
+LIVE = "applications.0.deployments.0.user_config"
+
+
+def found(old: str, new: str) -> list[Mistake]:
+    """What is found once a part of the good file is another."""
+    assert old in CONFIG
+    return mistakes_in(CONFIG.replace(old, new))
+
+
+@pytest.mark.parametrize("text", [*(path.read_text() for path in SHIPPED), CONFIG, "model: demo\nreplicas: 3\n"])
+def test_a_good_file_has_no_mistakes(text: str) -> None:
+    """Those that are shipped are ready to be deployed, but for the keys that everybody makes for themselves."""
+    assert SHIPPED
+    assert mistakes_in(text) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "place", "what"),
+    [
+        ("replicas: 2", "replcas: 2", 6, "applications.0.args.replcas", "did you mean replicas?"),
+        ("replicas: 2", "replicas: 0", 6, "applications.0.args.replicas", "must be at least 1"),
+        ("policy: lmetric", "polcy: lmetric", 10, f"{LIVE}.polcy", "mean policy?"),
+        ("policy: lmetric", "model: x", 10, f"{LIVE}.model", "put it under args:"),
+        ("a" * 64, "wp-key", 13, f"{LIVE}.tenants.0.key_sha256.0.sha256", "64 hex digits"),
+        ("name: Replica", "name: Replicas", 14, "applications.0.deployments.1.name", "there are Ingress and Replica"),
+        ("*live", "{}", 15, "applications.0.deployments.1.user_config", "need the same user_config"),
+        ("build_app", "make_app", 1, "applications", "no application has the import_path"),
+        ("    import_path", "    import_paht", 2, "applications.0.import_path", "Field required"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line_place_and_remedy(old: str, new: str, line: int, place: str, what: str) -> None:
+    mistakes = found(old, new)
+    assert any((each.line, each.place) == (line, place) and what in each.what for each in mistakes), mistakes
+    assert not any("wp-key" in each.what for each in mistakes)
+
+
+NAMES = st.sampled_from(["args", "name", "user_config", "deployments", "policy", "tenants", "public_prompts", "x", 7])
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text("ab", max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.sampled_from(["whole", "applications", "application", "args", "deployments", "user_config", "text"]), anything
+)
+def test_whatever_a_file_holds_it_is_answered(where: str, value: object) -> None:
+    """A list of mistakes, each with a line that the file has; never a fault of the checker's own."""
+    config = yaml.safe_load(CONFIG)
+    app = config["applications"][0]
+    if where == "application":
+        config["applications"] = [value]
+    elif where == "applications":
+        config["applications"] = value
+    elif where == "user_config":
+        app["deployments"] = [{"name": name, "user_config": value} for name in ("Ingress", "Replica")]
+    else:
+        app[where] = value
+    whole = value if where == "whole" else config
+    service = {"kind": "RayService", "spec": {"serveConfigV2": value if where == "text" else yaml.safe_dump(whole)}}
+    for document, style in ((whole, None), (service, None), (service, "|")):
+        text = yaml.safe_dump(document, default_style=style)
+        with suppress(ValueError):  # a text in a RayService that is no YAML
+            for mistake in mistakes_in(text):
+                assert 1 <= mistake.line <= len(text.splitlines()) + 1
+                assert mistake.what
+
+
+def test_lines_of_a_ray_service_are_those_of_the_file() -> None:
+    """The Serve config is a text in it."""
+    inner = "".join(f"    {line}\n" for line in CONFIG.replace("policy:", "polcy:").splitlines())
+    text = f"kind: RayService\nspec:\n  serveConfigV2: |\n{inner}  rayClusterConfig: {{}}\n"
+    lines = {text.splitlines()[each.line - 1].strip() for each in mistakes_in(text)}
+    assert lines == {"polcy: lmetric"} or lines == {"polcy: lmetric", "user_config: *live"}
+    assert mistakes_in("kind: RayService\nspec:\n  serveConfigV2: ''\n")[0].line == 3
+    [missing] = mistakes_in("kind: RayService\nspec:\n  rayClusterConfig: {}\n")
+    assert (missing.line, missing.place) == (2, "spec.serveConfigV2")
+
+
+def run(file: Path, text: str, *flags: str) -> tuple[int, str]:
+    file.write_text(text)
+    result = CliRunner().invoke(app, ["check", str(file), *flags])
+    return result.exit_code, result.output
+
+
+def test_the_command_says_where_and_leaves_with_a_status(tmp_path: Path) -> None:
+    """0: good; 1: mistakes, a line each; 2: nothing to read."""
+    file = tmp_path / "config.yaml"
+    assert run(file, CONFIG) == (0, f"{file}: nothing is wrong\n")
+    status, output = run(file, CONFIG.replace("replicas: 2", "replcas: 2"))
+    assert status == 1
+    assert f"{file}:6: applications.0.args.replcas: there is no such setting; did you mean replicas?" in output
+    assert run(file, "a: [")[0] == 2
+    assert CliRunner().invoke(app, ["check", str(tmp_path / "nothing.yaml")]).exit_code == 2
+
+
+def test_paths_of_a_settings_file_start_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "clerk.txt").write_text("Be brief.")
+    file = tmp_path / "settings.yaml"
+    prompt = "public_prompts: [{{name: clerk, version: '1', file: {}}}]\n"
+    assert run(file, prompt.format("clerk.txt"))[0] == 0
+    assert run(file, prompt.format("nothing.txt"))[0] == 1
+    assert "prompts_dir: there is no directory" in run(file, "prompts_dir: prompts\n")[1]
+    (tmp_path / "prompts").mkdir()
+    assert run(file, "prompts_dir: prompts\n")[0] == 0
+    assert "secret_file: there is no secret file" in run(file, "secret_file: secret\n")[1]
+
+
+SIZES = ("replica_num_cpus", "num_threads")
+"""A pod's, which `serve deploy` on any machine has no need of."""
+
+
+def application(config: dict[str, Any]) -> Any:
+    [found] = config["applications"]
+    found["args"] = {name: value for name, value in found["args"].items() if name not in SIZES}
+    return found
+
+
+def test_a_ray_service_deploys_what_the_serve_config_of_its_kind_does() -> None:
+    """On Kubernetes only addresses and a pod's sizes differ; the secret comes from a Secret, and no key is written."""
+    for kind in ("", "_gpu", "_vllm"):
+        serve_config = yaml.safe_load((ROOT / f"cluster/serve_config{kind}.yaml").read_text())
+        service = yaml.safe_load((ROOT / f"cluster/rayservice{kind}.yaml").read_text())
+        inner = yaml.safe_load(service["spec"]["serveConfigV2"])
+        assert application(inner) == application(serve_config)
+        cluster = service["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            env = {entry["name"]: entry for entry in group["template"]["spec"]["containers"][0]["env"]}
+            assert "secretKeyRef" in env["WARMPATH_SECRET"]["valueFrom"]
+            assert not any("value" in entry for name, entry in env.items() if "SECRET" in name or "KEY" in name)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("model: /no/such/model", "1: model: '/no/such/model' is neither a built-in model"),
+        ("lora_adapters: {style: /no/adapter}", "1: lora_adapters: the adapter 'style' of the settings: "),
+        ("secret_file: /no/secret", "1: secret_file: there is no secret file /no/secret"),
+        ("replicas: 4\nengine: vllm", "2: engine: engine=vllm needs vLLM"),
+        ("autoscaling: {max_replicas: 3}\nreplicas: 4", "2: replicas: replicas has no effect beside autoscaling"),
+    ],
+)
+def test_what_is_named_and_not_there_is_missed(
+    lines: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "vllm_missing", lambda: True)
+    status, output = run(tmp_path / "settings.yaml", lines)
+    assert status == 1
+    assert words in output
+    assert run(tmp_path / "settings.yaml", lines, "--elsewhere")[0] == ("autoscaling" in lines)

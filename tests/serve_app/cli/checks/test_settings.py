@@ -1,0 +1,158 @@
+"""What can be seen of bad settings before anything starts, one sentence each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from serve_app.cli.checks import machine
+from serve_app.cli.checks.catalog import problems
+from serve_app.cli.checks.finding import Case, Place
+from serve_app.config.app import AppConfig
+from serve_app.config.live import BadSettings, app_config
+from serve_app.engine.lora.peft_files import CONFIG_FILE, WEIGHTS_FILE
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A secret is made in a directory that is thrown away."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("WARMPATH_SECRET", raising=False)
+
+
+def sentences(model: Path | str, place: Place = "start", **settings: Any) -> list[str]:
+    """What is said of settings of the simulated engine."""
+    config = AppConfig.model_validate({"model": str(model), "engine": "simulated", **settings})
+    return problems("start" if place == "start" else "file", Case(config, place))
+
+
+def said(model: Path, **settings: Any) -> str:
+    (sentence,) = sentences(model, **settings)
+    return sentence
+
+
+def test_good_settings_have_none(demo_model_path: Path, tmp_path: Path) -> None:
+    tiers = {"host_cache_bytes": 1 << 20, "disk_cache_bytes": 1 << 20, "disk_cache_dir": tmp_path / "disk"}
+    assert sentences(demo_model_path, **tiers) == []
+    assert not (tmp_path / "disk").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"disk_cache_bytes": 1000}, "disk_cache_bytes needs disk_cache_dir"),
+        ({"num_blocks": 64, "pin_budget": 64}, "pin_budget=64 leaves nothing of 64 blocks"),
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens must exceed max_num_seqs"),
+    ],
+)
+def test_what_settings_say_of_themselves(values: dict[str, Any], words: str) -> None:
+    """Needs no machine, and so is told wherever settings are read."""
+    with pytest.raises(BadSettings, match=words):
+        app_config(values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tool_parser": "hermit"}, "tool_parser must be auto or one of hermes, mistral, llama3_json, not 'hermit'"),
+        ({"secret_file": "TMP/none"}, "there is no secret file TMP/none; make it, or leave secret_file out"),
+        ({"secret_file": "TMP"}, "(Is a directory)"),
+        ({"secret_file": "TMP/open"}, "others may read"),
+        ({"secret_file": "TMP/short"}, "has 1 characters and needs 16"),
+        ({"host_cache_bytes": 5}, "host_cache_bytes=5 cannot hold one KV block of"),
+        ({"block_size": 1024, "kv_cache_bytes": 1 << 20}, "kv_cache_bytes=1048576 cannot hold one KV block of"),
+        ({"disk_cache_bytes": 1 << 20, "disk_cache_dir": "TMP/open/disk"}, "is no directory that this user may write"),
+        ({"disk_cache_bytes": 1 << 60, "disk_cache_dir": "TMP"}, "GiB, and the disk of"),
+        ({"usage_file": "TMP"}, "is no file that this user may write"),
+        ({"usage_file": "TMP/none/usage.sqlite"}, "is no file that this user may write"),
+        ({"model": "TMP/none"}, "is neither a built-in model"),
+        ({"max_model_len": 40000}, "more than the 32768 positions"),
+        ({"replicas": 2, "autoscaling": {"max_replicas": 3}}, "replicas has no effect beside autoscaling"),
+    ],
+)
+def test_each_setting_that_cannot_be_used(
+    demo_model_path: Path, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    """A format that is none; a secret, a place or a model that is not there; budgets that do not fit."""
+    for name, mode in (("open", 0o644), ("short", 0o600)):
+        (tmp_path / name).write_text("x")
+        (tmp_path / name).chmod(mode)
+    here = {
+        name: value.replace("TMP", str(tmp_path)) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+    [sentence] = sentences(**{"model": demo_model_path, **here})
+    assert words.replace("TMP", str(tmp_path)) in sentence
+
+
+def test_more_than_the_machines_memory(demo_model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or than what a container may take of it."""
+    monkeypatch.setattr("serve_app.cli.checks.settings._architecture", lambda _: iter(()))
+    assert "this machine has" in said(demo_model_path, engine="torch", kv_cache_bytes=1 << 50)
+    monkeypatch.setattr(machine, "_CGROUP_MEMORY", tmp_path / "memory.max")
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert "this machine has 0.0 GiB" in said(demo_model_path, engine="torch")
+
+
+def test_an_adapter_of_too_high_a_rank(demo_model_path: Path, tmp_path: Path) -> None:
+    """By its tensors' shapes, with the module; and one that is not whole."""
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
+    module = "model.layers.0.self_attn.q_proj"
+    weights = {f"base_model.model.{module}.lora_A.weight": np.zeros((8, 4), np.float32)}
+    save_file(weights, tmp_path / WEIGHTS_FILE)
+    adapter = {"lora_adapters": {"a": tmp_path}}
+    assert sentences(demo_model_path, max_lora_rank=8, **adapter) == []
+    sentence = said(demo_model_path, max_lora_rank=4, **adapter)
+    assert sentence == f"the adapter 'a' of the settings: {module} has rank 8, over max_lora_rank 4"
+    (tmp_path / WEIGHTS_FILE).write_bytes(b"short")
+    assert "no whole safetensors file" in said(demo_model_path, **adapter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "words"),
+    [
+        (
+            {"model_type": "gpt2", "n_positions": 1024},
+            "torch",
+            "names the model_type 'gpt2' and the architecture 'Qwen3ForCausalLM'",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 64}
+            | {"use_sliding_window": True},
+            "torch",
+            "qwen3: layers of type sliding_attention",
+        ),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "vllm", "more than 64 tokens back"),
+    ],
+)
+def test_an_architecture_that_is_not_served(
+    demo_model_path: Path, tmp_path: Path, fields: dict[str, Any], engine: str, words: str
+) -> None:
+    """Another model's config, and layers that an engine does not compute; all of it without the weights."""
+    changed = tmp_path / "changed"
+    shutil.copytree(demo_model_path, changed)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, **fields}))
+    assert words in said(changed, engine=engine)
+
+
+def test_settings_that_vllm_cannot_follow_are_told_all_at_once() -> None:
+    unfollowed = sentences("/no/model", "elsewhere", engine="vllm", admission="worst_case", save_ttl_s=60)
+    assert [sentence.partition(":")[0] for sentence in unfollowed] == ["save_ttl_s", "admission"]
+
+
+def test_what_is_on_other_machines_is_not_missed(tmp_path: Path) -> None:
+    """A file for a cluster names what only its nodes have; but a mistake that can be seen here is one."""
+    values = {"model": "/models/llama", "secret_file": "/run/secret", "lora_adapters": {"a": "/adapters/a"}}
+    assert sentences(place="elsewhere", **values) == []
+    assert not (tmp_path / "state").exists()
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o600)
+    assert len(sentences(place="elsewhere", **{**values, "secret_file": tmp_path / "secret"})) == 1
+    assert len(sentences(place="here", **values)) == 3

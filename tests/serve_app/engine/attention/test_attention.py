@@ -1,0 +1,184 @@
+"""A packed step attends as the formula says, whatever its sequences share and wherever their blocks lie."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.engine.attention import reads
+from serve_app.engine.attention.interface import paged_attention
+from serve_app.engine.attention.paging import KvPool, plan_step
+from serve_app.engine.protocol import SamplingParams
+from serve_app.engine.step import Segment, block_runs, ceil_div
+from tests.serve_app.conftest import MakeEngine, Reference
+from tests.serve_app.engine.tiny import prompt, request, run_all
+
+SIZE, KV_HEADS, DIM = 4, 2, 16
+
+Case = tuple[int, int, list[int]]
+"""(new tokens, tokens before them, blocks) of one sequence."""
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Case]:
+    """Several sequences, over neighbouring or scattered blocks, some of which begin with the same ones."""
+    length = st.one_of(st.just(1), st.integers(1, 30))
+    shapes = draw(st.lists(st.tuples(length, st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=6))
+    shapes = [(new, past, min(shared, past // SIZE)) for new, past, shared in shapes]
+    needed = sum(ceil_div(new + past, SIZE) - shared for new, past, shared in shapes)
+    blocks = draw(st.one_of(st.just([*range(needed + 20)]), st.permutations(range(needed + 20))))
+    common, own = blocks[:20], blocks[20:]
+    cases = []
+    for new, past, shared in shapes:
+        count = ceil_div(new + past, SIZE) - shared
+        cases.append((new, past, [*common[:shared], *own[:count]]))
+        own = own[count:]
+    return cases
+
+
+def segments_of(cases: list[Case], wanted: set[int] | None = None) -> list[Segment]:
+    """Return segments whose token ids are told apart; those that are ``wanted`` want a token."""
+    return [
+        Segment(np.arange(i, i + new, dtype=np.int32), past, blocks, block_runs(blocks),
+                SamplingParams(1) if i in (wanted or ()) else None)
+        for i, (new, past, blocks) in enumerate(cases)
+    ]  # fmt: skip
+
+
+@torch.inference_mode()
+def check(
+    cases: list[Case], group: int, dtype: torch.dtype, *, in_place: bool, device: torch.device | str = "cpu"
+) -> None:
+    """Run one step and compare what is written, and what every row gets, with the formula."""
+    generator = torch.Generator().manual_seed(1)
+    device = torch.device(device)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    pool = KvPool(1, max(b for *_, blocks in cases for b in blocks) + 1, SIZE, KV_HEADS, DIM, dtype, device)
+    pool.slots.copy_(numbers(*pool.slots.shape))
+    for _, past, blocks in cases:
+        # Large where nobody of this step has written: who reads beyond a sequence's end is found out.
+        for position in range(past, len(blocks) * SIZE):
+            pool.slots[:, :, blocks[position // SIZE] * SIZE + position % SIZE] = 100.0
+    step = plan_step(pool, segments_of(cases), in_place=in_place)
+    total = step.input_ids.shape[1]
+    query, key, value = (numbers(1, heads, total, DIM) for heads in (KV_HEADS * group, KV_HEADS, KV_HEADS))
+    module = SimpleNamespace(layer_idx=0)
+    got, _ = paged_attention(module, query, key, value, None, paged=step, scaling=0.3)  # type: ignore[arg-type]
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    row = 0
+    for i in step.order:
+        new, past, blocks = cases[i]
+        rows = slice(row, row + new)
+        slots = (torch.tensor(blocks)[:, None] * SIZE + torch.arange(SIZE)).flatten()[: past + new].to(device)
+        keys, values = pool.keys[0][slots], pool.values[0][slots]
+        assert torch.equal(keys[past:], key[0, :, rows].transpose(0, 1))
+        assert torch.equal(values[past:], value[0, :, rows].transpose(0, 1))
+        expected = formula(query[0, :, rows], keys, values, 0.3)
+        torch.testing.assert_close(got[0, rows].float(), expected, atol=tolerance, rtol=tolerance)
+        row += new
+
+
+def formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return causal attention of the last rows, in float32: [n, heads, d] of [heads, n, d] over [S, kv_heads, d]."""
+    group = query.shape[0] // key.shape[1]
+    key, value = (heads.float().repeat_interleave(group, dim=1).transpose(0, 1) for heads in (key, value))
+    scores = torch.matmul(query.float(), key.transpose(1, 2)) * scale
+    future = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device)
+    future = future.triu_(1 + scores.shape[2] - scores.shape[1])
+    return torch.matmul(torch.softmax(scores.masked_fill_(future, float("-inf")), dim=-1), value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_place", [True, False])
+@given(cases=steps(), group=st.sampled_from([1, 3]), long_run=st.sampled_from([1, 8, 256]), cut=st.booleans())
+@settings(max_examples=60)
+def test_a_step_attends_by_the_formula(
+    dtype: torch.dtype, in_place: bool, cases: list[Case], group: int, long_run: int, cut: bool
+) -> None:
+    """Whatever is read in place, copied, or cut where a copy or a mask would be too large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reads, "LONG_RUN_TOKENS", long_run)
+        if cut:
+            patch.setattr(reads, "SMALL_TABLE_BLOCKS", 1)
+            patch.setattr(reads, "GATHER_TOKENS", 24)
+            patch.setattr(reads, "MASK_ENTRIES", 40)
+        check(cases, group, dtype, in_place=in_place)
+
+
+def test_a_gpu_attends_by_the_formula(device: torch.device) -> None:
+    cases = [(1, 40, [*range(11)]), (1, 9, [20, 18, 19]), (70, 0, [*range(30, 48)]), (9, 40, [*range(10), 60, 50, 58])]
+    check(cases, 3, torch.float32, in_place=device.type == "cpu", device=device)
+
+
+def test_a_common_beginning_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what follows it is copied, by as few copies as there are lengths. docs/kernels.md"""
+    monkeypatch.setattr(reads, "LONG_RUN_TOKENS", 32)
+    shared = [*range(10, 20)]
+    cases = [(1, 40, [*shared, 30]), (1, 46, [*shared, 20, 31]), (1, 4, [50, 51])]
+    pool = KvPool(1, 64, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+    in_place, copied = plan_step(pool, segments_of(cases), in_place=True).reads
+    assert (in_place.place, in_place.rows) == (slice(40, 80), slice(0, 2))
+    assert copied.rows == slice(0, 3)
+    assert sorted(copied.place.tolist()) == [20, 30, 30, 31, 50, 51]  # type: ignore[union-attr]
+
+
+@given(cases=steps(), wanted=st.sets(st.integers(0, 5)))
+@settings(max_examples=60)
+def test_a_step_is_what_the_segments_say(cases: list[Case], wanted: set[int]) -> None:
+    """Order, ids, positions, slots, padding and zeroed slots against the plain loops."""
+    pool = KvPool(2, 1 + max(b for *_, bs in cases for b in bs), SIZE, 1, 2, torch.float32, torch.device("cpu"))
+    pool.tensor.fill_(7)
+    cleaned = pool.tensor.clone()
+    step = plan_step(pool, segments_of(cases, wanted), in_place=True)
+    assert list(step.order) == sorted(range(len(cases)), key=lambda i: (cases[i][0] > 1, i))
+    logit_rows, row = [], 0
+    for i in step.order:
+        new, past, blocks = cases[i]
+        where = range(past, past + new)
+        assert step.input_ids[0, row : row + new].tolist() == list(range(i, i + new))
+        assert step.position_ids[0, row : row + new].tolist() == list(where)
+        slots = [SIZE * blocks[position // SIZE] + position % SIZE for position in where]
+        assert step.slots[row : row + new].tolist() == slots
+        for position in range(past + new, SIZE * len(blocks)):
+            if past <= position // SIZE * SIZE:
+                cleaned[:, :, blocks[position // SIZE], position % SIZE] = 0
+        logit_rows += [row + new - 1] * (i in wanted)
+        row += new
+    assert torch.equal(pool.tensor, cleaned)
+    assert step.logit_rows.tolist() == logit_rows
+    assert len(step.slots) == row
+    padding = 0 if row <= 64 else -row % 16
+    assert step.input_ids.shape == step.position_ids.shape == (1, row + padding)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_an_earlier_owner_left_in_a_block_is_not_seen(in_place: bool) -> None:
+    """Not-a-number left beyond a sequence's end would survive a mask; a block is cleaned when it is begun."""
+    pool = KvPool(1, 4, SIZE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+    pool.tensor.fill_(float("nan"))
+    step = plan_step(pool, segments_of([(1, 0, [2])]), in_place=in_place)
+    heads = (torch.ones(1, h, 1, DIM) for h in (6, 2, 2))
+    got, _ = paged_attention(SimpleNamespace(layer_idx=0), *heads, None, paged=step)  # type: ignore[arg-type,misc]
+    assert torch.equal(got, torch.ones(1, 1, 6, DIM))
+
+
+def test_requests_get_the_same_tokens_over_copies(
+    make_engine: MakeEngine, reference: Reference, device: torch.device
+) -> None:
+    """Cold, cached, forked and long prompts at once, as a GPU attends."""
+    engine = make_engine(device=str(device))
+    engine._runner.reads_in_place = False  # type: ignore[attr-defined]
+    run_all(engine, [request("cold", prompt(100), 1)])
+    prompts = {"warm": prompt(100), "fork": np.concatenate([prompt(100)[:70], prompt(30, 5)]), "long": prompt(400, 3)}
+    got = run_all(engine, [request(name, ids, 12) for name, ids in prompts.items()])
+    for name, ids in prompts.items():
+        assert got.tokens[name] == reference("qwen3", ids, 12), name
+    assert got.cached["warm"] == 96

@@ -1,0 +1,71 @@
+"""The real scheduler over the real cache, in virtual time: steps always succeed and take tokens / RATE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from serve_app.cache.prefix.prefix_cache import PrefixCache
+from serve_app.engine.scheduling.scheduler import Scheduled, Scheduler
+from serve_app.engine.scheduling.sequence import SequenceState
+from serve_app.engine.settings import EngineSettings
+from tests.harness.sequence_laws import assert_laws
+from tests.serve_app.engine.tiny import request
+
+RATE = 5000.0
+"""Tokens a virtual second."""
+
+
+class Bench:
+    """``tenants``: with equal shares. ``started_s``: when each request was in a step first."""
+
+    def __init__(self, *tenants: str, **overrides: object) -> None:
+        values: dict[str, object] = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **overrides}
+        shares = dict.fromkeys(tenants, 1.0)
+        self.now_s = 0.0
+        self.settings = EngineSettings(tenant_shares=shares, **values)  # type: ignore[arg-type]
+        self.cache = PrefixCache(self.settings.num_blocks, 16, shares=shares, clock=lambda: self.now_s)
+        self.scheduler = Scheduler(self.settings, self.cache)
+        self.started_s: dict[str, float] = {}
+
+    def add(
+        self,
+        name: str,
+        ids: np.ndarray,
+        max_tokens: int = 4,
+        *,
+        tenant: str = "default",
+        arrival_s: float | None = None,
+        store_kv: bool = True,
+    ) -> SequenceState:
+        item = replace(request(name, ids, max_tokens, tenant=tenant), store_kv=store_kv)
+        chain = self.cache.chain(item.root, item.token_ids)
+        sequence = SequenceState(item, lambda _: None, chain, self.now_s if arrival_s is None else arrival_s)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def schedule(self, prefill_tokens_per_s: float = 0.0) -> list[Scheduled]:
+        """Choose a step, compute it and settle it."""
+        chosen = self.scheduler.schedule(prefill_tokens_per_s)
+        for item in chosen:
+            if item.admitted:
+                self.started_s[item.sequence.request.request_id] = self.now_s
+        self.now_s += max(sum(item.tokens for item in chosen) / RATE, 1e-6)
+        for item in chosen:
+            segment = item.sequence.segment(item.tokens)
+            assert segment.end <= len(segment.blocks) * 16
+            self.scheduler.computed(item)
+            if segment.sampling is not None and item.sequence.append_token(1):
+                self.scheduler.remove(item.sequence.request.request_id)
+        return chosen
+
+    def step(self, prefill_tokens_per_s: float = 0.0) -> list[tuple[str, int]]:
+        """Run a step and look at every law; return (request, tokens) in order."""
+        chosen = self.schedule(prefill_tokens_per_s)
+        for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
+            assert_laws(sequence, 16)
+        pool = self.cache.pool
+        assert self.scheduler.reserved_blocks <= self.cache.available_blocks
+        assert pool.free_blocks + pool.idle_blocks + pool.used_blocks == self.settings.num_blocks
+        return [(item.sequence.request.request_id, item.tokens) for item in chosen]

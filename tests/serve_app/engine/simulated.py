@@ -1,0 +1,34 @@
+"""Engines that compute nothing, over a runner whose steps can be held up or made to fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.runner.simulated_runner import CostModel, SimulatedRunner
+from serve_app.engine.step import Segment, SegmentResult
+
+MakeSimulated = Callable[..., TorchEngine]
+"""The fixture ``make_simulated``."""
+
+
+class GatedRunner(SimulatedRunner):
+    """A simulated runner whose steps wait for a gate, and that fails on a token it finds poisonous."""
+
+    def __init__(self, poison: int | None = None, gated: bool = False) -> None:
+        super().__init__(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0, decode_per_sequence_s=0.0))
+        self.poison = poison
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.steps: list[list[int]] = []
+        if not gated:
+            self.gate.set()
+
+    def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
+        self.entered.set()
+        assert self.gate.wait(30)
+        self.steps.append([len(segment.token_ids) for segment in segments])
+        if self.poison is not None and any(self.poison in segment.token_ids for segment in segments):
+            raise RuntimeError("poison")
+        return super().execute(segments)

@@ -1,0 +1,81 @@
+"""Routers hear of a replica's load at once where prefills change, and no more often than they have to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from msgspec import structs
+
+from router.protocol.events import LoadReport, StatsReport
+from serve_app.replica.reporter import Reporter
+
+IDLE = LoadReport(0, 0, 0, 8, 16, 100.0, 0.01)
+
+
+class Bench:
+    """A reporter over an engine whose load the test sets; ``loads``: what was reported."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.load = IDLE
+        self.loads: list[LoadReport] = []
+        self.heard = asyncio.Event()
+        engine, adapters, puller, moves, feed = (MagicMock() for _ in range(5))
+        engine.load.side_effect = lambda: self.load
+        engine.adapters.return_value = ()
+        engine.stats.return_value = StatsReport(())
+        adapters.load_s = 0.0
+        puller.tokens_per_s = 0.0
+        puller.meters.samples.return_value = moves.samples.return_value = ()
+        feed.mirror_drifts = 0
+        feed.put.side_effect = self._put
+        self.reporter = Reporter(engine, adapters, puller, moves, feed, interval_s, lambda: 0)
+
+    def _put(self, events: list[Any]) -> None:
+        self.loads += [event for event in events if isinstance(event, LoadReport)]
+        self.heard.set()
+
+    async def next(self) -> LoadReport:
+        self.heard.clear()
+        await asyncio.wait_for(self.heard.wait(), 30)
+        return self.loads[-1]
+
+
+@pytest.mark.parametrize("news", [True, False])
+def test_a_prefill_that_changes_is_told_at_once(news: bool) -> None:
+    """With an interval of an hour a report comes because a prefill came or ended, and only then."""
+
+    async def run(reporter: Callable[[], Bench]) -> list[int]:
+        bench = reporter()
+        task = asyncio.create_task(bench.reporter.run())
+        assert await bench.next() == IDLE
+        for tokens in (500, 900):
+            bench.load = structs.replace(IDLE, queued_prefill_tokens=tokens)
+            if news:
+                bench.reporter.prefills_changed()
+                bench.reporter.prefills_changed()
+                await bench.next()
+            await asyncio.sleep(0.01)
+        task.cancel()
+        return [load.queued_prefill_tokens for load in bench.loads]
+
+    assert asyncio.run(run(lambda: Bench(3600.0))) == ([0, 500, 900] if news else [0])
+
+
+def test_a_load_that_changes_otherwise_is_told_within_the_interval() -> None:
+    """Decodes begin and end without a prefill's news; nothing is told twice."""
+
+    async def run() -> None:
+        bench = Bench(0.01)
+        task = asyncio.create_task(bench.reporter.run())
+        await bench.next()
+        bench.load = structs.replace(IDLE, running_sequences=3)
+        assert (await bench.next()).running_sequences == 3
+        await asyncio.sleep(0.05)
+        task.cancel()
+        assert len([load for load in bench.loads if load.running_sequences == 3]) == 1
+
+    asyncio.run(run())
