@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve_app.engine.lora.peft_files import describe_adapter
+from serve_app.engine.lora.peft_files import describe_adapter, parse_config
 from serve_app.engine.protocol import AdapterError, AdapterSpec
 from serve_app.engine.runner.model_runner import ModelRunner
 from serve_app.engine.settings import EngineSettings
@@ -61,3 +61,110 @@ def test_the_digest_is_of_what_the_adapter_computes(saved: Path, tmp_path: Path)
 def test_names_that_could_be_taken_for_a_key_or_a_path_are_refused(name: str, saved: Path) -> None:
     with pytest.raises(AdapterError, match="no adapter name"):
         describe_adapter(name, saved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_qalora": True}, "use_qalora is not supported"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is not supported"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is not supported"),
+        ({"a_feature_of_tomorrow": {"on": 1}}, "a_feature_of_tomorrow is not supported"),
+        ({"bias": "all"}, "trained biases"),
+        ({"peft_type": "IA3"}, "only LORA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": 0}, "r must be"),
+        ({"r": True}, "r must be"),
+        ({"r": None}, "r must be"),
+        ({"lora_alpha": "8"}, "lora_alpha must be"),
+        ({"rank_pattern": {"q_proj": 0}}, "q_proj must be"),
+        ({"rank_pattern": [3]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern holds '\('"),
+        ({"rank_pattern": {"(a+)+$": 3}}, r"rank_pattern holds '\(a\+\)\+\$'.*give each module an entry"),
+        ({"rank_pattern": {f"layers.{i}": 3 for i in range(2049)}}, "rank_pattern has 2049 entries"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], reason: str, saved: Path) -> None:
+    """Ignoring any of these would answer with other numbers than the adapter was trained for. (docs/lora.md)"""
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert parse_config(json.dumps(config).encode()).rank == 4
+    with pytest.raises(AdapterError, match=reason):
+        parse_config(json.dumps(config | fields).encode())
+
+
+def test_files_that_are_no_adapter_are_refused_without_their_path(
+    saved: Path, tmp_path: Path, runner: ModelRunner
+) -> None:
+    """A message may reach a client: it names the file, never the directory."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    lone = tmp_path / "lone"
+    lone.mkdir()
+    (lone / "adapter_model.safetensors").write_bytes(b"x")
+    torn = rewritten(saved, tmp_path / "torn")
+    whole = (torn / "adapter_model.safetensors").read_bytes()
+    (torn / "adapter_model.safetensors").write_bytes(whole[:-10])
+    text = rewritten(saved, tmp_path / "text")
+    (text / "adapter_config.json").write_text("[]")
+    for path, reason in (
+        (empty, "no adapter_model.safetensors"),
+        (tmp_path / "nowhere", "no adapter_model.safetensors"),
+        (lone, "adapter_config.json is missing"),
+        (text, "not a JSON object"),
+        (torn, "no whole safetensors file"),
+    ):
+        with pytest.raises(AdapterError, match=reason) as caught:
+            runner.adapters.load(describe_adapter("a", path))
+        assert str(tmp_path) not in str(caught.value)
+    assert runner.adapters.loaded == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "reason"),
+    [
+        ({"r": 5}, {}, "this model and rank need"),
+        ({}, {f"{Q}.lora_A.weight": torch.zeros(4, 63)}, "this model and rank need"),
+        ({}, {f"{Q}.lora_B.weight": torch.zeros(4, 4)}, "this model and rank need"),
+        ({}, {f"{Q}.lora_B.weight": None}, "only one of"),
+        ({}, {f"{Q}.lora_B.weight": torch.full((64, 4), float("nan"))}, "not finite"),
+        ({}, {f"{Q}.lora_magnitude_vector.weight": torch.zeros(64)}, "lora_magnitude_vector"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 4)}, "lora_embedding_A"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)}, "no linear layer 'lm_head'"),
+        ({}, {"base_model.model.model.layers.9.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}, "no linear layer"),
+        ({}, {"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "only lora_A and lora_B"),
+    ],
+)
+def test_tensors_are_checked_against_the_model(
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor | None],
+    reason: str,
+    saved: Path,
+    tmp_path: Path,
+    runner: ModelRunner,
+) -> None:
+    """Whatever has no place in this model is refused at load, not met in a forward."""
+    path = rewritten(saved, tmp_path / "x", config, **{name.replace(".", "__"): t for name, t in tensors.items()})
+    with pytest.raises(AdapterError, match=reason):
+        runner.adapters.load(describe_adapter("a", path))
+
+
+def test_ranks_over_the_limit_and_files_that_changed_are_refused(
+    checkpoints: dict[str, Path], saved: Path, tmp_path: Path, runner: ModelRunner
+) -> None:
+    """``max_lora_rank`` bounds memory; a file that is not the one that was described has no business under its key."""
+    big = save_adapter(checkpoints["qwen3"], tmp_path / "big", 2, ("q_proj",), r=9)
+    with pytest.raises(AdapterError, match="over max_lora_rank 8"):
+        runner.adapters.load(describe_adapter("big", big))
+    path = rewritten(saved, tmp_path / "changing")
+    spec = describe_adapter("a", path)
+    rewritten(saved, path, {"lora_alpha": 1})
+    with pytest.raises(AdapterError, match="changed after it was loaded"):
+        runner.adapters.load(spec)
+    (path / "adapter_config.json").write_text('{"peft_type": "TOPSECRET"}')
+    with pytest.raises(AdapterError, match="changed after it was loaded") as refused:
+        runner.adapters.load(spec)
+    assert "TOPSECRET" not in str(refused.value), "it could be a link by now"

@@ -59,3 +59,8 @@ def test_the_pool_is_as_set_else_a_default_of_the_device(monkeypatch: pytest.Mon
     config = AppConfig(device="cuda", replica_num_gpus=1, dtype="bfloat16", enforce_eager=True)
     expected = kv_budget_bytes((79 * GIB, 80 * GIB), 0.9, [LLAMA_8B], torch.bfloat16, replace(WORK))
     assert pool_bytes(config, LLAMA_8B, None) == expected
+
+
+def test_a_gpu_has_to_be_reserved_to_be_seen() -> None:
+    with pytest.raises(ValueError, match="replica_num_gpus"):
+        AppConfig(device="cuda")
