@@ -120,7 +120,7 @@ def _parsed(raw_config: bytes, weights: bytes) -> AdapterFile:
     try:
         header = weights[8 : 8 + int.from_bytes(weights[:8], "little")]
         tensors = msgspec.json.decode(header, type=dict[str, _TensorHeader])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
     shapes = {name: tensor.shape for name, tensor in tensors.items() if name != "__metadata__"}
     digest = sha256(msgspec.json.encode(config))

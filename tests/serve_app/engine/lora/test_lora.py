@@ -140,15 +140,6 @@ def test_a_reload_under_the_same_name_with_other_weights_is_another_adapter(
     assert run_all(engine, [request("back", prompt(100), 8, scope=old)]).cached["back"] == 96, "the same weights again"
 
 
-def test_an_unknown_adapter_is_refused_before_anything_is_queued(make_engine: MakeEngine) -> None:
-    """The id stays free, and nothing waits."""
-    engine = make_engine()
-    with pytest.raises(UnknownAdapter, match="'ghost' is not loaded"):
-        engine.submit(request("x", prompt(10), 1, scope=PrefixScope("tiny", "ghost@00")), Collector())
-    assert engine.load().waiting_sequences == 0
-    assert run_all(engine, [request("x", prompt(10), 1)]).finish["x"] == "length"
-
-
 def test_load_and_unload_while_others_generate(
     checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine, reference: Reference
 ) -> None:
@@ -235,23 +226,6 @@ def test_who_waits_for_a_slot_is_not_overtaken_by_adapters_but_by_the_base(adapt
     assert collector.finish["base"] == "length"
 
 
-def test_the_simulated_runner_keeps_scopes_apart(adapters: dict[str, Path]) -> None:
-    """No weights, the same rules: an unknown adapter is refused, an adapter shares nothing with the base."""
-    runner = SimulatedRunner(CostModel(prefill_tokens_per_s=1e9, decode_base_s=0.0))
-    engine = TorchEngine(runner, EngineSettings(num_blocks=64), lambda _: None)
-    engine.start()
-    scope = load(engine, adapters["all"])
-    assert run_all(engine, [request("base", prompt(40), 1)]).cached["base"] == 0
-    assert run_all(engine, [request("a", prompt(40), 1, scope=scope)]).cached["a"] == 0
-    assert run_all(engine, [request("b", prompt(40), 1, scope=scope)]).cached["b"] == 32
-    with pytest.raises(UnknownAdapter):
-        engine.submit(request("c", prompt(40), 1, scope=PrefixScope("tiny", "a@0")), Collector())
-    samples = {(name, dict(labels).get("state")): value for name, labels, value in engine.stats().samples}
-    assert samples["warmpath_lora_adapters", "loaded"] == 1
-    assert samples["warmpath_lora_loads_total", None] == 1
-    engine.stop()
-
-
 def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_engine: MakeEngine) -> None:
     """Hooks come with the first row that needs one and leave with the last; without any, the base costs nothing.
 
@@ -270,18 +244,3 @@ def test_a_step_without_adapters_has_no_hooks(adapters: dict[str, Path], make_en
     assert hooks() == 4, "two layers' q_proj and v_proj"
     run_all(engine, [request("base", prompt(20), 2)])
     assert hooks() == 0
-
-
-def test_speculation_and_adapters_go_together(
-    checkpoints: dict[str, Path], adapters: dict[str, Path], make_engine: MakeEngine
-) -> None:
-    """The base verifies drafts with the request's adapter on every row; the draft model wears none."""
-    engine = make_engine(speculative_model=str(checkpoints["qwen3"]), num_speculative_tokens=3)
-    scopes = [PrefixScope("tiny"), load(engine, adapters["all"], "a"), load(engine, adapters["rslora"], "b")]
-    plain = make_engine()
-    load(plain, adapters["all"], "a")
-    load(plain, adapters["rslora"], "b")
-    wanted = [request(f"r{i}", prompt(40, i), 24, scope=scopes[i % 3]) for i in range(6)]
-    assert run_all(engine, wanted).tokens == run_all(plain, wanted).tokens
-    proposed = [value for name, _, value in engine.stats().samples if "draft_tokens" in name]
-    assert any(proposed), "nothing was drafted"

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from serve_app.engine.core.engine import TorchEngine
 from serve_app.engine.protocol import EngineRequest, SamplingParams, TokenRules
-from serve_app.engine.runner.sampling import choose_tokens
 from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
 from serve_app.engine.step import History
 from tests.serve_app.conftest import MakeEngine
@@ -264,35 +263,6 @@ def test_each_token_has_its_logprob_with_and_without_drafts(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
     assert any(token != one.top[0][0] for token, one in zip(plain, of_plain, strict=True)), "a rule chose otherwise"
-
-
-def test_rules_on_every_device(device: torch.device) -> None:
-    """The same rows as on the host, and the token that is chosen of them."""
-    generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(3, SMALL, generator=generator)
-    ids = [np.array(values, dtype=np.int32) for values in ((1, 2, 3), (3, 3, 5))]
-    rules = TokenRules(0.5, 0.5, 1.3, ((7, 9.0), (8, -100.0)), 9, ((3, 5, 6),))
-    params = [SamplingParams(1, temperature=0.8, seed=row, stop_token_ids=(4,), rules=rules) for row in range(3)]
-    matchers = (None, Bits({7, 9, 30}), None)
-    ruled = [(row, params[row], History(*ids, matchers[row])) for row in range(2)]
-    there = logits.to(device)
-    assert apply_rules(there, ruled) == {}
-    apply_rules(logits, ruled)
-    torch.testing.assert_close(there.cpu(), logits)
-    assert choose_tokens(there, params, range(3)) == choose_tokens(logits, params, range(3))
-
-
-def test_a_batch_without_rules_pays_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rule is asked for anything, and no logprob computed, where no request has any."""
-    from serve_app.engine.runner import model_runner, sampling
-
-    def never(*_: Any) -> None:
-        raise AssertionError("extra work")
-
-    for module, name in ((model_runner, "apply_rules"), (model_runner, "raw_logprobs"), (sampling, "_drop_improbable")):
-        monkeypatch.setattr(module, name, never)
-    found = run_all(make_engine(), [request(f"r{t}", prompt(9), 4, temperature=t, top_p=0.9) for t in (0.0, 1.0)])
-    assert set(found.finish.values()) == {"length"}
 
 
 def test_rules_that_no_sampler_can_follow_are_refused(make_engine: MakeEngine) -> None:

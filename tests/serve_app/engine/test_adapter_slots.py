@@ -1,0 +1,90 @@
+"""Rules of the adapters in memory: who is kept, who goes first, and who may still be named."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_app.engine.adapter_slots import LoadedAdapters
+from serve_app.engine.protocol import AdapterSpec, QueueFull, UnknownAdapter
+
+
+def slots(max_loras: int = 2, max_cpu_loras: int = 3) -> tuple[LoadedAdapters[str], list[str]]:
+    loads: list[str] = []
+
+    def note(spec: AdapterSpec) -> str:
+        loads.append(spec.name)
+        return spec.path
+
+    return LoadedAdapters(note, max_loras=max_loras, max_cpu_loras=max_cpu_loras), loads
+
+
+def spec(name: str) -> AdapterSpec:
+    return AdapterSpec(name, "0", f"/{name}")
+
+
+def test_the_least_recently_used_adapter_goes_first_and_never_one_with_live_requests() -> None:
+    """A live request keeps its adapter in memory; when all are kept, a new one is told to come back."""
+    held, loads = slots()
+    for name in "abc":
+        held.load(spec(name))
+    held.load(spec("a"))
+    assert loads == ["a", "b", "c"], "what is loaded is not read again"
+    held.pin("b@0")
+    held.load(spec("d"))
+    assert held.loaded == ("a@0", "b@0", "d@0"), "c was the least recently used that nobody needed"
+    held.pin("a@0")
+    held.pin("d@0")
+    with pytest.raises(QueueFull, match="every adapter in memory"):
+        held.load(spec("e"))
+    held.unpin("b@0")
+    held.load(spec("e"))
+    assert set(held.loaded) == {"a@0", "d@0", "e@0"}
+    with pytest.raises(UnknownAdapter):
+        held.pin("b@0")
+
+
+def test_a_slot_of_a_running_sequence_is_not_taken() -> None:
+    held, _ = slots()
+    for name in "abc":
+        held.load(spec(name))
+        held.pin(f"{name}@0")
+    held.acquire("a@0")
+    held.acquire("b@0")
+    held.acquire("b@0")
+    assert not held.room("c@0")
+    assert held.room("a@0")
+    assert held.room("")
+    held.release("b@0")
+    assert not held.room("c@0"), "one of the two still runs"
+    held.release("b@0")
+    assert held.room("c@0")
+    held.acquire("c@0")
+    assert held.in_slots == ("a@0", "c@0")
+
+
+def test_an_unloaded_adapter_serves_its_live_requests_and_no_new_ones() -> None:
+    """Loaded again while they run, it is simply back."""
+    held, loads = slots()
+    held.load(spec("a"))
+    held.pin("a@0")
+    assert held.unload("a@0")
+    assert held.loaded == ()
+    assert held.weights("a@0") == "/a"
+    with pytest.raises(UnknownAdapter):
+        held.pin("a@0")
+    held.load(spec("a"))
+    assert loads == ["a"]
+    held.unpin("a@0")
+    assert held.loaded == ("a@0",)
+    held.pin("a@0")
+    assert held.unload("a@0")
+    held.unpin("a@0")
+    with pytest.raises(KeyError):
+        held.weights("a@0")
+
+
+def test_sizes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_cpu_loras"):
+        slots(max_loras=4, max_cpu_loras=3)
+    with pytest.raises(ValueError, match="max_loras"):
+        slots(max_loras=0)
