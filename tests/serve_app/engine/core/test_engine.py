@@ -74,6 +74,7 @@ def test_what_is_too_old_ends_within_a_step_running_or_waiting(make_simulated: M
     assert sum(tokens > 20 for step in runner.steps for tokens in step) == 1, "no second step of the long prompt"
     assert sample(engine, "warmpath_kv_cache_blocks", state="used") == 0
     assert sample(engine, "warmpath_requests_finished_total", finished_reason="timeout") == 2
+    assert engine._live.waiting.used == 0, "whoever waited or was admitted is counted out once"
 
 
 def test_an_idle_loop_wakes_for_a_deadline(make_simulated: MakeSimulated) -> None:
