@@ -45,6 +45,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
         stats = cache.stats()
         assert stats.bytes == charged() <= capacity
         assert (stats.entries, stats.hits, stats.misses) == (len(model), hits, misses)
+        assert list(cache._segments) == [key for key, _ in model], "the first to go first"
 
 
 def test_a_negative_bound_is_refused() -> None:
