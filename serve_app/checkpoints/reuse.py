@@ -78,7 +78,7 @@ def read_prompts(path: Path) -> list[TracePrompt]:
             found.append((arrival_ms, prompt))
     if not found:
         raise ValueError(f"{path} holds no requests")
-    return [prompt for _, prompt in sorted(found, key=lambda one: one[0])]
+    return [prompt for _, prompt in sorted(found, key=lambda pair: pair[0])]
 
 
 def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:
@@ -128,15 +128,15 @@ class _Stack:
 
     def places(self, ids: Iterable[int]) -> list[int]:
         """Return each block's place, 1 for the top, 0 where it never was here."""
-        return [len(self._used) - self._until(self._used[one]) + 1 if one in self._used else 0 for one in ids]
+        return [len(self._used) - self._until(self._used[i]) + 1 if i in self._used else 0 for i in ids]
 
     def push(self, ids: tuple[int, ...]) -> None:
         """Use a prompt's blocks, its end first."""
-        for one in reversed(ids):
-            if one in self._used:
-                self._add(self._used[one], -1)
+        for block_id in reversed(ids):
+            if block_id in self._used:
+                self._add(self._used[block_id], -1)
             self._now += 1
-            self._used[one] = self._now
+            self._used[block_id] = self._now
             self._add(self._now, 1)
 
     def _until(self, moment: int) -> int:

@@ -55,7 +55,7 @@ def app_config(values: Any) -> AppConfig:
     try:
         return AppConfig.model_validate(values)
     except ValidationError as error:
-        raise BadSettings([(each["loc"], sentence(each, AppConfig)) for each in error.errors()]) from None
+        raise BadSettings([(found["loc"], sentence(found, AppConfig)) for found in error.errors()]) from None
 
 
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:

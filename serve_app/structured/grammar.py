@@ -65,7 +65,7 @@ class Grammar:
     @classmethod
     def choice(cls, strings: Sequence[str], field: str) -> Grammar:
         """Return the grammar of one of several strings. Raises InvalidRequest."""
-        if not 1 <= len(strings) <= MAX_CHOICES or not all(isinstance(one, str) and one for one in strings):
+        if not 1 <= len(strings) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in strings):
             raise InvalidRequest(
                 f"{field} must be a list of 1 to {MAX_CHOICES} strings that are not empty.", param=field
             )

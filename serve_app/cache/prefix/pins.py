@@ -165,8 +165,11 @@ class Pins:
         pin = self._pins.pop(key, None)
         if pin is None:
             return ()
-        self._counts -= Counter(pin.blocks)
-        self._tenants_counts[pin.tenant] -= Counter(pin.blocks)
+        for counts in (self._counts, self._tenants_counts[pin.tenant]):
+            for block in pin.blocks:
+                counts[block] -= 1
+                if not counts[block]:
+                    del counts[block]
         if not self._tenants_counts[pin.tenant]:
             del self._tenants_counts[pin.tenant]
         if self.on_end is not None:

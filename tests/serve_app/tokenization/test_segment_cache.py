@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from serve_app.tokenization.segment_cache import ENTRY_BYTES, Segment, SegmentCache
 
-KEYS = [bytes([i]) for i in range(8)]
+KEYS = [bytes([i]) for i in range(4)]
 STEPS = st.tuples(
-    st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True),
     st.none() | st.tuples(st.integers(0, 200), st.integers(0, 20)),
 )
 
 
-@given(steps=st.lists(STEPS, max_size=40), capacity=st.integers(0, 3000))
+@given(steps=st.lists(STEPS, max_size=40), capacity=st.sampled_from([0, 500, 3000, 9000]))
 def test_it_charges_the_sum_and_evicts_in_order_of_use(
     steps: list[tuple[list[bytes], tuple[int, int] | None]], capacity: int
 ) -> None:
@@ -45,6 +45,7 @@ def test_it_charges_the_sum_and_evicts_in_order_of_use(
         stats = cache.stats()
         assert stats.bytes == charged() <= capacity
         assert (stats.entries, stats.hits, stats.misses) == (len(model), hits, misses)
+        assert list(cache._segments) == [key for key, _ in model], "the first to go first"
 
 
 def test_a_negative_bound_is_refused() -> None:
