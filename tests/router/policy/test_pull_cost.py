@@ -46,6 +46,7 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
         pytest.param({"b": 600}, 10_000.0, 1.0, [460, 400, 460], id="600 pulled tokens weigh as 60 computed ones"),
         pytest.param({"b": 600}, 10_000.0, 3.0, [580, 400, 580], id="at a price of 3 three times as much"),
         pytest.param({"b": 600}, 10_000.0, 99.0, [1000, 400, 1000], id="never more than computing"),
+        pytest.param({"b": 600, "c": 300}, 10_000.0, 1.0, [460, 400, 430], id="who holds a part pulls the rest"),
         pytest.param({"b": 600, "c": 501}, 10_000.0, 1.0, [460, 400, 499], id="a short pull is not worth its set-up"),
         pytest.param({"b": 600}, 900.0, 1.0, [1000, 400, 1000], id="a link slower than computing"),
     ],
