@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -104,10 +105,11 @@ def test_reasons_of_a_day(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_of_several_prompts_the_one_that_differs_last_explains() -> None:
-    """Another prompt with the same beginning but other rules does not, however late it came."""
+    """Not one that has a little more in common behind an earlier difference, nor a later one with other rules."""
     other = "Today is sunny, and the harbour is open to whoever comes with papers and a flag. " * 4
     *_, miss = Bench().run(
         (generation("Today is 2026-11-21. Turn 1. " + REST), 0),
+        (generation("Today is 2026-11-22. Turn 2. " + REST), 0),
         (generation(other), 0),
         (generation("Today is 2026-11-21. Turn 2. " + REST), 0),
     )
@@ -153,13 +155,13 @@ def test_a_tenant_is_told_what_its_own_requests_say_and_nothing_else(asked: list
     assert told("ab") == told("a")
 
 
-def prompt(tokens: int) -> SeenPrompt:
-    return SeenPrompt(np.zeros(tokens, dtype=np.int32), PrefixScope("m", "", b""), 0, 0.0)
+def prompt(tokens: int, lora: str = "") -> SeenPrompt:
+    return SeenPrompt(np.zeros(tokens, dtype=np.int32), PrefixScope("m", lora, b""), 0, 0.0)
 
 
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 40), st.integers(0, 5000)), max_size=120),
+    st.lists(st.tuples(st.sampled_from("ab"), st.just(0) | st.integers(0, 40), st.integers(0, 5000)), max_size=120),
     st.integers(1000, 200_000),
 )
 def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
@@ -173,11 +175,12 @@ def test_a_tenants_room_is_bounded_and_does_not_depend_on_others(
         patch.setattr(memories, "MAX_TENANT_BYTES", max_bytes)
         both, alone = PromptMemory(lambda: 2), PromptMemory(lambda: 2)
         for tenant, family, tokens in added:
-            seen = prompt(tokens)
+            seen = prompt(tokens, str(family))
             for memory in (both, alone) if tenant == "a" else (both,):
                 memory.add(tenant, b"%d" % family, seen)
             assert sum(known.ids.nbytes for known in both.prompts(tenant)) <= max_bytes
-            assert len(both.prompts(tenant)) <= FAMILY_PROMPTS * MAX_FAMILIES
+            families = Counter(known.cache for known in both.prompts(tenant))
+            assert len(families) <= MAX_FAMILIES and max(families.values(), default=0) <= FAMILY_PROMPTS
         assert both.prompts("a") == alone.prompts("a")
 
 
