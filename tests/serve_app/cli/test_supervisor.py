@@ -39,7 +39,7 @@ def serve():
     channel.write(b"serving\\n")
     say("hello")
 def detached():
-    subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 &"])
+    subprocess.run(["sh", "-c", "setsid sleep 600 </dev/null >/dev/null &"])  # it holds the terminal
 open(launch["run_dir"] + "/file", "w").close()
 """
 
