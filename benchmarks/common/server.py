@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,6 @@ from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
-NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For ``httpx``, which would load them for every client it makes, also of plain HTTP."""
 
 
 @contextmanager

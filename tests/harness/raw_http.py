@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 
 HANG_S = 90.0
 """Longer than the server waits for the rest of a request."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 
 Started = TypeVar("Started")
 PATIENCE_S = 120.0

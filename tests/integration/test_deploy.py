@@ -19,13 +19,13 @@ import pytest
 import yaml
 
 from benchmarks.common.client import stream_events
-from benchmarks.common.server import NO_CERTIFICATES
 from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.finding import Case
 from serve_app.cli.local_ray import held_port
 from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric, wait_until_cached
 
 pytestmark = pytest.mark.integration

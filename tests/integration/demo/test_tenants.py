@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import HTTP, PATIENCE_S, eventually, metric
 from tests.integration.demo.conftest import CHAT, RULES, Served, said
 

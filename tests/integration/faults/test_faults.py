@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from benchmarks.common.client import stream_events
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import HTTP, PATIENCE_S, eventually, replicas_of, wait_for_replicas
 
 pytestmark = pytest.mark.integration

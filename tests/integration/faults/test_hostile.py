@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.harness.raw_http import make_case, run_cases
 from tests.integration.conftest import HTTP, PATIENCE_S
 

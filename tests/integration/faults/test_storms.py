@@ -15,7 +15,7 @@ from random import Random
 import httpx
 import pytest
 
-from benchmarks.common.server import NO_CERTIFICATES
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import PATIENCE_S, cache_state, eventually, metric, replicas_of, workers_of
 
 pytestmark = pytest.mark.integration

@@ -18,10 +18,10 @@ import pytest
 
 from benchmarks.common.client import RequestFailed, stream_events
 from benchmarks.common.prompts import text_of
-from benchmarks.common.server import NO_CERTIFICATES, answers
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
-from tests.integration.conftest import PATIENCE_S, alone, cache_state, eventually
+from tests.harness.plain_http import NO_CERTIFICATES
+from tests.integration.conftest import HTTP, PATIENCE_S, alone, cache_state, eventually
 
 pytestmark = pytest.mark.integration
 
@@ -216,7 +216,7 @@ def test_haproxy_killed(cluster: LocalCluster) -> None:
     """Nothing listens until Serve has noticed; then everything is as before."""
     before = names(cluster, "Replica")
     cluster.kill("haproxy")
-    eventually(lambda: answers(f"{cluster.url}/health"))
+    eventually(lambda: HTTP.get(f"{cluster.url}/health").status_code == 200)
     Clients(cluster, 700, tokens=100, max_tokens=10)
     assert names(cluster, "Replica") == before
 

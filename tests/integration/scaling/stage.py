@@ -15,9 +15,9 @@ import httpx
 
 from benchmarks.common.client import stream_answer
 from benchmarks.common.prompts import text_of
-from benchmarks.common.server import NO_CERTIFICATES
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
+from tests.harness.plain_http import NO_CERTIFICATES
 from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, eventually, replicas_of
 
 CHAT = "/v1/chat/completions"
