@@ -44,7 +44,6 @@ class LoadTable:
         self.router_id = router_id
         self.num_full = 0
         self.num_pulling = 0
-        self._num_unreported = 0
         self._rate_tokens = self._rate_s = 0.0
         self.replica_ids: list[str] = []
         self.replicas: dict[str, ReplicaLoad] = {}
@@ -83,7 +82,6 @@ class LoadTable:
             return []
         self.num_full -= replica.full
         self.num_pulling -= replica.pulls
-        self._num_unreported -= len(replica.unreported)
         self._count_rate(replica, -1)
         self._peers.forget(replica_id)
         last_id = self.replica_ids.pop()
@@ -128,7 +126,6 @@ class LoadTable:
             replica.last_admitted = min(share.last_reservation, self._last_number)
             for number in [n for n in replica.unreported if n <= replica.last_admitted]:
                 replica.unreported_tokens -= replica.unreported.pop(number)
-                self._num_unreported -= 1
         self._write(replica)
 
     def disbelieve(self, replica_id: str) -> None:
@@ -150,8 +147,6 @@ class LoadTable:
         Raises KeyError for an unknown replica.
         """
         replica = self.replicas[replica_id]
-        self._peers.decided(self._num_unreported)
-        self._num_unreported += 1
         self._last_number += 1
         number = self._last_number
         self._reservations[number] = replica_id, now_s + RESERVATION_TTL_S
@@ -169,7 +164,6 @@ class LoadTable:
         replica = self.replicas[reservation[0]]
         tokens = replica.unreported.pop(number, None)
         if tokens is not None:
-            self._num_unreported -= 1
             replica.unreported_tokens -= tokens
             self._write_queue(replica)
         return True
@@ -197,14 +191,6 @@ class LoadTable:
     def active_routers(self) -> int:
         """Routers that sent a replica something in the last half minute, this one among them."""
         return self._peers.active
-
-    @property
-    def left_to_peers(self) -> Floats | None:
-        """By row, how much this router leaves a replica to others that decide at the same moment: 0 to 1; None: all 0.
-
-        See ``PeerRouters``.
-        """
-        return self._peers.left_to_peers(self.replica_ids)
 
     @property
     def open_reservations(self) -> int:

@@ -42,12 +42,6 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
                 scores[replica.row] -= SHARED_PREFILL * min(replica.committed_tokens, missing)
     else:
         scores = loads.queued_tokens + work
-    left_to_peers = loads.left_to_peers
-    if left_to_peers is not None and len(scores):
-        # As many equal choices as there are routers: rendezvous order spreads prompts over them, and equal ones agree.
-        equal = np.count_nonzero(scores <= scores.min() * (1.0 + TIE_TOLERANCE))
-        if equal < min(loads.active_routers, len(scores)):
-            scores += left_to_peers * work.min()
     scores *= loads.seconds_per_token
     if view.adapter_s is not None:
         scores += view.adapter_s

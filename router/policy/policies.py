@@ -31,9 +31,9 @@ def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidat
     with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
     others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
     ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
-    stably while replicas are idle. Where other routers decide at the same moment, unseen, a part of the replicas is
-    left to each: the others cost up to as much more as the request itself (``LoadTable.left_to_peers``). A replica that
-    lacks the request's LoRA adapter costs the seconds of loading it more: it also takes memory from another adapter.
+    stably while replicas are idle. A replica that lacks the request's LoRA adapter costs the seconds of loading it
+    more: it also takes memory from another adapter. Routers that decide at the same moment do not see each other's
+    choices: a replica with more to do than its router knew returns the request (``recheck``).
     """
     scores_s, work = ttft_scores(view)
     return scored(scores_s, work, view, limit, TIE_TOLERANCE)

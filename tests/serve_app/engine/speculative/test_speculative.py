@@ -366,3 +366,5 @@ def test_acceptance_stops_at_the_first_difference() -> None:
     assert accept(verdicts, [4, 5, 6]) == replace(verdicts[3], accepted=(4, 5, 6), proposed=3)
     assert accept(verdicts, [4, 9, 6]) == replace(verdicts[1], accepted=(4,), proposed=3)
     assert accept(verdicts, [9, 5, 6]) == replace(verdicts[0], accepted=(), proposed=3)
+    failed = SegmentResult(error="no number")
+    assert accept([*verdicts[:2], failed, verdicts[3]], [4, 5, 6]) == failed, "whatever stands before it"
