@@ -19,7 +19,7 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 )
 LOG = ROOT / "benchmarks" / "log"
-"""Findings name the commands and files of their day; the head of each says which tag has them."""
+"""Findings name the commands and files of their day; the head of each says which commit has them."""
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]\n]+\]\(([^)#\s]+)[^)]*\)")
 _PATH = re.compile(r"^(?:router|serve_app|cluster|benchmarks|tests|docs)/[\w./-]*$")
@@ -125,4 +125,4 @@ def test_what_does_not_exist_is_noticed() -> None:
 @pytest.mark.parametrize("page", sorted(LOG.glob("*.md")), ids=lambda page: page.name)
 def test_a_log_says_where_its_commands_are(page: Path) -> None:
     """What was measured can be measured again."""
-    assert "tag `studies`" in page.read_text()
+    assert "commit `30b53cd`" in page.read_text()
