@@ -8,6 +8,7 @@ names it: an application's own middleware would come after Ray. Knows no routes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable
 
@@ -48,12 +49,13 @@ _CONNECTION = "warmpath.connection"
 
 
 def connection_send(scope: Scope, send: Send) -> Send:
-    """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where it is not known.
+    """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where that cannot be used.
 
-    What Ray and the application wrap around it looks at the start and the end of an answer alone.
+    What Ray and the application wrap around it looks at the start and the end of an answer alone. Where Serve runs the
+    application in a loop of its own, as it does by default, the connection is another loop's.
     """
-    direct: Send = scope.get(_CONNECTION, send)
-    return direct
+    direct, loop = scope.get(_CONNECTION, (send, None))
+    return direct if loop is asyncio.get_running_loop() else send
 
 
 class ClientHeaders:
@@ -64,7 +66,7 @@ class ClientHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        scope[_CONNECTION] = send
+        scope[_CONNECTION] = send, asyncio.get_running_loop()
         if "headers" in scope:
             scope["headers"] = client_headers(scope["headers"])
         await self._app(scope, receive, send)

@@ -20,7 +20,7 @@ from serve_app.fairness.rate_limits import TenantLimits
 from serve_app.fairness.shares import Shares
 from serve_app.generation.answer import Piece
 from serve_app.ingress.answers import Answer, Deadline, EventStream, streamed
-from serve_app.ingress.client_headers import ClientHeaders
+from serve_app.ingress.client_headers import ClientHeaders, connection_send
 from serve_app.ingress.drain import LAST_EVENT_S, Drain
 from serve_app.ingress.observe.answer_meter import AnswerMeter, Counters
 from serve_app.ingress.observe.cache_state import HitRates
@@ -144,6 +144,22 @@ def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
     assert [body.index(word) for word in (b"one", b"two", b"three", b"[DONE]")] == sorted(
         body.index(word) for word in (b"one", b"two", b"three", b"[DONE]")
     )
+
+
+def test_a_connection_of_another_loop_is_left_to_serve() -> None:
+    """By default Serve runs the application in a loop of its own, and hands its messages on in their order."""
+    scope: dict[str, Any] = {"type": "http", "headers": []}
+
+    async def send(message: Any) -> None: ...
+
+    async def server(scope: Any, receive: Any, direct: Any) -> None:
+        assert connection_send(scope, send) is direct
+
+    async def application() -> bool:
+        return connection_send(scope, send) is send
+
+    asyncio.run(ClientHeaders(server)(scope, _stays, _stays))
+    assert asyncio.run(application())
 
 
 def test_a_client_that_leaves_ends_the_answer() -> None:
