@@ -48,14 +48,30 @@ def client_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, 
 _CONNECTION = "warmpath.connection"
 
 
+class Connection:
+    """A connection's own ``send``, and the loop that has it; empty in another process."""
+
+    __slots__ = ("loop", "send")
+
+    def __init__(self, send: Send | None = None, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.send = send
+        self.loop = loop
+
+    def __reduce__(self) -> tuple[type[Connection], tuple[()]]:
+        """Serve's proxies pickle what they know of a request."""
+        return Connection, ()
+
+
 def connection_send(scope: Scope, send: Send) -> Send:
     """Return the ``send`` of the connection itself, for the middle of a body; ``send`` where that cannot be used.
 
     What Ray and the application wrap around it looks at the start and the end of an answer alone. Where Serve runs the
-    application in a loop of its own, as it does by default, the connection is another loop's.
+    application in a loop of its own, as it does by default, or behind a proxy, the connection is somebody else's.
     """
-    direct, loop = scope.get(_CONNECTION, (send, None))
-    return direct if loop is asyncio.get_running_loop() else send
+    connection = scope.get(_CONNECTION)
+    if isinstance(connection, Connection) and connection.loop is asyncio.get_running_loop():
+        return connection.send or send
+    return send
 
 
 class ClientHeaders:
@@ -66,7 +82,7 @@ class ClientHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        scope[_CONNECTION] = send, asyncio.get_running_loop()
+        scope[_CONNECTION] = Connection(send, asyncio.get_running_loop())
         if "headers" in scope:
             scope["headers"] = client_headers(scope["headers"])
         await self._app(scope, receive, send)

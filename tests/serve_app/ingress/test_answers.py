@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -147,13 +148,14 @@ def test_events_pass_no_layer_but_the_start_and_the_end_do() -> None:
 
 
 def test_a_connection_of_another_loop_is_left_to_serve() -> None:
-    """By default Serve runs the application in a loop of its own, and hands its messages on in their order."""
+    """By default Serve runs the application in a loop of its own; and a proxy of Serve pickles what it knows."""
     scope: dict[str, Any] = {"type": "http", "headers": []}
 
     async def send(message: Any) -> None: ...
 
     async def server(scope: Any, receive: Any, direct: Any) -> None:
         assert connection_send(scope, send) is direct
+        assert connection_send(pickle.loads(pickle.dumps(scope)), send) is send  # noqa: S301  # its own
 
     async def application() -> bool:
         return connection_send(scope, send) is send
