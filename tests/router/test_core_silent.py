@@ -89,7 +89,7 @@ def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None
     cold = [RoutedRequest(f"q{n}", b"", 65, bytes([n]) * 16) for n in range(40)]
     chosen = {decision.replica_id for request in cold if (decision := core.decide(request)) is not None}
     assert {"a", "b"} <= chosen
-    core.record_delivered(case.decide("b"), 64, 0.1, CHAIN)
+    core.record_delivered(case.decide("b", "c"), 64, 0.1, CHAIN)
     assert core.directory.match(CHAIN) == {"a": 64}
     core.apply("a", "e", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
     assert core.directory.match(CHAIN) == {"a": 16}
