@@ -28,6 +28,8 @@ MAX_COMPARED = 8
 """Earlier prompts that are looked through to their end: those with the longest beginning in common."""
 GRAM = 8
 """Tokens that are taken for the same place in two prompts where they are equal."""
+LONG_GRAMS, SAMPLED_BELOW = 256, np.uint64(1 << 61)
+"""Of so many grams an eighth is compared first: those whose hashes are small, the same ones in every prompt."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
 """What is read of both texts around their first difference."""
 
@@ -112,7 +114,12 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
 
 def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
     """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
-    equal = np.isin(_grams(new[start:]), _grams(old[start:]))
+    ours, theirs = _grams(new[start:]), _grams(old[start:])
+    few_ours, few_theirs = (grams[grams < SAMPLED_BELOW].tolist() for grams in (ours, theirs))
+    # Most prompts have nothing in common, and a part of the grams shows that.
+    if min(len(ours), len(theirs)) >= LONG_GRAMS and set(few_ours).isdisjoint(few_theirs):
+        return 0
+    equal = np.isin(ours, theirs)
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
 
 
