@@ -23,6 +23,7 @@ from serve_app.cache.kv_chain import KvChain
 from serve_app.cache.prefix.hot_prefixes import HashedTokens, HotPrefixes, SavedPrefix
 from serve_app.cache.prefix.pins import PinOutcome
 from serve_app.engine.metrics import EngineMeters, pin_samples
+from serve_app.engine.outbox import Outbox
 from serve_app.engine.protocol import (
     AdapterSpec,
     CacheRoom,
@@ -40,7 +41,7 @@ from serve_app.engine.vllm.events.endpoints import EventEndpoints
 from serve_app.engine.vllm.events.pool import VllmPool
 from serve_app.engine.vllm.events.subscriber import EventSubscriber
 from serve_app.engine.vllm.frontend import Generated, VllmFrontend
-from serve_app.engine.vllm.live_requests import LiveRequest, Outbox
+from serve_app.engine.vllm.live_request import LiveRequest
 from serve_app.engine.vllm.load_mirror import LoadMirror
 from serve_app.engine.vllm.refusals import refuse_unmapped
 from serve_app.engine.vllm.sampling.rows import choice_of, vllm_sampling
@@ -75,7 +76,7 @@ class VllmEngine:
             self._endpoints.remove()
             raise
         self.facts = facts = self._frontend.facts
-        self._outbox = Outbox(self._frontend.loop.call_soon)
+        self._outbox = Outbox(lambda: self._frontend.loop.call_soon(self._outbox.deliver))
         self._pool = VllmPool(settings.block_size, facts.num_blocks)
         self._events = EventSubscriber(self._endpoints, self._pool, event_sink)
         self._adapters = VllmAdapters(directory / "adapters", self._frontend, settings)
@@ -265,9 +266,9 @@ class VllmEngine:
                 await live.woken.wait()
                 live.woken.clear()
             self._count_what_came(request)
-            live.save = await self._saves.save(request)
+            self._saves.renew(request)
             async for part in parts:
-                if request.keep and not live.begun:
+                if not live.begun:
                     live.save = await self._saves.keep(request)
                 self._take(live, part)
                 if live.ended:
@@ -354,7 +355,7 @@ class VllmEngine:
         tasks = [live.task for live in requests if live.task is not None]
         for task in tasks:
             task.cancel()
-        self._outbox.flush()
+        self._outbox.deliver()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _stepped(self, running: int, kv_usage: float, prompt_tokens: int, duration_s: float) -> None:

@@ -110,13 +110,14 @@ async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: se
     for kind, *values in steps:
         if kind == "save":
             key, blocks, tenant, ttl_s = values
-            begun.append(asyncio.ensure_future(saves.save(saving(key, blocks, ttl_s, tenant))))
+            begun.append(asyncio.ensure_future(saves.keep(saving(key, blocks, ttl_s, tenant))))
         elif kind == "keep":
             key, blocks, tenant, ttl_s = values
             wanted = asked(blocks * SIZE + 1, key, tenant, keep=(KeptPrefix(blocks * SIZE, ttl_s),))
             begun.append(asyncio.ensure_future(saves.keep(wanted)))
         elif kind == "later":
             made.now_s += 4
+            saves.renew(asked(4, 9))
         elif kind == "clear":
             begun.append(asyncio.ensure_future(saves.clear()))
         elif kind == "shares":
@@ -139,24 +140,24 @@ async def test_vllm_keeps_what_is_pinned_and_no_more(steps: list[Any], fails: se
 async def test_what_a_client_is_told() -> None:
     """Of each way in which a save may end, as the built-in engine tells it."""
     made = Made()
-    save, keep = made.saves.save, made.saves.keep
-    assert await save(asked(9)) is None
-    assert await save(saving(1, 0)) == SaveResult("too_short")
-    assert await asyncio.gather(save(saving(1, 6)), save(saving(1, 6))) == [SaveResult("saved"), SaveResult("present")]
-    assert await save(saving(1, 6)) == SaveResult("present")
-    assert await save(saving(2, 11)) == SaveResult("too_large", 44, 0, 40)
-    assert await save(saving(2, 5)) == SaveResult("over_budget", 20, 24, 40)
+    keep = made.saves.keep
+    assert await keep(asked(9)) is None
+    assert await keep(saving(1, 0)) == SaveResult("too_short")
+    assert await asyncio.gather(keep(saving(1, 6)), keep(saving(1, 6))) == [SaveResult("saved"), SaveResult("present")]
+    assert await keep(saving(1, 6)) == SaveResult("present")
+    assert await keep(saving(2, 11)) == SaveResult("too_large", 44, 0, 40)
+    assert await keep(saving(2, 5)) == SaveResult("over_budget", 20, 24, 40)
     made.vllm.fails = {len(made.vllm.jobs)}
-    assert await save(saving(3, 4)) == SaveResult("failed")
-    assert await save(saving(3, 4)) == SaveResult("saved")
+    assert await keep(saving(3, 4)) == SaveResult("failed")
+    assert await keep(saving(3, 4)) == SaveResult("saved")
     kept = asked(18, 1, keep=(KeptPrefix(3, 9.0), KeptPrefix(8, 9.0), KeptPrefix(16, 9.0)))
     assert await keep(kept) == SaveResult("saved"), "their blocks are kept already"
     assert await keep(kept) == SaveResult("present")
     assert await keep(replace(kept, keep=kept.keep[:1])) is None
     assert (made.meters.saves["saved"], made.meters.saves["failed"]) == (3, 1)
     off = Made(budget=0).saves
-    assert (await off.save(saving(1, 1)), await off.keep(kept)) == (SaveResult("off"), SaveResult("off"))
-    assert (await off.save(asked(9)), await off.keep(asked(9))) == (None, None)
+    assert (await off.keep(saving(1, 1)), await off.keep(kept)) == (SaveResult("off"), SaveResult("off"))
+    assert await off.keep(asked(9)) is None
 
 
 @in_loop
@@ -174,14 +175,14 @@ async def test_time_runs_from_the_last_read() -> None:
     """What nobody reads is let go of with the next request; what is read in part is not read."""
     made = Made()
     for key, held in ((1, 3), (2, 2)):
-        await made.saves.save(saving(key, 3, 10.0))
+        await made.saves.keep(saving(key, 3, 10.0))
         hold(made.pool, root_of(SCOPE), prompt(14, key), SIZE, held)
     made.now_s = 8
     for key in (1, 2):
-        await made.saves.save(asked(14, key))
+        made.saves.renew(asked(14, key))
     for now_s, left in ((12, 1), (19, 0)):
         made.now_s = now_s
-        await made.saves.save(asked(4, 9))
+        made.saves.renew(asked(4, 9))
         await made.settle()
         assert made.kept() == made.pinned()
         assert len(made.kept()) == left
@@ -191,7 +192,7 @@ async def test_time_runs_from_the_last_read() -> None:
 async def test_whoever_leaves_does_not_end_what_others_wait_for() -> None:
     """The client who asked first goes away; the save goes on, and the second one is told of it."""
     made = Made()
-    first, second = (asyncio.ensure_future(made.saves.save(saving(1, 3))) for _ in range(2))
+    first, second = (asyncio.ensure_future(made.saves.keep(saving(1, 3))) for _ in range(2))
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # its job has begun, and nothing is held yet
     first.cancel()
@@ -220,6 +221,6 @@ async def test_a_save_of_another_replica_is_kept_with_what_is_left_of_its_time()
     assert await take_over(replace(saved, key=b"m"), 2, 4) is None
     for now_s, left in ((5, 1), (7, 0)):
         made.now_s = now_s
-        await made.saves.save(asked(4, 9))
+        made.saves.renew(asked(4, 9))
         await made.settle()
         assert len(made.kept()) == left

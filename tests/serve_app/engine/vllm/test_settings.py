@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 
 from serve_app.config.app import AppConfig
-from serve_app.engine.protocol import AdapterError, EngineOutput
+from serve_app.engine.protocol import AdapterError
 from serve_app.engine.vllm.adapters import VllmAdapters
 from serve_app.engine.vllm.events.endpoints import EventEndpoints
-from serve_app.engine.vllm.live_requests import Outbox
 from serve_app.engine.vllm.refusals import TABLE, refused_model, refused_settings
 from serve_app.engine.vllm.settings import EXECUTOR, VllmSettings, engine_arguments, lora_rank, set_environment
 from tests.serve_app.engine.adapters import described, save_plain
@@ -186,21 +184,3 @@ def test_changed_files_and_what_vllm_refuses_are_errors_that_name_no_path(tmp_pa
         adapters.slots.load(spec)
     with pytest.raises(AdapterError, match="allow_runtime_lora"):
         adapters_of(vllm, tmp_path / "other", lora=False).slots.load(spec)
-
-
-def test_a_submitter_gets_the_outputs_of_a_turn_together() -> None:
-    """And a sink that fails harms nobody else."""
-    soon: list[Any] = []
-    got: list[Sequence[EngineOutput]] = []
-
-    def fails(outputs: Sequence[EngineOutput]) -> None:
-        raise RuntimeError
-
-    box, sink = Outbox(soon.append), got.append
-    for name, to in (("x", fails), ("a", sink), ("b", sink)):
-        box.add(to, EngineOutput(name))
-    assert len(soon) == 1
-    soon[0]()
-    assert [[output.request_id for output in batch] for batch in got] == [["a", "b"]]
-    box.add(sink, EngineOutput("d"))
-    assert len(soon) == 2
