@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from router.core import RoutingCore
 from router.protocol.block_hash import extend_chain
@@ -205,7 +205,7 @@ class Dispatcher:
                 self._ends.add(end)
                 end.add_done_callback(self._heard)
                 end.add_done_callback(lambda _: arrivals.wake())
-                call = _Call(arrivals, end, first_token, trace)
+                call = _Call(arrivals, response, end, first_token, trace)
                 yield call
             except BackPressureError as error:
                 raise _queue_full(1.0) from error
@@ -224,9 +224,9 @@ class Dispatcher:
             finally:
                 if call is not None and call.answered:
                     reservation.end()
-                elif call is not None:
-                    end.cancel()
-                    cancel_call(response)
+                else:
+                    if call is not None:
+                        call.cancel()
                     reservation.leave()
                     if self._left is not None and reservation.replica_id:
                         self._left(reservation.replica_id, route.request_id)
@@ -242,21 +242,29 @@ class Dispatcher:
 class _Call:
     """One call's chunks as they come. ``answered``: whether the last one was taken, or an error.
 
-    ``end``: what the call returns. ``first_token`` hears of the first chunk that has tokens, and of those cached.
+    ``end``: the bytes that ``response`` becomes. ``first_token`` hears of the first chunk that has tokens, and how many
+    of the prompt's were cached.
     """
 
     def __init__(
         self,
         arrivals: Arrivals,
+        response: DeploymentResponse[bytes],
         end: asyncio.Future[bytes],
         first_token: Callable[[wire.GenerateChunk, int], None],
         trace: CallTrace | None,
     ) -> None:
         self.answered = False
         self._arrivals = arrivals
+        self._response = response
         self._end = end
         self._first_token = first_token
         self._trace = trace
+
+    def cancel(self) -> None:
+        """Have the replica end it."""
+        self._end.cancel()
+        cancel_call(self._response)
 
     async def chunk(self) -> wire.GenerateChunk:
         """Wait for the next chunk; the last has a finish reason or an error.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from serve_app.api.format import AnswerFormat, AnswerHead, AnswerStream
 from serve_app.api.unknown import UnknownField, ignored_fields
 from serve_app.engine.protocol import SaveResult
 from serve_app.errors import GenerationFailed, WarmpathError
+from serve_app.fairness.waiting_line import Place
 from serve_app.generation.answer import Piece
 from serve_app.generation.saves import SAVE_FIELD, save_warning
 from serve_app.generation.tool_calls.pieces import WholeChoice
@@ -53,7 +54,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's answer while it comes; leaving it as a block ends what is under way, and counts it.
+    """One request's answer while it comes; leaving it as a block ends what is under way, frees its place, counts it.
 
     ``choices``: how many there are, over all prompts.
     """
@@ -62,6 +63,7 @@ class Answer:
     head: AnswerHead
     pieces: AsyncGenerator[Piece, None]
     choices: int
+    place: Place
     meter: AnswerMeter
     deadline: Deadline
     tells_logprobs: bool
@@ -75,6 +77,7 @@ class Answer:
         try:
             await self.pieces.aclose()
         finally:
+            self.place.give_back()  # pieces that have not begun give nothing back
             self.meter.end(error)
 
 
@@ -169,12 +172,11 @@ async def streamed(
 
     Raises a ``WarmpathError``.
     """
-    try:
+    async with AsyncExitStack() as ending:
+        await ending.enter_async_context(answer)
         async with answer.deadline.limit():
             first = await anext(answer.pieces)
-    except BaseException as error:
-        await answer.__aexit__(type(error), error, error.__traceback__)
-        raise
+        ending.pop_all()  # the stream ends it
     warnings = warning_headers(first.save, unknown, answer.meter.usage.asked_by)
     return EventStream(answer, first, {**headers, **warnings}, client_left)
 

@@ -80,30 +80,25 @@ class Completions:
         body_bytes, allowance, trace = arrival.body_bytes, arrival.allowance, trace_of(request)
         async with until_disconnect(request):
             generations = await self._begin(wanted, tenant, arrival, answer_id, deadline, trace)
+            meter = AnswerMeter(self._counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
             place = arrival.hand_over()
-            try:
-                meter = AnswerMeter(self._counters, wanted, generations, arrived_s, body_bytes, allowance, trace)
-                pieces = answer_pieces(
-                    generations,
-                    self._source,
-                    partial(self._tokenizer.decoder, self._tool_calls.shown_tokens(use)),
-                    wanted.stop,
-                    place,
-                    self._tool_calls.splitter(use),
-                    include_stop=wanted.include_stop_str_in_output,
-                )
-                head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
-                told = wanted.logprobs is not None
-                answer = Answer(answer_format, head, pieces, len(generations), meter, deadline, told)
-                ref = generations[0].prompt_ref
-                headers = {PROMPT_HEADER: ref} if ref else {}
-                if wanted.stream:
-                    return await streamed(answer, wanted.unknown, headers, self._counters.metrics.disconnects.inc)
-                return await whole(answer, wanted.unknown, headers)
-            except BaseException:
-                place.give_back()  # pieces that nobody asked for have not begun, and give nothing back
-                allowance.end()
-                raise
+            pieces = answer_pieces(
+                generations,
+                self._source,
+                partial(self._tokenizer.decoder, self._tool_calls.shown_tokens(use)),
+                wanted.stop,
+                place,
+                self._tool_calls.splitter(use),
+                include_stop=wanted.include_stop_str_in_output,
+            )
+            head = AnswerHead(answer_id, int(time.time()), wanted.answering_model, wanted.include_usage, repeated)
+            told = wanted.logprobs is not None
+            answer = Answer(answer_format, head, pieces, len(generations), place, meter, deadline, told)
+            ref = generations[0].prompt_ref
+            headers = {PROMPT_HEADER: ref} if ref else {}
+            if wanted.stream:
+                return await streamed(answer, wanted.unknown, headers, self._counters.metrics.disconnects.inc)
+            return await whole(answer, wanted.unknown, headers)
 
     async def _begin(
         self,

@@ -48,9 +48,8 @@ from serve_app.replica.lifecycle.takeover import Survey
 from serve_app.replica.pull import PulledPart, WantedPart
 from serve_app.replica.pull_peers import open_peers, open_pulls
 from serve_app.replica.reporter import Reporter, load_now, tell_caches
-from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.running_calls import RunningCalls, TokenStream
 from serve_app.replica.token_channel import TokenSender
-from serve_app.replica.token_streams import TokenStream
 from serve_app.structured.compiler import GrammarError
 from serve_app.tracing.replica import replica_trace
 from serve_app.tracing.tracer import open_tracer

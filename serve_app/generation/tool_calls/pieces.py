@@ -35,11 +35,11 @@ class SplitCalls:
                 events, reason = events[:end], "stop"
         if reason == "stop" and self._reader.calls:
             reason = "tool_calls"
-        parts = list(_in_order(events))
-        first = [Piece(piece.index, text, calls=calls) for text, calls in parts]
-        first[0] = replace(piece, text=parts[0][0], calls=parts[0][1], finish_reason=None, stop_sequence="")
-        first[-1] = replace(first[-1], finish_reason=reason, stop_sequence=piece.stop_sequence)
-        return first
+        (text, calls), *more = _in_order(events)
+        pieces = [replace(piece, text=text, calls=calls, finish_reason=None, stop_sequence="")]
+        pieces += (Piece(piece.index, text, calls=calls) for text, calls in more)
+        pieces[-1] = replace(pieces[-1], finish_reason=reason, stop_sequence=piece.stop_sequence)
+        return pieces
 
 
 def _in_order(events: list[str | CallEvent]) -> Iterator[tuple[str, tuple[CallEvent, ...]]]:

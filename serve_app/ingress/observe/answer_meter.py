@@ -90,12 +90,12 @@ class AnswerMeter:
         """The answer is over; a tenant pays nothing for one that was refused before its first piece."""
         counters, answered = self._counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
-        refused = isinstance(error, WarmpathError)
+        refusal = error if isinstance(error, WarmpathError) else None
         if self._trace is not None:
-            if isinstance(error, WarmpathError):
-                self._trace.failed(error.code or type(error).__name__)
+            if refusal is not None:
+                self._trace.failed(refusal.code or type(refusal).__name__)
             self._trace.used(self._wanted.answering_model, self.usage.total())
-        self._allowance.end(refused=refused and not answered)
+        self._allowance.end(refused=refusal is not None and not answered)
         if answered:  # where nothing was answered, what it cost is not known, and it was not free
             model, ref = self._wanted.answering_model, self._generations[0].prompt_ref
             counters.ledger.answer(self._tenant, model, ref, self._output_tokens)

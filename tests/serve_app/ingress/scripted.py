@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from router.protocol.block_hash import PrefixScope
 from serve_app.api.anthropic.history import MessageHistory
 from serve_app.api.openai.response import model_body
 from serve_app.cache_diagnostics.detector import MissDetector
@@ -19,7 +26,7 @@ from serve_app.checkpoints.adapter_registry import AdapterRegistry
 from serve_app.checkpoints.checkpoint import load_checkpoint_info
 from serve_app.config.app import AppConfig
 from serve_app.config.tenants import TenantConfig
-from serve_app.engine.protocol import FinishReason
+from serve_app.engine.protocol import FinishReason, SamplingParams
 from serve_app.fairness.front_door import FrontDoor
 from serve_app.fairness.shares import Shares
 from serve_app.fairness.workers import FairWorkers
@@ -39,6 +46,20 @@ from serve_app.tenants.tenants import Tenants
 from serve_app.tokenization.tokenizer import PromptTokenizer
 from serve_app.tracing.tracer import Tracer
 from serve_app.usage.ledger import Ledger
+
+PATIENCE_S = 30
+
+GENERATION = Generation(
+    request_id="r",
+    token_ids=np.arange(100, dtype=np.int32),
+    block_hashes=b"",
+    scope=PrefixScope("m", "", b"salt"),
+    root=b"r" * 32,
+    placement_key=b"k" * 16,
+    tenant="acme",
+    sampling=SamplingParams(max_tokens=1),
+)
+"""Of a prompt of 100 tokens."""
 
 
 @dataclass
@@ -129,3 +150,23 @@ def scripted(
     finally:
         server.should_exit = True
         thread.join(60)
+
+
+@asynccontextmanager
+async def server(answer: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to uvicorn, as Ray runs it, with what ``answer(request)`` returns behind."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        response: Response = await answer(Request(scope, receive))
+        await response(scope, receive, send)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(application, lifespan="off", log_level="critical"))
+    task = asyncio.create_task(running.serve([listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        running.should_exit = True
+        await task

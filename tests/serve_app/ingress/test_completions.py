@@ -10,11 +10,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
-import numpy as np
 import pytest
 from starlette.requests import Request
 
-from router.protocol.block_hash import PrefixScope
 from serve_app.api.openai.request import parse_chat
 from serve_app.api.openai.response import ChatFormat
 from serve_app.config.tenants import TenantConfig
@@ -33,17 +31,7 @@ from serve_app.ingress.observe.metrics import IngressMetrics
 from serve_app.prompts.traffic import PromptTraffic
 from serve_app.tenants.tenants import Tenant
 from serve_app.usage.ledger import Ledger
-
-GENERATION = Generation(
-    request_id="r",
-    token_ids=np.arange(100, dtype=np.int32),
-    block_hashes=b"",
-    scope=PrefixScope("m", "", b"salt"),
-    root=b"r" * 32,
-    placement_key=b"k" * 16,
-    tenant="acme",
-    sampling=SamplingParams(max_tokens=1),
-)
+from tests.serve_app.ingress.scripted import GENERATION
 
 
 class Source:

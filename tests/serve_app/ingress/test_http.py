@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import InvalidRequest, RateLimited, RequestTimeout, RequestTooLarge
 from serve_app.ingress.http import error_headers, read_body, until_disconnect
-
-PATIENCE_S = 30
+from tests.serve_app.ingress.scripted import PATIENCE_S, server
 
 
 def request(messages: list[dict[str, Any]], headers: dict[str, str] | None = None) -> tuple[Request, list[Any]]:
@@ -149,26 +143,6 @@ def test_a_time_within_the_block_stays_a_time() -> None:
         asyncio.run(work([]))
     with pytest.raises(ClientDisconnect):
         asyncio.run(work([{"type": "http.disconnect"}]))
-
-
-@asynccontextmanager
-async def server(answer: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to uvicorn, as Ray runs it, with what ``answer(request)`` returns behind."""
-
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        response: Response = await answer(Request(scope, receive))
-        await response(scope, receive, send)
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(application, lifespan="off", log_level="critical"))
-    task = asyncio.create_task(running.serve([listener]))
-    reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1024)
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-        running.should_exit = True
-        await task
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.protocol import EngineOutput
 from serve_app.replica.messages import GenerateChunk, ReplyTo
-from serve_app.replica.running_calls import RunningCalls
+from serve_app.replica.running_calls import RunningCalls, TokenStream
 from serve_app.replica.token_channel import Addressed
-from serve_app.replica.token_streams import TokenStream
 
 INGRESSES = (ReplyTo("one"), ReplyTo("two"))
 
@@ -110,3 +110,21 @@ def test_failures_are_ends_and_no_message() -> None:
         assert not calls and "c" in cancelled
 
     play(script)
+
+
+def test_between_first_and_last_outputs_leave_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of 30 ms: without an interval ten leave, with one of 100 ms four; no token is lost or moved."""
+
+    def leaving(interval_s: float) -> list[list[int]]:
+        now_s = 50.0
+        monkeypatch.setattr("serve_app.replica.running_calls.time.monotonic", lambda: now_s)
+        stream, left = TokenStream(interval_s), []
+        for token in range(10):
+            ready = stream.push(EngineOutput("r", (token,), finish_reason="length" if token == 9 else None))
+            if ready is not None:
+                left.append(list(ready.token_ids))
+            now_s += 0.03
+        return left
+
+    assert leaving(0.0) == [[token] for token in range(10)]
+    assert leaving(0.1) == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9]]
