@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -239,3 +240,17 @@ class Publisher:
 
 def _frame(number: int) -> bytes:
     return number.to_bytes(SEQUENCE_BYTES, "big", signed=True)
+
+
+ROOT, OTHER = b"r" * 16, b"o" * 16
+STORED = BlockStored(
+    [b"1"], None, [1, 2], 2, extra_keys=[(ROOT.hex(),)], group_idx=0, kv_cache_spec_kind="full_attention"
+)
+
+
+def stored(**changes: Any) -> BlockStored:
+    return msgspec.structs.replace(STORED, **changes)
+
+
+def chain(*tokens: int, root: bytes = ROOT) -> bytes:
+    return hash_blocks(root, np.array(tokens, dtype=np.int32), 2)

@@ -1,0 +1,125 @@
+"""vLLM and the built-in engine with one model, and what tests ask of either."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from router.protocol.block_hash import PrefixScope, extend_chain
+from serve_app.cache.prefix.hot_prefixes import HashedTokens
+from serve_app.checkpoints.checkpoint import CheckpointInfo, load_checkpoint_info
+from serve_app.engine.core.build import build_engine
+from serve_app.engine.core.engine import TorchEngine
+from serve_app.engine.protocol import (
+    EngineOutput,
+    EngineRequest,
+)
+from serve_app.engine.settings import EngineSettings
+from serve_app.engine.vllm.engine import VllmEngine
+from serve_app.engine.vllm.settings import VllmSettings
+from tests.serve_app.engine.tiny import SCOPE, request, root_of, run_all
+from tests.serve_app.engine.vllm.pool_model import Routers
+
+BLOCK = 32
+BLOCKS = 96
+
+
+@dataclass
+class Both:
+    vllm: VllmEngine
+    torch: TorchEngine
+    heard: Routers
+    info: CheckpointInfo
+
+    def prompt(self, length: int, seed: int = 0) -> Any:
+        return np.random.default_rng(seed).integers(0, self.info.vocab_size, length, dtype=np.int32)
+
+
+@contextmanager
+def both_engines(demo_model_path: Path) -> Iterator[Both]:
+    """The demo model in float32 on either engine; vLLM's pool holds three thousand tokens."""
+    info = load_checkpoint_info(demo_model_path)
+    heard = Routers()
+    settings = EngineSettings(block_size=BLOCK, num_blocks=BLOCKS, dtype="float32", max_model_len=2048)
+    torch = build_engine(demo_model_path, settings, lambda _: None)
+    vllm = VllmEngine(
+        VllmSettings(
+            model=str(demo_model_path),
+            end_token_ids=info.eos_token_ids,
+            block_size=BLOCK,
+            block_bytes=torch.kv_block_bytes,
+            num_blocks=BLOCKS,
+            max_model_len=2048,
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            max_waiting_requests=32,
+            dtype="float32",
+            enforce_eager=True,
+            num_threads=os.cpu_count() or 1,
+            lora=True,
+            max_cpu_loras=4,
+            max_lora_rank=8,
+            model_fingerprint=info.fingerprint,
+            transfer=True,
+            pin_budget=24,
+        ),
+        heard,
+    )
+    vllm.start()
+    torch.start()
+    yield Both(vllm, torch, heard, info)
+    vllm.stop()
+    torch.stop()
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end_s, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def tokens_of(engine: Any, name: str, ids: Any, **sampling: Any) -> list[int]:
+    return run_all(engine, [request(name, ids, **sampling)]).tokens[name]
+
+
+def outputs_of(engine: Any, asked: EngineRequest) -> list[EngineOutput]:
+    """A request's outputs, all of them."""
+    outputs: list[EngineOutput] = []
+    done = threading.Event()
+
+    def sink(batch: Sequence[EngineOutput]) -> None:
+        outputs.extend(batch)
+        if batch[-1].finish_reason:
+            done.set()
+
+    engine.submit(asked, sink)
+    assert done.wait(120)
+    return outputs
+
+
+def prefix_of(ids: Any, scope: PrefixScope = SCOPE) -> HashedTokens:
+    return HashedTokens(scope, ids, extend_chain(root_of(scope), 0, ids, BLOCK), "t")
+
+
+def compute(both: Both, ids: Any, scope: PrefixScope = SCOPE, max_tokens: int = 8) -> tuple[HashedTokens, list[int]]:
+    """Have a prompt computed and heard of; return it with the answer."""
+    prefix = prefix_of(ids, scope)
+    tokens = tokens_of(both.vllm, "r", ids, max_tokens=max_tokens, scope=scope)
+    blocks = (len(ids) - 1) // BLOCK
+    eventually(lambda: both.vllm.known_blocks(prefix.chain, blocks) == blocks)
+    return prefix, tokens
+
+
+def reset(both: Both) -> None:
+    """Which no block in use would let it; routers hear of it before it returns."""
+    eventually(both.vllm.reset_prefix_cache)
+    assert not both.heard.held()
