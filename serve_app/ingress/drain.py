@@ -6,9 +6,8 @@ Counts answers until their last byte has been sent. One asyncio loop uses it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,9 +47,15 @@ class Drain:
             if not self._answers:
                 self._idle.set()
 
-    def limit(self, timeout_s: float) -> Limit:
-        """Return an ``asyncio.timeout`` that the stop can end sooner: TimeoutError leaves its block then too."""
-        return Limit(self._limits, asyncio.timeout(0 if self.over else timeout_s))
+    @asynccontextmanager
+    async def limit(self, timeout_s: float) -> AsyncIterator[None]:
+        """End the block after a time, or when the stop does. Raises TimeoutError then."""
+        async with asyncio.timeout(0 if self.over else timeout_s) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
 
     def broken_off(self) -> Overloaded:
         """Return the error that ends an answer for which there is no time left."""
@@ -79,24 +84,6 @@ class Drain:
         except TimeoutError:
             return False
         return True
-
-
-class Limit:
-    """One block's time, known to ``Drain`` while it runs."""
-
-    def __init__(self, running: set[asyncio.Timeout], timeout: asyncio.Timeout) -> None:
-        self._running = running
-        self._timeout = timeout
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-        self._running.add(self._timeout)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._running.discard(self._timeout)
-        await self._timeout.__aexit__(kind, error, trace)
 
 
 class CountAnswers:

@@ -54,7 +54,7 @@ class AnswerMeter:
         self._allowance = allowance
         self._trace = trace
         self._tenant = generations[0].tenant
-        self._uncached_tokens = self._output_tokens = 0
+        self._uncached_tokens = 0
         self._last_s: dict[int, float] = {}
         metrics = counters.metrics
         self._completion_tokens = metrics.completion_tokens.labels(self._tenant)
@@ -68,7 +68,6 @@ class AnswerMeter:
         self.usage.add(piece)
         if new_tokens:
             self._allowance.generated(new_tokens)
-            self._output_tokens += new_tokens
             self._completion_tokens.inc(new_tokens)
         if piece.cached_tokens is not None:
             self._first_token(self._generations[index], index, piece.cached_tokens, now_s)
@@ -91,14 +90,15 @@ class AnswerMeter:
         counters, answered = self._counters, bool(self._last_s)
         counters.metrics.in_flight.dec()
         refusal = error if isinstance(error, WarmpathError) else None
+        used = self.usage.total()
         if self._trace is not None:
             if refusal is not None:
                 self._trace.failed(refusal.code or type(refusal).__name__)
-            self._trace.used(self._wanted.answering_model, self.usage.total())
+            self._trace.used(self._wanted.answering_model, used)
         self._allowance.end(refused=refusal is not None and not answered)
         if answered:  # where nothing was answered, what it cost is not known, and it was not free
             model, ref = self._wanted.answering_model, self._generations[0].prompt_ref
-            counters.ledger.answer(self._tenant, model, ref, self._output_tokens)
+            counters.ledger.answer(self._tenant, model, ref, used.completion_tokens)
             counters.front_door.learn(self._tenant, self._body_bytes, self._uncached_tokens)
 
     def _first_token(self, generation: Generation, index: int, cached_tokens: int, now_s: float) -> None:
