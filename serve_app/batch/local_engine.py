@@ -18,6 +18,7 @@ from serve_app.generation.generation import Generation, Tokens
 from serve_app.replica.adapter_loader import ReplicaAdapters
 from serve_app.replica.engine_factory import make_engine
 from serve_app.replica.grammars import ReplicaMatchers
+from serve_app.replica.running_calls import TokenStream
 
 
 class LocalEngine:
@@ -44,10 +45,10 @@ class LocalEngine:
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
         """Yield a sequence's tokens as they come; the last item has a finish reason. Raises a ``WarmpathError``."""
         loop = asyncio.get_running_loop()
-        ready = asyncio.Queue[EngineOutput]()
+        stream, ready = TokenStream(generation.interval_s), asyncio.Queue[EngineOutput]()
 
         def deliver(outputs: Sequence[EngineOutput]) -> None:
-            for output in outputs:
+            for output in filter(None, map(stream.push, outputs)):
                 loop.call_soon_threadsafe(ready.put_nowait, output)
 
         grammar, tenant = generation.grammar, generation.tenant
