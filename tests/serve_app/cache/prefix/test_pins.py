@@ -17,14 +17,14 @@ def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
     blocks = fill(cache, tokens(1, 2))
     cache.pin(b"k", blocks, 300.0)
     assert cache.pin(b"k", blocks, 3600.0) == "present"
-    assert cache.renew_pin(b"k", 300.0)
+    assert cache.pins.renew(b"k", 300.0, now_s)
     now_s += 3599
     cache.expire_pins()
-    assert cache.renew_pin(b"k", None)
+    assert cache.pins.renew(b"k", None, now_s)
     now_s += 1e9
     cache.expire_pins()
     assert list(cache.pins) == [b"k"]
-    assert not cache.renew_pin(b"other", None)
+    assert not cache.pins.renew(b"other", None, now_s)
 
 
 def test_only_cached_blocks_can_be_pinned() -> None:
