@@ -207,14 +207,14 @@ class PromptTokenizer:
         """
 
         def encode() -> tuple[tuple[int, ...], ...]:
-            found: list[tuple[int, ...]] = []
+            encoded: list[tuple[int, ...]] = []
             for word in words:
                 bare, spaced = (
                     tuple(self._backend.encode(text, add_special_tokens=False).ids)
                     for text in (word.lstrip(), f" {word.lstrip()}")
                 )
-                found += [bare, spaced]
-            return tuple(ids for ids in dict.fromkeys(found) if ids)
+                encoded += [bare, spaced]
+            return tuple(ids for ids in dict.fromkeys(encoded) if ids)
 
         chars = sum(map(len, words))
         return encode() if chars <= INLINE_BYTES // 4 else await self._workers.run(tenant, chars, encode)

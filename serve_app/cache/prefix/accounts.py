@@ -1,7 +1,7 @@
 """Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
 
-Owns who is active, what each tenant holds, and who is most over their share. Does not know what is held: who counts it
-and puts what can go into an account's queue is a subclass. Not thread-safe, except ``holdings``.
+Owns which tenants are active, how much each holds, and which is most over its share. Subclasses count what is held, and
+queue what can go. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Accounts(Generic[K]):
         return [account for account in self._accounts.values() if account.used_s >= since_s]
 
     def _furthest(self) -> Account[K] | None:
-        """Return whoever is most over their share and has something to give."""
+        """Return the account most over its share, of those that have something to give."""
         since_s, furthest, most = self._active_since_s(), None, -math.inf
         for account in self._accounts.values():
             excess = account.excess(since_s)

@@ -159,10 +159,10 @@ class DiskQueue:
         started_s = time.perf_counter()
         try:
             for block_hash in load.hashes:
-                found = self._pending.get(block_hash) or self.tier.load(block_hash)
-                if found is None:
+                block = self._pending.get(block_hash) or self.tier.load(block_hash)
+                if block is None:
                     break
-                load.blocks[block_hash] = found
+                load.blocks[block_hash] = block
             self.tier.touch(reversed(list(load.blocks)))
         finally:
             load.duration_s = time.perf_counter() - started_s
