@@ -59,11 +59,6 @@ class DiskQueue:
         """Blocks that wait to be written."""
         return len(self._pending)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be done."""
-        return self._work.empty() and not self._pending
-
     def start(self) -> None:
         """Start the thread."""
         self._thread = threading.Thread(target=self._loop, name="warmpath-disk-tier", daemon=True)
