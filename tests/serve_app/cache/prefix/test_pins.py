@@ -40,11 +40,12 @@ def shared(budget: int, **weights: float) -> PrefixCache:
 
 
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
-    """Among several tenants it borrows; where there is one tenant or none, the budget is everybody's."""
+    """Among several it borrows, and gives back what it pinned last; with one tenant or none all have the budget."""
     cache = shared(4, a=1, b=1)
-    assert cache.pin(b"other", fill(cache, tokens(1, 2, 3)), tenant="other") == "pinned"
+    for key, ids in ((b"first", tokens(1, 2)), (b"last", tokens(3))):
+        assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
     assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"
-    assert list(cache.pins) == [b"a"]
+    assert list(cache.pins) == [b"first", b"a"]
     for weights in ({}, {"a": 2.0}):
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
