@@ -1,7 +1,7 @@
 """Which of a tenant's blocks goes first: the one place that says so, for the pool and for the tiers below it.
 
-Owns the order, ``rank``, and the queues that keep it. Whose turn it is to give a block up is ``Accounts``'; that a
-block in use stays, and a parent stays in the pool as long as its child, is the caches'. Not thread-safe.
+Owns the order, ``rank``, and the queues that keep it. ``Accounts`` chooses the tenant; the caches see that a block in
+use stays, and a parent in the pool as long as its child. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -99,18 +99,18 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 def _eos_token_ids(path: Path, *configs: dict[str, Any]) -> tuple[int, ...]:
     """Return every id that ends a generation: generation_config first, then the tokenizer's, then the config's."""
-    found: list[Any] = []
+    named: list[Any] = []
     generation = path / "generation_config.json"
     if generation.is_file():
-        found.append(_read_json(generation, "").get("eos_token_id"))
+        named.append(_read_json(generation, "").get("eos_token_id"))
     tokenizer_config = path / "tokenizer_config.json"
     if tokenizer_config.is_file():
         token = _read_json(tokenizer_config, "").get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
-            found.append(_added_token_id(path / "tokenizer.json", content))
-    found.extend(config.get("eos_token_id") for config in configs)
-    flat = (item for value in found for item in (value if isinstance(value, list) else [value]))
+            named.append(_added_token_id(path / "tokenizer.json", content))
+    named.extend(config.get("eos_token_id") for config in configs)
+    flat = (item for value in named for item in (value if isinstance(value, list) else [value]))
     return tuple(dict.fromkeys(item for item in flat if type(item) is int))
 
 

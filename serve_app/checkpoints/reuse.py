@@ -64,7 +64,7 @@ class ReuseCurve:
 
 def read_prompts(path: Path) -> list[TracePrompt]:
     """Read a trace, gzipped or plain, by arrival. Raises ValueError naming a malformed line, OSError."""
-    found: list[tuple[float, TracePrompt]] = []
+    arrivals: list[tuple[float, TracePrompt]] = []
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -75,10 +75,10 @@ def read_prompts(path: Path) -> list[TracePrompt]:
                 raise ValueError(f"{path}, line {number}: {error!r}") from error
             if prompt.tokens < 1 or len(prompt.hash_ids) != -(-prompt.tokens // TRACE_BLOCK_TOKENS):
                 raise ValueError(f"{path}, line {number}: {len(prompt.hash_ids)} ids for {prompt.tokens} tokens")
-            found.append((arrival_ms, prompt))
-    if not found:
+            arrivals.append((arrival_ms, prompt))
+    if not arrivals:
         raise ValueError(f"{path} holds no requests")
-    return [prompt for _, prompt in sorted(found, key=lambda pair: pair[0])]
+    return [prompt for _, prompt in sorted(arrivals, key=lambda pair: pair[0])]
 
 
 def reuse_curve(prompts: Iterable[TracePrompt]) -> ReuseCurve:

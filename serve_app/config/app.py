@@ -90,7 +90,7 @@ class AppConfig(
 
     @model_validator(mode="after")
     def _defaults_of_the_engine(self) -> Self:
-        """What nobody asked for is as the engine can have it; what somebody did is refused later, with a sentence."""
+        """Let settings that were not given be the engine's own; given ones that it cannot have are refused later."""
         own = self.engine_traits.defaults | ({} if self.replica_num_gpus else self.engine_traits.cpu_defaults)
         for name in own.keys() - set(self.model_fields_set):
             setattr(self, name, own[name])

@@ -95,7 +95,7 @@ class EngineSection(BaseModel):
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
         if self.device.startswith("cuda") and self.replica_num_gpus == 0:
-            raise ValueError("device=cuda needs replica_num_gpus (1, say): Ray hides GPUs from who reserves none")
+            raise ValueError("device=cuda needs replica_num_gpus (1, say): a replica sees only GPUs that it reserves")
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must exceed max_num_seqs, or prefill could starve")
         return self

@@ -55,7 +55,7 @@ def app_config(values: Any) -> AppConfig:
     try:
         return AppConfig.model_validate(values)
     except ValidationError as error:
-        raise BadSettings([(found["loc"], sentence(found, AppConfig)) for found in error.errors()]) from None
+        raise BadSettings([(problem["loc"], sentence(problem, AppConfig)) for problem in error.errors()]) from None
 
 
 def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
@@ -68,12 +68,13 @@ def overlaid(args: AppConfig, user_config: Any) -> AppConfig:
         return args
     if not isinstance(user_config, Mapping):
         raise BadSettings([((), "a user_config is pairs of NAME: VALUE")])
-    restarts, prompts = "changes with a restart only; put it under args:", user_config.get("public_prompts")
+    restarts = "changes with a restart only; put it under args:"
     refused: list[tuple[Location, str]] = [
         ((name,), restarts if name in AppConfig.model_fields else unknown_setting(str(name), LIVE))
         for name in user_config
         if name not in LIVE
     ]
+    prompts = user_config.get("public_prompts")
     for number, prompt in enumerate(prompts if isinstance(prompts, list) else ()):
         if isinstance(prompt, Mapping) and "file" in prompt and "sha256" not in prompt:
             # Each process reads the file for itself, and they do so one after another.

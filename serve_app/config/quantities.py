@@ -24,12 +24,12 @@ MAX_CHARS = 32
 def _bytes(value: Any) -> Any:
     if not isinstance(value, str) or value.strip().isdecimal():
         return value
-    found = _SIZE.fullmatch(value.strip().lower())
-    if found is None or len(value) > MAX_CHARS or found[2] not in _BYTES:
+    size = _SIZE.fullmatch(value.strip().lower())
+    if size is None or len(value) > MAX_CHARS or size[2] not in _BYTES:
         raise PydanticCustomError("size", "must be a number of bytes, or a size such as 64MiB, 1.5GiB or 200MB")
     # Not through a float: 1.1 of a unit is rounded down to a whole byte once.
-    whole, _, part = found[1].partition(".")
-    return int(whole + part) * _BYTES[found[2]] // 10 ** len(part)
+    whole, _, part = size[1].partition(".")
+    return int(whole + part) * _BYTES[size[2]] // 10 ** len(part)
 
 
 def _seconds(value: Any) -> Any:

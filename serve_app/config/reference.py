@@ -31,7 +31,7 @@ Made from the descriptions in `serve_app/config/` by `python -m serve_app.config
 
 Give a setting as `--set NAME=VALUE`, or in a YAML file with `warmpath serve --config FILE`; in `args:` of a Serve
 config file; or as `serve run serve_app.app:build_app NAME=VALUE`. Unknown names are errors. Names that vLLM also has
-mean the same. `warmpath settings` prints this list, `warmpath settings pin` what has to do with pins.
+mean the same. `warmpath settings` prints this list, `warmpath settings pin` those about pins.
 [settings.yaml](settings.yaml) is a file with all of them.
 
 Units are in the names: `_tokens`, `_blocks`; `_bytes` takes a number of bytes or a size such as `64MiB` (`MB` is a

@@ -67,12 +67,12 @@ def sentence(error: ErrorDetails, settings: type[BaseModel]) -> str:
             return "must be 1 to 64 letters, digits and _ . - and begin with a letter or digit"
         case "too_short" | "string_too_short":
             return "must not be empty"
-    found = _TYPES.get(kind.partition("_")[0])
-    if found is not None:
+    expected = _TYPES.get(kind.partition("_")[0])
+    if expected is not None:
         near = get_close_matches(str(error["input"]).lower(), ("true", "false"), n=1) if kind.startswith("bool") else []
         field = settings.model_fields.get(str(where[0])) if len(where) == 1 else None
         about = f" ({field.description})" if field is not None and field.description else ""
-        return f"must be {found}{about}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"must be {expected}{about}" + (f"; did you mean {near[0]}?" if near else "")
     return error["msg"].removeprefix("Value error, ")
 
 

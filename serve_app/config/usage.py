@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PricesConfig(BaseModel):
-    """Prices by which `/v1/usage` tells what was used would have cost elsewhere, in any currency."""
+    """Prices by which `/v1/usage` tells what the same tokens would have cost elsewhere, in any currency."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -75,8 +75,8 @@ class GrammarCompiler:
             (name, part), tried = parts.pop(0), tried + 1
             try:
                 self.compile(json.dumps({"grammars": [{"json_schema": {**definitions, **part}}]}))
-            except GrammarError as found:
-                if str(found) == error:
+            except GrammarError as part_error:
+                if str(part_error) == error:
                     path, parts = f"{path}.{name}" if path else name, list(_parts(part))
         return path
 
@@ -133,14 +133,14 @@ def llguidance_form(grammar: Grammar) -> str:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the schemas that are directly in a schema, with their paths."""
-    found: list[tuple[str, Any]] = [(name, schema.get(name)) for name in _SCHEMAS]
+    named: list[tuple[str, Any]] = [(name, schema.get(name)) for name in _SCHEMAS]
     for keyword in _SCHEMAS_BY_NAME:
         inner = schema.get(keyword)
-        found += [(f"{keyword}.{name}", part) for name, part in inner.items()] if isinstance(inner, dict) else []
+        named += [(f"{keyword}.{name}", part) for name, part in inner.items()] if isinstance(inner, dict) else []
     for keyword in _LISTED_SCHEMAS:
         inner = schema.get(keyword)
-        found += [(f"{keyword}[{i}]", part) for i, part in enumerate(inner)] if isinstance(inner, list) else []
-    return ((path, part) for path, part in found if isinstance(part, dict))
+        named += [(f"{keyword}[{i}]", part) for i, part in enumerate(inner)] if isinstance(inner, list) else []
+    return ((path, part) for path, part in named if isinstance(part, dict))
 
 
 def _said(error: str) -> str:

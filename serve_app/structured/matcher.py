@@ -69,9 +69,9 @@ class AnswerMatcher:
         self._read = answer[: same + taken].copy()
         mask = self._matcher.compute_bitmask() if taken == len(new) else b""
         if self._matcher.is_error():
-            said = self._matcher.get_error().splitlines()[0][:200]
+            reason = self._matcher.get_error().splitlines()[0][:200]
             self._restart()
-            raise GrammarError(f"the grammar takes too much work here: {said}")
+            raise GrammarError(f"the grammar takes too much work here: {reason}")
         return np.frombuffer(mask, dtype=np.uint8) if mask else None, max(1, len(new))
 
     def _restart(self) -> None:

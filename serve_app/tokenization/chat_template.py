@@ -104,8 +104,8 @@ class ChatTemplate:
             probe = self._apply((*leading, {"role": "user", "content": _USERS_WORDS}), False, kwargs, tools)
         except InvalidRequest:
             return ""
-        before, found, _ = probe.partition(_USERS_WORDS)
-        return before if found and text.startswith(before) else ""
+        before, marker, _ = probe.partition(_USERS_WORDS)
+        return before if marker and text.startswith(before) else ""
 
     def _apply(
         self,
@@ -125,9 +125,9 @@ class ChatTemplate:
                 )
             )
         except TemplateError as error:
-            said = str(error)[:200] or type(error).__name__
+            reason = str(error)[:200] or type(error).__name__
             raise InvalidRequest(
-                f"The model's chat template refuses these messages: {said}", param="messages"
+                f"The model's chat template refuses these messages: {reason}", param="messages"
             ) from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(

@@ -54,15 +54,15 @@ class TokenTexts:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token of a byte-level tokenizer; b"" for a special or unknown one."""
-        found = self._bytes.get(token_id)
-        if found is None:
+        known = self._bytes.get(token_id)
+        if known is None:
             token: str | None = self._tokenizer.id_to_token(token_id)
             if token is None:
                 return b""
             codes = [self._byte_of_char.get(char, -1) for char in token]
-            found = token.encode() if -1 in codes else bytes(codes)
-            self._bytes[token_id] = found
-        return found
+            known = token.encode() if -1 in codes else bytes(codes)
+            self._bytes[token_id] = known
+        return known
 
     def shown_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token as a list of tokens shows it: special ones by their name."""
@@ -172,11 +172,12 @@ class StopChecker:
             for stop in self._stop
             if (start := seen.find(stop, max(0, self._early - len(stop) + 1))) >= 0
         )
-        found = min(ends, default=None)
-        if found is not None:
+        first = min(ends, default=None)
+        if first is not None:
+            end, start = first
             self._held, self._stopped = "", True
-            self.found = seen[found[1] : found[0]]
-            return seen[: found[0] if self._include else found[1]], True
+            self.found = seen[start:end]
+            return seen[: end if self._include else start], True
         held = self._held_chars(seen)
         self._early = max(0, self._early - len(seen) + held)
         self._held = seen[len(seen) - held :]

@@ -21,12 +21,16 @@ class PublicTokens:
 
     def count(self, token_ids: TokenArray) -> int:
         """Return how many leading tokens are public. O(prompts), of which there are a few hundred at most."""
-        return max((common_tokens(token_ids, prompt) for prompt in self._prompts), default=0)
+        public = 0
+        for prompt in self._prompts:
+            if public < min(len(prompt), len(token_ids)) and prompt[public] == token_ids[public]:
+                public = max(public, common_tokens(token_ids, prompt))
+        return public
 
 
-def common_tokens(one: TokenArray, other: TokenArray) -> int:
+def common_tokens(left: TokenArray, right: TokenArray) -> int:
     """Return how many leading tokens two sequences have in common."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length

@@ -58,14 +58,14 @@ class SegmentCache:
 
         The beginning is used most: of what is known it is the last to go.
         """
-        found = [self._segments.get(key) for key in keys]
-        for key, segment in zip(reversed(keys), reversed(found), strict=True):
+        segments = [self._segments.get(key) for key in keys]
+        for key, segment in zip(reversed(keys), reversed(segments), strict=True):
             if segment is not None:
                 self._segments.move_to_end(key)
-        misses = found.count(None)
+        misses = segments.count(None)
         self._misses += misses
-        self._hits += len(found) - misses
-        return found
+        self._hits += len(segments) - misses
+        return segments
 
     def put(self, segments: Iterable[tuple[bytes, Segment]]) -> None:
         """Remember segments, the last one longest, evicting until the bound holds; one over the bound is not kept."""

@@ -53,23 +53,16 @@ class EncodedPrompt:
     public_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Lookup:
-    """One UTF-8 text, where its segments end, their keys, and what is known of each."""
+    """The keys of one text's segments, what is known of each, and ``missing``: the texts of the others, in UTF-8."""
 
     root: bytes
     public_root: bytes
     public: PublicTokens
-    raw: bytes
-    ends: list[int]
     keys: list[bytes]
     segments: list[Segment | None]
-
-    @property
-    def missing(self) -> list[tuple[int, bytes]]:
-        """The segments of which nothing is known, by index, with their texts."""
-        parts = zip([0, *self.ends], self.ends, self.segments, strict=False)
-        return [(i, self.raw[start:end]) for i, (start, end, segment) in enumerate(parts) if segment is None]
+    missing: list[bytes]
 
 
 class PromptTokenizer:
@@ -175,11 +168,10 @@ class PromptTokenizer:
         """
         while True:
             lookup = self._look_up(text, root, public_root, add_special_tokens)
-            missing = lookup.missing
-            missing_bytes = sum(len(text) for _, text in missing)
+            missing_bytes = sum(map(len, lookup.missing))
             if missing_bytes <= INLINE_BYTES:
                 return self._complete(lookup, add_special_tokens)
-            key = lookup.keys[missing[0][0]]
+            key = lookup.keys[lookup.segments.index(None)]
             leader = self._in_flight.get(key)
             if leader is not None:
                 await asyncio.wait([leader])
@@ -215,14 +207,14 @@ class PromptTokenizer:
         """
 
         def encode() -> tuple[tuple[int, ...], ...]:
-            found: list[tuple[int, ...]] = []
+            encoded: list[tuple[int, ...]] = []
             for word in words:
                 bare, spaced = (
                     tuple(self._backend.encode(text, add_special_tokens=False).ids)
                     for text in (word.lstrip(), f" {word.lstrip()}")
                 )
-                found += [bare, spaced]
-            return tuple(ids for ids in dict.fromkeys(found) if ids)
+                encoded += [bare, spaced]
+            return tuple(ids for ids in dict.fromkeys(encoded) if ids)
 
         chars = sum(map(len, words))
         return encode() if chars <= INLINE_BYTES // 4 else await self._workers.run(tenant, chars, encode)
@@ -247,25 +239,26 @@ class PromptTokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequest("The text holds a lone surrogate; send valid Unicode.") from error
         public, ends, keys = self._public, self._segmenter.cut(raw), []
+        spans = list(zip([0, *ends], ends, strict=False))
         generation = b"%d" % public.generation if public_root else b""
         kind = b"with special tokens" if add_special_tokens else b""
         so_far = xxhash.xxh3_128(_key_prefix(root, kind, generation, public_root), self._seed)
-        for start, end in zip([0, *ends], ends, strict=False):
+        for start, end in spans:
             so_far.update(memoryview(raw)[start:end])
             keys.append(so_far.digest())
         with self._cache.lock:
             segments = self._cache.get(keys)
-        return _Lookup(root, public_root, public, raw, ends, keys, segments)
+        missing = [raw[slice(*spans[i])] for i, segment in enumerate(segments) if segment is None]
+        return _Lookup(root, public_root, public, keys, segments, missing)
 
     def _complete(self, lookup: _Lookup, add_special_tokens: bool) -> EncodedPrompt:
         """Tokenize and hash what the look-up lacks, remember it, and put everything together."""
-        missing = lookup.missing
-        texts = [text.decode() for _, text in missing]
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False) if missing else ()
-        new_ids = {
-            i: np.array(encoding.ids, dtype=np.int32) for (i, _), encoding in zip(missing, encodings, strict=True)
-        }
-        ids = [new_ids[i] if segment is None else segment.ids for i, segment in enumerate(lookup.segments)]
+        texts = [text.decode() for text in lookup.missing]
+        encodings = iter(self._backend.encode_batch_fast(texts, add_special_tokens=False) if texts else ())
+        ids = [
+            np.array(next(encodings).ids, dtype=np.int32) if segment is None else segment.ids
+            for segment in lookup.segments
+        ]
         prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_NO_IDS, _NO_IDS)
         token_ids: TokenArray = np.concatenate((prefix, *ids, suffix))
         public_blocks = lookup.public.count(token_ids) // self.block_size if lookup.public_root else 0

@@ -1,7 +1,7 @@
 """Tenants' shares of a room with a bound: the pool's blocks, a tier's bytes.
 
-Owns who is active, what each tenant holds, and who is most over their share. Does not know what is held: who counts it
-and puts what can go into an account's queue is a subclass. Not thread-safe, except ``holdings``.
+Owns which tenants are active, how much each holds, and which is most over its share. Subclasses count what is held, and
+queue what can go. Not thread-safe, except ``holdings``.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class Accounts(Generic[K]):
         account = self._accounts.get(tenant)
         if account is None:
             kept = {account.tenant for account in self._active()}
-            for name in [name for name, other in self._accounts.items() if not other.held and name not in kept]:
-                del self._accounts[name]
+            self._accounts = {name: other for name, other in self._accounts.items() if other.held or name in kept}
             account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
         return account
 
@@ -85,10 +84,13 @@ class Accounts(Generic[K]):
         return [account for account in self._accounts.values() if account.used_s >= since_s]
 
     def _furthest(self) -> Account[K] | None:
-        """Return whoever is most over their share and has something to give."""
-        since_s = self._active_since_s()
-        givers = (account for account in self._accounts.values() if account.queue)
-        return max(givers, key=lambda account: account.excess(since_s), default=None)
+        """Return the account most over its share, of those that have something to give."""
+        since_s, furthest, most = self._active_since_s(), None, -math.inf
+        for account in self._accounts.values():
+            excess = account.excess(since_s)
+            if excess > most and account.queue:
+                furthest, most = account, excess
+        return furthest
 
 
 def _checked(weights: Mapping[str, float]) -> dict[str, float]:

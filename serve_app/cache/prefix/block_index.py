@@ -10,11 +10,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, hash_at, split_chain
+from router.protocol.block_hash import HASH_BYTES, PrefixScope, TokenArray, block_word, hash_at
 from serve_app.cache.eviction import Standing
 
 HEAT_MEMORY_S = 600.0
@@ -105,16 +104,6 @@ class BlockIndex:
     def count_held(self, chain: bytes, blocks: int) -> int:
         """Return how many of the first ``blocks`` of a chain are indexed (unverified, O(log n): parents are kept)."""
         return count_leading(chain, blocks, self.held)
-
-    def leading(self, chain: bytes, blocks: int) -> list[int]:
-        """Return the blocks indexed under the first ``blocks`` hashes of a chain, up to the first gap (unverified)."""
-        found: list[int] = []
-        for block_hash in islice(split_chain(chain), blocks):
-            entry = self._by_hash.get(block_hash)
-            if entry is None:
-                break
-            found.append(entry.block)
-        return found
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes, limit: int) -> list[int]:
         """Return the blocks of the longest indexed prefix of ``token_ids``, at most ``limit`` of them.

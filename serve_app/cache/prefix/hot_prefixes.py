@@ -200,5 +200,5 @@ def within(hot: HotPrefixes, most_blocks: int) -> HotPrefixes:
 
 def idle_heats(entries: Sequence[CachedBlock], idle: Collection[int], now_s: float) -> bytes:
     """Return the heats of the idle blocks as packed float32, the coldest first: what a newcomer may push out."""
-    found = heats(entries, now_s)
-    return np.sort(np.array([found[block] for block in idle], dtype="<f4")).tobytes()
+    heat = heats(entries, now_s)
+    return np.sort(np.array([heat[block] for block in idle], dtype="<f4")).tobytes()

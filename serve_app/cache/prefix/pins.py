@@ -106,13 +106,6 @@ class Pins:
         budget_blocks = self.budget_blocks if len(self._shares) < 2 else self._shares.get(tenant, 0)
         return len(self._tenants_counts.get(tenant, ())), budget_blocks
 
-    def fits(self, more_blocks: int, tenant: str, more_of_tenant: int) -> bool:
-        """Return whether that many blocks not pinned yet, or not by the tenant, are within the budget.
-
-        Within the tenant's share they are whatever others have borrowed: see ``recall``.
-        """
-        return len(self._counts) + more_blocks <= self.budget_blocks or self._within_share(tenant, more_of_tenant)
-
     def add(
         self, key: bytes, blocks: Sequence[int], ttl_s: float | None, now_s: float, tenant: str = "default"
     ) -> PinOutcome:

@@ -208,12 +208,6 @@ class PrefixCache:
             self._events.append(BlocksStored(bytes(stored)))
         return done
 
-    def may_pin(self, chain: bytes, blocks: int, tenant: str) -> bool:
-        """Return whether a pin of the first ``blocks`` of a chain would fit the budget (unverified)."""
-        held = self.index.leading(chain, blocks)
-        pins = self.pins
-        return pins.fits(blocks - pins.pinned_leading(held), tenant, blocks - pins.pinned_leading(held, tenant))
-
     def pin(
         self,
         key: bytes,
@@ -242,10 +236,6 @@ class PrefixCache:
             for block in blocks:
                 self._retain(block)
         return outcome
-
-    def renew_pin(self, key: bytes, ttl_s: float | None) -> bool:
-        """Let the time of a pin run anew, by the longer of its TTL and ``ttl_s``; False when there is no such pin."""
-        return self.pins.renew(key, ttl_s, self._clock())
 
     def unpin(self, key: bytes) -> bool:
         """Let a pinned prefix be evicted again, as the most recently used; False when there is none of that key."""

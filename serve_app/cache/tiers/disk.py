@@ -189,11 +189,11 @@ class DiskTier:
     def _scan(self, clock: Callable[[], float], limit_s: float, save_ttl_s: float | None) -> None:
         """Index the files of an earlier life, saved and recent ones first, within the time; then evict to the bound."""
         deadline_s, now_s = clock() + limit_s, self._wall_clock()
-        found = sorted(
+        files = sorted(
             self._files.scan(), key=lambda file: (file.saved_until_s is not None, file.used_ns), reverse=True
         )
         kept: dict[bytes, tuple[FoundFile, TierBlock]] = {}
-        for file in found:
+        for file in files:
             late = clock() > deadline_s
             block = self._believe(file) if file.block_hash not in kept and not late else None
             if block is None:

@@ -193,8 +193,8 @@ class DiskSlot:
 def _make_private(path: Path) -> None:
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        status = path.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         if ours:
             path.chmod(0o700)
     except OSError as error:

@@ -59,11 +59,6 @@ class DiskQueue:
         """Blocks that wait to be written."""
         return len(self._pending)
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be done."""
-        return self._work.empty() and not self._pending
-
     def start(self) -> None:
         """Start the thread."""
         self._thread = threading.Thread(target=self._loop, name="warmpath-disk-tier", daemon=True)
@@ -159,10 +154,10 @@ class DiskQueue:
         started_s = time.perf_counter()
         try:
             for block_hash in load.hashes:
-                found = self._pending.get(block_hash) or self.tier.load(block_hash)
-                if found is None:
+                block = self._pending.get(block_hash) or self.tier.load(block_hash)
+                if block is None:
                     break
-                load.blocks[block_hash] = found
+                load.blocks[block_hash] = block
             self.tier.touch(reversed(list(load.blocks)))
         finally:
             load.duration_s = time.perf_counter() - started_s

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import groupby
 from threading import RLock
 from typing import Generic, TypeVar
 
@@ -76,7 +75,8 @@ class TierIndex(Accounts[bytes], Generic[E]):
         self.digest = TierDigest(tier, 0, 0)
         self._tier = tier
         self._entries: OrderedDict[bytes, E] = OrderedDict()
-        self._changes: list[tuple[type[TierEvent], bytes]] = []
+        self._held_before: dict[bytes, bool] = {}
+        """Whether each block that came or went since the last ``take_events`` was held then."""
         self._uses = 0
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -112,7 +112,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
         self._account(entry.block.owner).held += entry.size
         self.used_bytes += entry.size
         self._put(entry)
-        self._note(BlocksStored, block_hash)
+        self._note(block_hash, held_before=False)
 
     def use(self, block_hash: bytes) -> None:
         """Make a held block the most recently used one. Raises KeyError."""
@@ -133,7 +133,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
         account.held -= entry.size
         account.queue.discard(block_hash)
         self.used_bytes -= entry.size
-        self._note(BlocksRemoved, block_hash)
+        self._note(block_hash, held_before=True)
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
@@ -153,7 +153,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
     def clear(self) -> None:
         """Forget every block."""
         for block_hash in self._entries:
-            self._note(BlocksRemoved, block_hash)
+            self._note(block_hash, held_before=True)
         self._entries.clear()
         self.used_bytes = 0
         for account in self._accounts.values():
@@ -162,28 +162,26 @@ class TierIndex(Accounts[bytes], Generic[E]):
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has anything (any thread)."""
-        return bool(self._changes)
+        return bool(self._held_before)
 
     def announce(self) -> None:
-        """Tell of all that is held, in place of the changes so far: the saved first, the newest of them first."""
+        """Tell of all that is held, to routers that know of nothing: the saved first, the newest of them first."""
         held = sorted(self._entries.values(), key=lambda entry: entry.saved_until_s is not None)
-        self._changes = [(BlocksStored, entry.block.block_hash) for entry in held]
+        self._held_before = {entry.block.block_hash: False for entry in held}
 
     def take_events(self) -> list[TierEvent]:
-        """Return the events since the last call, in order; of blocks that came together the last one is named first."""
-        changes, self._changes = self._changes, []
+        """Return what has changed since the last call: what is gone, and what is new, the last one first."""
+        before, self._held_before = self._held_before, {}
         self.digest = TierDigest(self._tier, len(self._entries), self.xor)
-        events: list[TierEvent] = []
-        for event, group in groupby(changes, key=lambda change: change[0]):
-            hashes = [block_hash for _, block_hash in group]
-            if event is BlocksStored:  # children come before their parents, and are told after them
-                hashes.reverse()
-            events.append(event(b"".join(hashes), self._tier))
-        return events
+        removed = b"".join(name for name, held in before.items() if held and name not in self._entries)
+        # Children come before their parents, and are told after them.
+        stored = b"".join(name for name in reversed(before) if not before[name] and name in self._entries)
+        events: list[TierEvent] = [BlocksRemoved(removed, self._tier)] if removed else []
+        return [*events, BlocksStored(stored, self._tier)] if stored else events
 
-    def _note(self, event: type[TierEvent], block_hash: bytes) -> None:
+    def _note(self, block_hash: bytes, *, held_before: bool) -> None:
         self.xor ^= block_word(block_hash)
-        self._changes.append((event, block_hash))
+        self._held_before.setdefault(block_hash, held_before)
 
     def _put(self, entry: E) -> None:
         """Give a block the place of one that is used now."""

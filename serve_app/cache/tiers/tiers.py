@@ -162,7 +162,7 @@ class Tiers:
                 index.announce()
 
     def take_events(self) -> list[TierEvent]:
-        """Return the events since the last call; each tier's own are in order."""
+        """Return the events since the last call."""
         events: list[TierEvent] = []
         for index in self.indexes.values():
             with index.lock:

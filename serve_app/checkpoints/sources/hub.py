@@ -51,6 +51,6 @@ def _fetched(model_id: str, revision: str | None, fetch: Callable[[], str]) -> P
     try:
         return Path(fetch()).resolve()
     except Exception as error:  # of the hub's HTTP library too, and which one that is differs by version
-        sentence = next((said for kind, said in sentences.items() if isinstance(error, kind)), None)
+        sentence = next((text for kind, text in sentences.items() if isinstance(error, kind)), None)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(sentence or f"{named} cannot be fetched from the hub: {reason}") from error

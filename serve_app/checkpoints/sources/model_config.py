@@ -55,7 +55,7 @@ def _gguf_config(path: Path) -> dict[str, Any]:
         return None if field is None else field.contents()
 
     architecture = value("general.architecture")
-    found = {name: value(f"{architecture}.{key}") for name, key in _GGUF_FIELDS.items()}
-    found["vocab_size"] = found["vocab_size"] or len(value("tokenizer.ggml.tokens") or ()) or None
-    found["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in reader.tensors)
-    return {name: one for name, one in found.items() if one is not None}
+    fields = {name: value(f"{architecture}.{key}") for name, key in _GGUF_FIELDS.items()}
+    fields["vocab_size"] = fields["vocab_size"] or len(value("tokenizer.ggml.tokens") or ()) or None
+    fields["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in reader.tensors)
+    return {name: field for name, field in fields.items() if field is not None}

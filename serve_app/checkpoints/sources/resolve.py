@@ -1,6 +1,6 @@
 """What the settings call a model -> the directory of its checkpoint, built, fetched or converted where it must be.
 
-Knows which kind of name it is; how each is come by is in the files beside this one.
+Tells the kinds of names apart; the files beside this one build, fetch and convert.
 """
 
 from __future__ import annotations

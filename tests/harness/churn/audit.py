@@ -69,7 +69,7 @@ def settled(engine: TorchEngine) -> bool:
     tiers = engine._tier_loader.tiers
     if engine._cache._events or tiers.has_news:
         return False
-    return tiers.disk is None or tiers.disk.idle
+    return tiers.disk is None or (tiers.disk._work.empty() and not tiers.disk.pending_blocks)
 
 
 def tables(root: object) -> dict[str, int]:

@@ -46,7 +46,7 @@ def test_no_text_has_fewer_tokens(demo_model_path: Path, text: str, composed: bo
         {"model": models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")},
         {},
     ],
-    ids=["strip", "lower", "shrink", "removed", "words", "rstrip"],
+    ids=["strip", "compatible", "shrink", "removed", "words", "rstrip"],
 )
 def test_where_nothing_is_known_nothing_is_claimed(demo_model_path: Path, change: dict[str, Any]) -> None:
     """Words, stripping, removed text, tokens that swallow blanks: any length can become one token, or none."""

@@ -17,14 +17,14 @@ def test_a_pin_without_ttl_has_no_end_and_the_longer_ttl_wins() -> None:
     blocks = fill(cache, tokens(1, 2))
     cache.pin(b"k", blocks, 300.0)
     assert cache.pin(b"k", blocks, 3600.0) == "present"
-    assert cache.renew_pin(b"k", 300.0)
+    assert cache.pins.renew(b"k", 300.0, now_s)
     now_s += 3599
     cache.expire_pins()
-    assert cache.renew_pin(b"k", None)
+    assert cache.pins.renew(b"k", None, now_s)
     now_s += 1e9
     cache.expire_pins()
     assert list(cache.pins) == [b"k"]
-    assert not cache.renew_pin(b"other", None)
+    assert not cache.pins.renew(b"other", None, now_s)
 
 
 def test_only_cached_blocks_can_be_pinned() -> None:
@@ -40,11 +40,12 @@ def shared(budget: int, **weights: float) -> PrefixCache:
 
 
 def test_a_tenant_that_nobody_named_has_no_share() -> None:
-    """Among several tenants it borrows; where there is one tenant or none, the budget is everybody's."""
+    """Among several it borrows, and gives back what it pinned last; with one tenant or none all have the budget."""
     cache = shared(4, a=1, b=1)
-    assert cache.pin(b"other", fill(cache, tokens(1, 2, 3)), tenant="other") == "pinned"
+    for key, ids in ((b"first", tokens(1, 2)), (b"last", tokens(3))):
+        assert cache.pin(key, fill(cache, ids), tenant="other") == "pinned"
     assert cache.pin(b"a", fill(cache, tokens(2, 2)), tenant="a") == "pinned"
-    assert list(cache.pins) == [b"a"]
+    assert list(cache.pins) == [b"first", b"a"]
     for weights in ({}, {"a": 2.0}):
         pins = Pins(4, weights)
         assert pins.add(b"a", [1, 2, 3], None, 0.0, "a") == "pinned"
