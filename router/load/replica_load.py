@@ -53,7 +53,6 @@ class ReplicaLoad:
     queued_tokens: int = 0
     committed_tokens: int = 0
     waiting: int = 0
-    jobs: int = 0
     falloff: float = 0.0
     full: bool = False
     _reported_tokens: int = 0
@@ -94,19 +93,14 @@ class ReplicaLoad:
         """Work out the queue from the report and the unreported reservations."""
         self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
         self.waiting = waiting = self._reported_waiting + len(self.unreported)
-        committed = self._reported_committed if self._reported_committed < queued else queued
-        settled = self._settled
+        committed, settled = self._reported_committed, self._settled
         if not self._reported_tokens and self.unreported:
             # Where nothing waited the first one begins as it arrives, and nobody overtakes it any more.
             committed, settled = next(iter(self.unreported.values())), 1
-        self.committed_tokens = committed
+        self.committed_tokens = committed = committed if committed < queued else queued
         others = queued - committed
-        if others:
-            jobs = waiting - settled if committed else waiting
-            self.jobs = jobs = jobs if jobs > 1 else 1
-            self.falloff = -jobs / others
-        else:
-            self.jobs, self.falloff = 0, 0.0
+        # At least one sequence has them.
+        self.falloff = -max(waiting - settled if committed else waiting, 1) / others if others else 0.0
         self.full = self._full_as_reported or 0 < self._room <= self.running + waiting
 
 

@@ -99,10 +99,10 @@ def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
     """Of five waiting sequences two have nothing but committed tokens: three jobs share the others."""
     loads = table()
     loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_prefill_tokens=300, committed_sequences=2), 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (300, 600, 3)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (300, 600, -3 / 600)
     assert loads.waiting[0] == 5, "they wait all the same"
     loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_sequences=2), 0.0)
-    assert loads.jobs[0] == 5, "without committed tokens nobody has them"
+    assert loads.falloff[0] == -5 / 900, "without committed tokens nobody has them"
 
 
 def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
@@ -110,9 +110,9 @@ def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
     loads = table()
     loads.report("a", report(), 0.0)
     first = loads.reserve("a", 500, 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 0, 0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (500, 0, 0)
     loads.reserve("a", 300, 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 300, 1)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (500, 300, -1 / 300)
     loads.release(first)
     assert (loads.committed_tokens[0], loads.overtakable_tokens[0]) == (300, 0)
     loads.report("a", report(900, 0, 3), 1.0)

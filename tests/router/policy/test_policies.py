@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView
-from router.policy.costs import estimate
+from router.policy.costs import SHARED_PREFILL, estimate
 from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest
@@ -49,9 +49,10 @@ def rank(
     return POLICIES[policy](16).rank(view, limit)
 
 
-def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
+def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None, in_flight: int = 0) -> float:
     """The estimated time to first token at the first replica."""
-    view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), settings or PolicySettings())
+    scoring, pending = settings or PolicySettings(), {NAMES[0]: in_flight}
+    view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), scoring, pending=pending)
     return estimate(view, NAMES[0]).estimated_ttft_s
 
 
@@ -133,6 +134,9 @@ def test_committed_tokens_are_ahead_of_everyone() -> None:
     head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
     assert head.score == pytest.approx(5.1)
     assert estimated_s(loads, 900) == pytest.approx(5.1)
+    head = rank("estimated_ttft", loads, pending={NAMES[0]: 900})[0]
+    assert head.score == pytest.approx(5.1 - SHARED_PREFILL * 0.9), "that prefill computes its own prefix"
+    assert estimated_s(loads, 0, in_flight=900) == pytest.approx(5.1), "but it waits for all of it"
     loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
     x = 100 / 2000
     ahead, behind = 5000 + 4000 * (1 - (1 + x) * exp(-x)), 2 * exp(-x)
