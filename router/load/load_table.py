@@ -1,7 +1,7 @@
 """How busy each replica is: its latest report plus what this router sent there since.
 
 Owns reservations and the numbers policies read, as flat arrays with one row a replica. Nothing is counted twice: a
-report contains this router's requests up to ``RouterShare.last_reservation``, and only unreleased reservations with
+report contains this router's requests up to the last one that it calls admitted, and only unreleased reservations with
 higher numbers are added. Time is passed in.
 """
 
@@ -112,17 +112,17 @@ class LoadTable:
         clean = clamped(report)
         if replica.report is not None and clean.taken_at_s < replica.report.taken_at_s:
             return
-        # To keep: shares name every router there ever was, and are read once.
-        replica.report = msgspec.structs.replace(clean, shares=())
+        # To keep: ``admitted`` names every router there ever was, and is read once.
+        replica.report = msgspec.structs.replace(clean, admitted={})
         self._count_rate(replica, -1)
         replica.measured(clean)
         self._count_rate(replica, 1)
         replica.reported_at_s = now_s
-        self._peers.report(replica_id, clean.shares, now_s)
-        share = next((share for share in clean.shares if share.router_id == self.router_id), None)
-        if share is not None and share.last_reservation > replica.last_admitted:
+        self._peers.report(replica_id, clean.admitted, now_s)
+        last_admitted = clean.admitted.get(self.router_id, 0)
+        if last_admitted > replica.last_admitted:
             # Never beyond what was handed out: a nonsense number would hide every later reservation.
-            replica.last_admitted = min(share.last_reservation, self._last_number)
+            replica.last_admitted = min(last_admitted, self._last_number)
             for number in [n for n in replica.unreported if n <= replica.last_admitted]:
                 replica.unreported_tokens -= replica.unreported.pop(number)
         self._write(replica)

@@ -111,7 +111,7 @@ def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
 
 def clamped(report: LoadReport) -> LoadReport:
     """Return a report without nonsense (negative, not finite, huge)."""
-    rate, step, pull_rate = report.prefill_tokens_per_s, report.decode_step_s, report.pull_tokens_per_s
+    rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s
     return msgspec.structs.replace(
         report,
         queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
@@ -120,7 +120,6 @@ def clamped(report: LoadReport) -> LoadReport:
         max_running_sequences=min(max(report.max_running_sequences, 0), MAX_SEQUENCES),
         max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
         prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
-        decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,

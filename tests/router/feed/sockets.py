@@ -14,7 +14,7 @@ from router.feed import FeedPublisher, FeedSubscriber
 from router.feed.resequencer import ResequencerSettings
 from router.protocol.events import LoadReport
 
-BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0, 0.01)
+BEAT = LoadReport(3, 1, 1, 8, 64, 1000.0)
 CHAIN = Random(0).randbytes(16 * 50)
 FAST = ResequencerSettings(timeout_s=0.3, first_backoff_s=0.02, last_backoff_s=0.2, silence_s=0.5)
 

@@ -138,13 +138,13 @@ async def test_a_flooding_feed_starves_no_other() -> None:
         def pour() -> None:
             rng = Random(2)
             while not stop.wait(0.001):
-                feeds["flood"].put([BlocksStored(rng.randbytes(16 * 2000)), LoadReport(-5, -1, -1, -1, -1, 0.0, 0.0)])
+                feeds["flood"].put([BlocksStored(rng.randbytes(16 * 2000)), LoadReport(-5, -1, -1, -1, -1, 0.0)])
 
         pouring = Thread(target=pour, daemon=True)
         pouring.start()
         try:
             await until(lambda: blocks(core, "flood") > 5000)
-            feeds["a"].put([BlocksStored(CHAIN), LoadReport(7, 0, 1, 8, 64, 1000.0, 0.01)])
+            feeds["a"].put([BlocksStored(CHAIN), LoadReport(7, 0, 1, 8, 64, 1000.0)])
             await until(lambda: core.directory.match(CHAIN).get("a") == 800)
             await until(lambda: core.loads.queue_ahead("a") == 7)
             decision = core.decide(RoutedRequest("q", CHAIN, 805, b"k" * 16))

@@ -22,7 +22,7 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def report(queued: int = 0, running: int = 0, waiting: int = 0) -> LoadReport:
-    return LoadReport(queued, running, waiting, 8, 16, 1000.0, 0.01)
+    return LoadReport(queued, running, waiting, 8, 16, 1000.0)
 
 
 def core_with(
