@@ -176,18 +176,15 @@ class RoutingCore:
             self._known.told(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
-    def explain(
-        self, request: RoutedRequest, policies: Collection[str], blocked: Collection[str] | None = None
-    ) -> dict[str, Any]:
+    def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:
         """Say what each of ``policies`` would decide about a request now, and from what; JSON-able.
 
         Reserves and counts nothing, and draws no random number: the next ``decide`` chooses what is said here.
-        ``blocked``: by default the replicas that Serve says are full.
         """
         with self._lock:
             now_s = self._clock()
             self._known.expire(now_s)
-            view = self._view_of(request, self._blocked() if blocked is None else blocked, now_s)
+            view = self._view_of(request, self._blocked(), now_s)
             acting = {self.settings.policy: self._policy}
             rankings = {
                 name: (acting.get(name) or self._new_policy(name)).rank(

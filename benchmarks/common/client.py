@@ -18,7 +18,6 @@ import httpx
 class Answer:
     """One streamed answer. Times in seconds from sending the request.
 
-    ``gap_s``: the longest silence between two events of the stream, ``gap_at_s`` when it began (0 with fewer than two).
     ``cached_told``: whether the server said how many tokens were cached.
     """
 
@@ -29,8 +28,6 @@ class Answer:
     cached_tokens: int
     completion_tokens: int
     cached_told: bool = True
-    gap_s: float = 0.0
-    gap_at_s: float = 0.0
 
     @property
     def tpot_s(self) -> float:
@@ -109,12 +106,7 @@ async def stream_answer(
     first_s: float | None = None
     parts: list[str] = []
     usage: dict[str, Any] = {}
-    heard_s, gap_s, gap_at_s = 0.0, 0.0, 0.0
     async for event in stream_events(client, url, payload, headers):
-        now_s = time.perf_counter() - started_s
-        if heard_s and now_s - heard_s > gap_s:
-            gap_s, gap_at_s = now_s - heard_s, heard_s
-        heard_s = now_s
         for choice in event.get("choices") or ():
             content = choice["delta"].get("content") if "delta" in choice else choice.get("text")
             # A first token that is half a character comes with no text: the end is then the first sign of it.
@@ -133,6 +125,4 @@ async def stream_answer(
         cached_tokens=cached or 0,
         completion_tokens=usage.get("completion_tokens", len(parts)),
         cached_told=cached is not None,
-        gap_s=gap_s,
-        gap_at_s=gap_at_s,
     )

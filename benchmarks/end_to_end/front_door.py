@@ -12,7 +12,7 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.common.client import Answer, chat_body, stream_chat
 from benchmarks.common.prompts import text_of
-from benchmarks.common.report import parser_of, percentile, progress, write
+from benchmarks.common.report import parser_of, percentile, progress, spread, write
 from benchmarks.common.server import instance
 from benchmarks.peers.vllm_serve import vllm_servers
 from serve_app.checkpoints.sources.resolve import resolve_model
@@ -41,23 +41,15 @@ KINDS = (
 SYSTEM_TOKENS, QUESTION_TOKENS, LONG_TOKENS = 200, 50, 4500
 
 
-class Processes:
-    """The processes that carry a mark in their environment, and the CPU time that each kind has used."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-
-    def cpu_s(self) -> Counter[str]:
-        """Return user and system time so far, in seconds, by kind."""
-        used: Counter[str] = Counter()
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark:
-                    times = process.cpu_times()
-                    used[_kind(process)] += times.user + times.system
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return used
+def cpu_s(mark: str) -> Counter[str]:
+    """Return user and system time so far of the processes with a mark in their environment, in seconds, by kind."""
+    used: Counter[str] = Counter()
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(MARK) == mark:
+                times = process.cpu_times()
+                used[_kind(process)] += times.user + times.system
+    return used
 
 
 def _kind(process: psutil.Process) -> str:
@@ -66,21 +58,21 @@ def _kind(process: psutil.Process) -> str:
 
 
 @contextmanager
-def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Processes]]:
-    """Run a system for the time of the block; yields its URL and its processes."""
+def measured(system: str, arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Run a system for the time of the block; yields its URL and the mark of its processes."""
     mark = uuid.uuid4().hex
     if system == "warmpath":
         flags = ["--model", arguments.model, "--engine", "simulated", "--replicas", str(arguments.replicas)]
         speed = ["--set", "simulated_prefill_tokens_per_s=1000000", "--set", "simulated_decode_step_s=0.02"]
         with instance(*flags, *speed, env={MARK: mark}) as url:
-            yield url, Processes(mark)
+            yield url, mark
         return
     config = {"model": arguments.model, "dtype": "float32", "block_size": 16, "num_blocks": 8192, "num_threads": 1}
     with vllm_servers(1, config, str(arguments.vllm_python), {MARK: mark}) as (url,):
-        yield url, Processes(mark)
+        yield url, mark
 
 
-async def measure(url: str, processes: Processes, arguments: argparse.Namespace, run: int) -> dict[str, Any]:
+async def measure(url: str, mark: str, arguments: argparse.Namespace, run: int) -> dict[str, Any]:
     """Return the figures of one run; no two runs ask the same."""
     model = resolve_model(arguments.model)
     system = text_of(SYSTEM_TOKENS, model, 1)
@@ -96,13 +88,13 @@ async def measure(url: str, processes: Processes, arguments: argparse.Namespace,
                     body = chat_body(arguments.model, max_tokens, text, system)
                     return await stream_chat(client, url, {**body, "ignore_eos": True})
 
-            before = processes.cpu_s()
+            before = cpu_s(mark)
             answers = await asyncio.gather(*map(ask, texts))
-            used = processes.cpu_s() - before
+            used = cpu_s(mark) - before
             tokens = sum(answer.completion_tokens for answer in answers)
-            each = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
+            unit, factor = ("us_a_token", 1e6 / tokens) if max_tokens > 1 else ("ms_a_request", 1e3 / len(texts))
             ttft_ms = 1e3 * percentile([answer.ttft_s for answer in answers], 50)
-            return {each[0]: {kind: each[1] * used[kind] for kind in sorted(used)}, "ttft_ms_p50": ttft_ms}
+            return {unit: {kind: factor * used[kind] for kind in sorted(used)}, "ttft_ms_p50": ttft_ms}
 
         def questions(count: int, tokens: int, first: int) -> list[str]:
             return [text_of(tokens, model, 100_000 * run + first + number) for number in range(count)]
@@ -132,26 +124,31 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for system in ["warmpath", *(["vllm serve"] if arguments.vllm_python else [])]:
-        with measured(system, arguments) as (url, processes):
+        with measured(system, arguments) as (url, mark):
             numbers = progress(range(arguments.runs), system)
-            runs = [asyncio.run(measure(url, processes, arguments, number)) for number in numbers]
-        results[system] = {"median": _median(runs), "runs": runs}
-    ours = results["warmpath"]["median"]
+            runs = [asyncio.run(measure(url, mark, arguments, number)) for number in numbers]
+        results[system] = {"spread": _spread(runs), "runs": runs}
+    ours = results["warmpath"]["spread"]
     token, short = ours["streamed"]["us_a_token"], ours["short_warm"]["ms_a_request"]
     said = (
-        f"A streamed token costs {token['ingress']:.0f} us in the ingress, {token['replica']:.0f} in the replica and "
-        f"{token.get('haproxy', 0):.0f} in HAProxy (simulated engine); a short warm request {short['ingress']:.1f} and "
-        f"{short['replica']:.1f} ms. One core of an ingress carries {1e6 / token['ingress']:,.0f} tokens a second."
+        f"A streamed token costs {_figure(token['ingress'])} us in the ingress, {_figure(token['replica'])} in the "
+        f"replica and {_figure(token['haproxy'])} in HAProxy (simulated engine; medians, and all runs); a "
+        f"short warm request {_figure(short['ingress'], 1)} and {_figure(short['replica'], 1)} ms. "
+        f"One core of an ingress carries {1e6 / token['ingress']['p50']:,.0f} tokens a second."
     )
     write(arguments.json, vars(arguments), results, said)
 
 
-def _median(runs: Sequence[Any]) -> Any:
-    """Return the median of runs that have one shape, figure by figure; a figure that a run lacks is 0 there."""
+def _figure(values: dict[str, float], digits: int = 0) -> str:
+    return "{p50:.{digits}f} ({min:.{digits}f} to {max:.{digits}f})".format(**values, digits=digits)
+
+
+def _spread(runs: Sequence[Any]) -> Any:
+    """Return the spread over runs, figure by figure; a figure that a run lacks is 0 there."""
     if isinstance(runs[0], dict):
         names = {name for run in runs for name in run}
-        return {name: _median([run.get(name, 0.0) for run in runs]) for name in sorted(names)}
-    return percentile(runs, 50)
+        return {name: _spread([run.get(name, 0.0) for run in runs]) for name in sorted(names)}
+    return spread(runs)
 
 
 if __name__ == "__main__":

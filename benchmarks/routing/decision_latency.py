@@ -89,7 +89,7 @@ def reports(workload: RoutingWorkload) -> Iterator[tuple[str, LoadReport]]:
         waiting = rng.randrange(4)
         queued = sum(rng.randrange(8000) for _ in range(waiting))
         running = rng.randrange(32)
-        report = LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S, 0.02)
+        report = LoadReport(queued, running, waiting, 64, 256, PREFILL_TOKENS_PER_S)
         yield name, msgspec.structs.replace(report, pull_tokens_per_s=50_000.0)
 
 

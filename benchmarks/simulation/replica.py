@@ -15,7 +15,7 @@ from benchmarks.common.virtual_clock import VirtualClock
 from benchmarks.simulation.settings import SCOPE, ClusterSettings, SimulatedRequest
 from router.policy.recheck import is_outdated
 from router.protocol.block_hash import HASH_BYTES, TokenArray, common_blocks
-from router.protocol.events import Event, LoadReport, RouterShare
+from router.protocol.events import Event, LoadReport
 from router.protocol.request import Decision
 from router.settings import PolicySettings
 from serve_app.cache.prefix.prefix_cache import PrefixCache
@@ -106,26 +106,20 @@ class SimulatedReplica:
 
     def report(self) -> LoadReport:
         """Return the load now. The prompt being computed counts as waiting, with what is left of it."""
-        queued: dict[str, int] = dict.fromkeys(self._last_reservation, 0)
-        for job in self.waiting:
-            queued[job.decision.router_id] += job.uncached_tokens
         committed = 0
         if self.current is not None:
             job = self.current
             left = (job.finish_s - self._clock.now_s) / (job.finish_s - job.start_s)
             committed = round(left * job.uncached_tokens)
-            queued[job.decision.router_id] += committed
-        shares = tuple(RouterShare(name, self._last_reservation[name], tokens) for name, tokens in queued.items())
         waiting = len(self.waiting) + (self.current is not None)
         return LoadReport(
-            queued_prefill_tokens=sum(queued.values()),
+            queued_prefill_tokens=self.queued_tokens + committed,
             running_sequences=self.decoding,
             waiting_sequences=waiting,
             max_running_sequences=0,
             max_waiting_sequences=0,
             prefill_tokens_per_s=self._settings.prefill_tokens_per_s,
-            decode_step_s=self._settings.decode_token_s,
-            shares=shares,
+            admitted=dict(self._last_reservation),
             committed_prefill_tokens=committed,
             pull_tokens_per_s=self._settings.pull_tokens_per_s if self._pulls else 0.0,
             taken_at_s=self._clock.now_s,

@@ -34,11 +34,6 @@ class Client:
     cv: tuple[float, ...]
     family: tuple[str, ...]
 
-    @property
-    def day_s(self) -> float:
-        """Seconds after which it begins again."""
-        return self.window_s * len(self.rate_per_s)
-
     def requests_in(self, start_s: float, seconds: float) -> float:
         """Return the mean number of its requests from ``start_s`` of its day on."""
         return sum(rate * span_s for rate, _, _, span_s in self._windows(start_s, seconds))

@@ -1,7 +1,7 @@
 """How busy each replica is: its latest report plus what this router sent there since.
 
 Owns reservations and the numbers policies read, as flat arrays with one row a replica. Nothing is counted twice: a
-report contains this router's requests up to ``RouterShare.last_reservation``, and only unreleased reservations with
+report contains this router's requests up to the last one that it calls admitted, and only unreleased reservations with
 higher numbers are added. Time is passed in.
 """
 
@@ -32,8 +32,8 @@ class LoadTable:
     """Rows of numbers by replica, in the order of ``replica_ids``. Read the arrays, never write.
 
     ``queued_tokens``: uncached prompt tokens that wait or are being computed; ``committed_tokens``: those of them that
-    nobody overtakes, ``overtakable_tokens``: the others; ``jobs``: the sequences that the others belong to, at least
-    one where there are any; ``falloff``: jobs / overtakable tokens, negated, 0 where there are none; ``waiting``:
+    nobody overtakes, as those of the first request sent to an idle replica; ``overtakable_tokens``: the others;
+    ``falloff``: sequences that the others belong to / overtakable tokens, negated, 0 where there are none; ``waiting``:
     sequences that wait; ``running``: decoding sequences; ``seconds_per_token``: of prefill, decoding considered;
     ``pull_pace``: prefill tokens in the time of one pulled token, infinite where nothing is pulled;
     ``full``: takes no more; ``seeds``: 64-bit hashes of the replica ids, for rendezvous order. ``replicas``: the same
@@ -56,7 +56,6 @@ class LoadTable:
         self.committed_tokens: Floats = np.zeros(0)
         self.overtakable_tokens: Floats = np.zeros(0)
         self.waiting: Floats = np.zeros(0)
-        self.jobs: Floats = np.zeros(0)
         self.falloff: Floats = np.zeros(0)
         self.running: Floats = np.zeros(0)
         self.seconds_per_token: Floats = np.zeros(0)
@@ -113,17 +112,17 @@ class LoadTable:
         clean = clamped(report)
         if replica.report is not None and clean.taken_at_s < replica.report.taken_at_s:
             return
-        # To keep: shares name every router there ever was, and are read once.
-        replica.report = msgspec.structs.replace(clean, shares=())
+        # To keep: ``admitted`` names every router there ever was, and is read once.
+        replica.report = msgspec.structs.replace(clean, admitted={})
         self._count_rate(replica, -1)
         replica.measured(clean)
         self._count_rate(replica, 1)
         replica.reported_at_s = now_s
-        self._peers.report(replica_id, clean.shares, now_s)
-        share = next((share for share in clean.shares if share.router_id == self.router_id), None)
-        if share is not None and share.last_reservation > replica.last_admitted:
+        self._peers.report(replica_id, clean.admitted, now_s)
+        last_admitted = clean.admitted.get(self.router_id, 0)
+        if last_admitted > replica.last_admitted:
             # Never beyond what was handed out: a nonsense number would hide every later reservation.
-            replica.last_admitted = min(share.last_reservation, self._last_number)
+            replica.last_admitted = min(last_admitted, self._last_number)
             for number in [n for n in replica.unreported if n <= replica.last_admitted]:
                 replica.unreported_tokens -= replica.unreported.pop(number)
         self._write(replica)
@@ -156,17 +155,16 @@ class LoadTable:
         self._write_queue(replica)
         return number
 
-    def release(self, number: int) -> bool:
-        """End a reservation (first token, error or time-out); False when it had ended already."""
+    def release(self, number: int) -> None:
+        """End a reservation (first token, error or time-out); again is harmless."""
         reservation = self._reservations.pop(number, None)
         if reservation is None:
-            return False
+            return
         replica = self.replicas[reservation[0]]
         tokens = replica.unreported.pop(number, None)
         if tokens is not None:
             replica.unreported_tokens -= tokens
             self._write_queue(replica)
-        return True
 
     def expire(self, now_s: float) -> list[int]:
         """End reservations older than ``RESERVATION_TTL_S`` and return their numbers.
@@ -239,7 +237,6 @@ class LoadTable:
         self.committed_tokens[row] = committed = replica.committed_tokens
         self.overtakable_tokens[row] = queued - committed
         self.waiting[row] = replica.waiting
-        self.jobs[row] = replica.jobs
         self.falloff[row] = replica.falloff
         self.full[row] = replica.full
         self.num_full += replica.full - was_full
@@ -252,7 +249,6 @@ class LoadTable:
         self.committed_tokens = _resized(self.committed_tokens, rows)
         self.overtakable_tokens = _resized(self.overtakable_tokens, rows)
         self.waiting = _resized(self.waiting, rows)
-        self.jobs = _resized(self.jobs, rows)
         self.falloff = _resized(self.falloff, rows)
         self.running = _resized(self.running, rows)
         self.seconds_per_token = _resized(self.seconds_per_token, rows)

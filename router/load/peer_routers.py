@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from router.protocol.events import RouterShare
+from collections.abc import Mapping
 
 ACTIVE_S = 30.0
 
@@ -16,16 +14,15 @@ class PeerRouters:
         self.router_id = router_id
         self.active = 1
         """Routers that sent something to a replica within ``ACTIVE_S``, this one among them."""
-        self._last_of: dict[str, dict[str, int]] = {}
+        self._admitted: dict[str, Mapping[str, int]] = {}
         self._active_at_s: dict[str, float] = {}
         self._looked_at_s = 0.0
 
-    def report(self, replica_id: str, shares: Iterable[RouterShare], now_s: float) -> None:
-        """Take the routers of a replica's report: whose reservations went on, is active."""
-        before = self._last_of.get(replica_id, {})
-        last = {share.router_id: share.last_reservation for share in shares}
-        self._last_of[replica_id] = last
-        for name, number in last.items():
+    def report(self, replica_id: str, admitted: Mapping[str, int], now_s: float) -> None:
+        """Take a replica's report: a router with a higher reservation number than before is active."""
+        before = self._admitted.get(replica_id, {})
+        self._admitted[replica_id] = admitted
+        for name, number in admitted.items():
             if number > before.get(name, 0):
                 self._active_at_s[name] = now_s
         if now_s - self._looked_at_s > 1.0:
@@ -36,4 +33,4 @@ class PeerRouters:
 
     def forget(self, replica_id: str) -> None:
         """Forget a replica that left."""
-        self._last_of.pop(replica_id, None)
+        self._admitted.pop(replica_id, None)

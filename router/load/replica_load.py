@@ -53,7 +53,6 @@ class ReplicaLoad:
     queued_tokens: int = 0
     committed_tokens: int = 0
     waiting: int = 0
-    jobs: int = 0
     falloff: float = 0.0
     full: bool = False
     _reported_tokens: int = 0
@@ -94,19 +93,14 @@ class ReplicaLoad:
         """Work out the queue from the report and the unreported reservations."""
         self.queued_tokens = queued = self._reported_tokens + self.unreported_tokens
         self.waiting = waiting = self._reported_waiting + len(self.unreported)
-        committed = self._reported_committed if self._reported_committed < queued else queued
-        settled = self._settled
+        committed, settled = self._reported_committed, self._settled
         if not self._reported_tokens and self.unreported:
             # Where nothing waited the first one begins as it arrives, and nobody overtakes it any more.
             committed, settled = next(iter(self.unreported.values())), 1
-        self.committed_tokens = committed
+        self.committed_tokens = committed = committed if committed < queued else queued
         others = queued - committed
-        if others:
-            jobs = waiting - settled if committed else waiting
-            self.jobs = jobs = jobs if jobs > 1 else 1
-            self.falloff = -jobs / others
-        else:
-            self.jobs, self.falloff = 0, 0.0
+        # At least one sequence has them.
+        self.falloff = -max(waiting - settled if committed else waiting, 1) / others if others else 0.0
         self.full = self._full_as_reported or 0 < self._room <= self.running + waiting
 
 
@@ -117,7 +111,7 @@ def seconds_per_token(prefill_tokens_per_s: float, running: float) -> float:
 
 def clamped(report: LoadReport) -> LoadReport:
     """Return a report without nonsense (negative, not finite, huge)."""
-    rate, step, pull_rate = report.prefill_tokens_per_s, report.decode_step_s, report.pull_tokens_per_s
+    rate, pull_rate = report.prefill_tokens_per_s, report.pull_tokens_per_s
     return msgspec.structs.replace(
         report,
         queued_prefill_tokens=min(max(report.queued_prefill_tokens, 0), MAX_TOKENS),
@@ -126,7 +120,6 @@ def clamped(report: LoadReport) -> LoadReport:
         max_running_sequences=min(max(report.max_running_sequences, 0), MAX_SEQUENCES),
         max_waiting_sequences=min(max(report.max_waiting_sequences, 0), MAX_SEQUENCES),
         prefill_tokens_per_s=min(rate, MAX_RATE) if isfinite(rate) and rate >= 1e-3 else 0.0,
-        decode_step_s=min(step, 3600.0) if isfinite(step) and step > 0.0 else 0.0,
         committed_prefill_tokens=min(max(report.committed_prefill_tokens, 0), MAX_TOKENS),
         committed_sequences=min(max(report.committed_sequences, 0), MAX_SEQUENCES),
         pull_tokens_per_s=min(pull_rate, MAX_RATE) if isfinite(pull_rate) and pull_rate >= 1e-3 else 0.0,

@@ -22,7 +22,7 @@ TIE_TOLERANCE = 0.01
 """Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
 
 SHARED_PREFILL = 0.5
-"""Of the wait for a prefill under way that computes a prompt's own prefix, the part that does not count: elsewhere the
+"""Of the wait for a prefill under way that computes a prompt's own prefix, the part that no score counts: elsewhere the
 prompt would wait as long for its own, and a second replica would do the same work."""
 
 
@@ -135,7 +135,8 @@ def estimate(view: RoutingView, replica_id: str) -> Estimate:
             held = pull_tokens
     uncached = max(view.request.prompt_tokens - held, 1)
     ahead = float(replica.queued_tokens)
-    if ahead and view.settings.shortest_first:  # the queue of ``ttft_scores``; the delay of others is no part of it
+    if ahead and view.settings.shortest_first:
+        # The queue of ``ttft_scores``, and all of it: the delay of others and ``SHARED_PREFILL`` are the score's alone.
         ratio, committed = uncached * replica.falloff, replica.committed_tokens
         ahead = committed + (ahead - committed) * (1.0 - (1.0 - ratio) * exp(ratio))
     wait_s = (ahead + uncached) * replica.seconds_per_token

@@ -29,10 +29,11 @@ def estimated_ttft(view: RoutingView, limit: int | None = None) -> list[Candidat
     score = (ahead + own x (1 + behind)) x seconds_per_token.
     Of a queue only totals are known: the tokens that nobody overtakes, which are ahead, and ``others``, taken as jobs
     with exponential sizes of mean m = others / jobs. Then a request of ``own`` tokens, x = own / m, runs behind
-    others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. First come first served: everything is
-    ahead, nobody is behind. Ties go to the most cached tokens, then to rendezvous order, which places cold prompts
-    stably while replicas are idle. A replica that lacks the request's LoRA adapter costs the seconds of loading it
-    more: it also takes memory from another adapter. Routers that decide at the same moment do not see each other's
+    others x (1 - (1 + x) e^-x) of them and pushes back jobs x e^-x sequences. Of a prefill that is ahead and computes
+    the request's own prefix a part does not count (``SHARED_PREFILL``). First come first served: everything is ahead,
+    nobody is behind, all of it counts. Ties go to the most cached tokens, then to rendezvous order, which places cold
+    prompts stably while replicas are idle. A replica that lacks the request's LoRA adapter costs the seconds of loading
+    it more: it also takes memory from another adapter. Routers that decide at the same moment do not see each other's
     choices: a replica with more to do than its router knew returns the request (``recheck``).
     """
     scores_s, work = ttft_scores(view)

@@ -45,21 +45,10 @@ class CacheDigest(msgspec.Struct, frozen=True, tag="digest", array_like=True):
     tiers: tuple[TierDigest, ...]
 
 
-class RouterShare(msgspec.Struct, frozen=True, array_like=True):
-    """What a replica still owes to one router.
-
-    ``last_reservation`` is the highest reservation number of that router that the replica has admitted;
-    ``queued_prefill_tokens`` the uncached prompt tokens of that router's requests still to be computed.
-    """
-
-    router_id: str
-    last_reservation: int
-    queued_prefill_tokens: int
-
-
 class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     """A replica's load at one moment. Rates are measured, smoothed, and 0.0 while unknown.
 
+    ``admitted``: by router, the highest of its reservation numbers that the replica has admitted.
     ``committed_prefill_tokens``: those of the queued tokens that run before any request that comes now, however short
     (the rest of a prefill or step that is not interrupted); ``committed_sequences``: the waiting ones that have no
     other tokens, ignored where none are committed.
@@ -77,8 +66,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load", array_like=True):
     max_running_sequences: int
     max_waiting_sequences: int
     prefill_tokens_per_s: float
-    decode_step_s: float
-    shares: tuple[RouterShare, ...] = ()
+    admitted: dict[str, int] = {}
     committed_prefill_tokens: int = 0
     pull_tokens_per_s: float = 0.0
     committed_sequences: int = 1

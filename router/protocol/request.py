@@ -52,11 +52,11 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     ``best_cached_tokens``: the most any routable replica held; ``selected_cached_tokens``: what the chosen one held;
     ``work_s``: the estimated work in the replica until the first token, and ``estimated_ttft_s`` that with what a first
-    token takes beside it; ``reservation``: this router's number for it, reported
-    back in ``RouterShare``. ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen
-    one should copy before it computes the rest, "" where computing is faster; the estimate counts on it, and a pull
-    that fails costs time only. ``queued_tokens``: the work that the router believed queued at the replica, which sends
-    the request back where that is far too low (see ``policy.recheck``); None: it takes the request whatever is queued.
+    token takes beside it; ``reservation``: this router's number for it, which ``LoadReport.admitted`` tells back.
+    ``pull_from``: the replica whose KV of the first ``pull_tokens`` prompt tokens the chosen one should copy before it
+    computes the rest, "" where computing is faster; the estimate counts on it, and a pull that fails costs time only.
+    ``queued_tokens``: the work that the router believed queued at the replica, which sends the request back where that
+    is far too low (see ``policy.recheck``); None: it takes the request whatever is queued.
     ``decided_s``: on the monotonic clock of the router's process.
     """
 

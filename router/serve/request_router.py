@@ -223,6 +223,6 @@ def _runs_in(app_name: str, deployment_name: str) -> bool:
     return (context.app_name, context.deployment) == (app_name, deployment_name)
 
 
-def _route_of(pending_request: PendingRequest | None) -> RoutedRequest | None:
-    route = pending_request.kwargs.get("route") if pending_request is not None else None
+def _route_of(pending_request: PendingRequest) -> RoutedRequest | None:
+    route = pending_request.kwargs.get("route")
     return route if isinstance(route, RoutedRequest) else None

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-
-from router.protocol.events import RouterShare
 
 ROUTERS_REMEMBERED = 256
 """Routers whose last reservation is kept; the one unheard of for longest is dropped first."""
@@ -28,13 +25,9 @@ class RouterReservations:
         if len(self._last) > ROUTERS_REMEMBERED:
             self._last.popitem(last=False)
 
-    def shares(self, queued: Iterable[tuple[str, int]]) -> tuple[RouterShare, ...]:
-        """Return each router's last reservation, and its part of what is queued: (router, tokens) of each request."""
-        tokens_of = dict.fromkeys(self._last, 0)
-        for router_id, tokens in queued:
-            if router_id:
-                tokens_of[router_id] = tokens_of.get(router_id, 0) + tokens
-        return tuple(RouterShare(name, self._last.get(name, 0), tokens) for name, tokens in tokens_of.items())
+    def admitted(self) -> dict[str, int]:
+        """Return each router's last reservation."""
+        return dict(self._last)
 
 
 def retry_after_s(queued_tokens: int, prefill_tokens_per_s: float) -> float:

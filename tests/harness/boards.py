@@ -25,4 +25,6 @@ class Series(NamedTuple):
     legend: str
 
 
-SERIES = [Series(panel["title"], one["expr"], one["legendFormat"]) for panel in PANELS for one in panel["targets"]]
+SERIES = [
+    Series(panel["title"], query["expr"], query["legendFormat"]) for panel in PANELS for query in panel["targets"]
+]

@@ -164,7 +164,9 @@ async def _send(url: str, seed: int, case: Case, found: Findings) -> None:
         writer.transport.abort()
     answers = [line.split(b" ")[1].decode("latin-1") for line in data.split(b"\r\n") if line.startswith(b"HTTP/1.")]
     found.statuses.update(answers or ["closed"])
-    found.server_errors += [(seed, case.kind, data[:200].decode("latin-1")) for one in answers if one.startswith("5")]
+    found.server_errors += [
+        (seed, case.kind, data[:200].decode("latin-1")) for status in answers if status.startswith("5")
+    ]
 
 
 async def _neighbour(url: str, model: str, over: asyncio.Event, counts: Counter[str]) -> None:

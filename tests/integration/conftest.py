@@ -20,6 +20,7 @@ import psutil
 import pytest
 from filelock import FileLock
 
+from benchmarks.common.report import metric_sum
 from tests.harness.plain_http import NO_CERTIFICATES
 
 Started = TypeVar("Started")
@@ -74,12 +75,15 @@ def wait_until_cached(
 
     What a replica stored travels beside its answer, not in it. ``headers``: the operator's key where there are tenants.
     """
+    asked = range(ingresses * ingresses)
+    eventually(lambda: all(explained(url, body, headers)["best_cached_tokens"] >= tokens for _ in asked))
 
-    def held(_: int) -> bool:
-        answer = HTTP.post(f"{url}/v1/cache/explain", json=body, headers=headers).raise_for_status()
-        return int(answer.json()["prompts"][0]["best_cached_tokens"]) >= tokens
 
-    eventually(lambda: all(map(held, range(ingresses * ingresses))))
+def explained(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What a router knows, and would decide, of a request's first prompt."""
+    answer = HTTP.post(f"{url}/v1/cache/explain", json=body, headers=headers).raise_for_status()
+    prompt: dict[str, Any] = answer.json()["prompts"][0]
+    return prompt
 
 
 def cache_state(url: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -88,10 +92,9 @@ def cache_state(url: str, headers: Mapping[str, str] | None = None) -> dict[str,
     return state
 
 
-def metric(url: str, name: str, headers: Mapping[str, str] | None = None) -> float:
-    """The sum of the samples whose lines begin so."""
-    lines = HTTP.get(f"{url}/metrics", headers=headers).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+def metric(url: str, name: str, label: str = "", headers: Mapping[str, str] | None = None) -> float:
+    """The sum of a metric's samples, of those only whose labels hold ``label``."""
+    return metric_sum(HTTP.get(f"{url}/metrics", headers=headers).raise_for_status().text, name, label)
 
 
 def replicas_of(url: str, headers: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
@@ -103,12 +106,12 @@ def workers_of(url: str, name: str) -> list[int]:
     """The processes of an instance's Ray workers that are called so: they have the replicas' parent."""
     parent = psutil.Process(next(int(replica["pid"]) for replica in replicas_of(url).values())).parent()
     assert parent is not None
-    found = []
+    pids = []
     for worker in parent.children():
         with suppress(psutil.Error):  # it has just ended
             if name in " ".join(worker.cmdline()):
-                found.append(worker.pid)
-    return found
+                pids.append(worker.pid)
+    return pids
 
 
 def wait_for_replicas(

@@ -26,7 +26,16 @@ from serve_app.cli.start_failure import innermost
 from serve_app.config.live import BadSettings, app_config
 from serve_app.tenants.tenants import make_api_key
 from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, START, cache_state, eventually, metric, wait_until_cached
+from tests.integration.conftest import (
+    HTTP,
+    PATIENCE_S,
+    START,
+    cache_state,
+    eventually,
+    explained,
+    metric,
+    wait_until_cached,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -53,11 +62,8 @@ class Cluster:
 
     def serve(self, verb: str, config: dict[str, Any] | None = None) -> Any:
         """PUT, GET or DELETE, as `serve deploy`, `status` and `shutdown` do: a command takes seconds to start."""
-        url, key = (
-            f"{self._dashboard}/api/serve/applications/",
-            {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"},
-        )
-        response = HTTP.request(verb, url, headers=key, json=config)
+        key = {"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
+        response = HTTP.request(verb, f"{self._dashboard}/api/serve/applications/", headers=key, json=config)
         assert response.status_code == 200, response.text
         return response.json() if verb == "GET" else None
 
@@ -216,12 +222,10 @@ def test_a_user_config_changes_the_app_and_restarts_nothing(cluster: Cluster) ->
 
     def cached_tokens() -> int:
         """How much of the chat's prompt the router believes cached, for acme."""
-        asked = {**CHAT, "tenant": "acme"}
-        answer = HTTP.post(f"{cluster.url}/v1/cache/explain", json=asked, headers=bearer("operator"))
-        return int(answer.raise_for_status().json()["prompts"][0]["best_cached_tokens"])
+        return int(explained(cluster.url, {**CHAT, "tenant": "acme"}, bearer("operator"))["best_cached_tokens"])
 
     def counted(name: str) -> float:
-        return metric(cluster.url, name, bearer("operator"))
+        return metric(cluster.url, name, headers=bearer("operator"))
 
     def stream_beside(change: dict[str, Any], applied: str) -> str:
         """Return a streamed answer of acme's during which settings change, so that the policy is another one then."""

@@ -136,12 +136,12 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
 
     def prompts(url: str) -> dict[str, tuple[int, str]]:
         """Of three prompts how many tokens were cached, and the answer."""
-        found = {}
+        answers = {}
         for words in ("Some words. ", "Other words! ", "Third words? "):
             answer = HTTP.post(url + CHAT, json={**body(4, words * 120), "stream": False}).raise_for_status().json()
             cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-            found[words] = cached, answer["choices"][0]["message"]["content"]
-        return found
+            answers[words] = cached, answer["choices"][0]["message"]["content"]
+        return answers
 
     with ExitStack() as ending:
         instance = ending.enter_context(serving_once_started(*flags))
@@ -168,13 +168,13 @@ def test_a_stop_lets_streams_finish_and_the_next_life_has_the_disk_tier(tmp_path
         for words, (cached, text) in prompts(instance.url).items():
             assert cached > 100, words
             assert text == first[words][1]
-        eventually(lambda: metric(instance.url, "warmpath_kv_tier_hits_total{") > 0)
+        eventually(lambda: metric(instance.url, "warmpath_kv_tier_hits_total") > 0)
         # What this life found on disk, and what came and went since, is what its router knows.
-        checks = metric(instance.url, "warmpath_directory_checks_total{")
-        eventually(lambda: metric(instance.url, "warmpath_directory_checks_total{") > checks)
+        checks = metric(instance.url, "warmpath_directory_checks_total")
+        eventually(lambda: metric(instance.url, "warmpath_directory_checks_total") > checks)
         (replica,) = cache_state(instance.url)["replicas"]
         assert replica["blocks"]["disk"] > 0 and replica["drift"] == {}
-        assert metric(instance.url, "warmpath_feed_mirror_drift_total{") == 0
+        assert metric(instance.url, "warmpath_feed_mirror_drift_total") == 0
         instance.process.send_signal(signal.SIGTERM)
         assert instance.end().endswith("stopped\n")
 

@@ -16,7 +16,7 @@ from router.serve.core_registry import core_for
 from router.settings import PolicySettings, RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 10)
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
 
 
 class Clock:
@@ -74,7 +74,7 @@ def test_who_gets_a_request() -> None:
     assert decision.replica_id == "b"
     core.release(decision := decided(core, structs.replace(failed, avoid=("a", "b"))))
     assert decision.replica_id == "a"
-    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0, 0.0)])
+    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0)])
     assert core.decide(ask(), blocked=["b"]) is None
     assert (core.counters.all_full, core.state()["open_reservations"]) == (1, 0)
     assert core.decide_unkeyed(["b"]) is None
@@ -207,7 +207,7 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
     """
     core = core_of("a", "b")
     core.apply("b", "e", [BlocksStored(CHAIN)])
-    busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, 0.01, committed_prefill_tokens=90_000)
+    busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, committed_prefill_tokens=90_000)
     for number, delivered in enumerate((160, 100, 170)):
         decision = decided(core, ask(number))
         core.release(decision)

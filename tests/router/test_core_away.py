@@ -17,7 +17,7 @@ from router.settings import RouterSettings
 
 NAMES = "abcd"
 CHAINS = [Random(number).randbytes(HASH_BYTES * 4) for number in range(3)]
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
 
 steps = st.lists(
     st.tuples(
@@ -94,7 +94,7 @@ def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -
     core = RoutingCore("me", RouterSettings.from_json({"scoring": {"min_pull_tokens": 16}}), rng=Random(0))
     core.update_replicas("ab")
     for name in "ab":
-        core.apply(name, "e", [LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, pull_tokens_per_s=1e6)])
+        core.apply(name, "e", [LoadReport(0, 0, 0, 8, 16, 1000.0, pull_tokens_per_s=1e6)])
     core.apply("a", "e", [BlocksStored(CHAINS[0])])
     core.update_replicas("b", away="a")
     decision = core.decide(asked(CHAINS[0]))

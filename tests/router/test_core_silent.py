@@ -5,15 +5,15 @@ from __future__ import annotations
 from router.core import RoutingCore
 from router.load.silent_feeds import SILENT_S
 from router.protocol.block_hash import HASH_BYTES
-from router.protocol.events import BlocksStored, CacheCleared, LoadReport, RouterShare
+from router.protocol.events import BlocksStored, CacheCleared, LoadReport
 from router.protocol.request import Decision, RoutedRequest
 
 CHAIN = bytes(range(4 * HASH_BYTES))
-SHARES = (RouterShare("me", 1, 0), RouterShare("you", 1, 0))
+ADMITTED = {"me": 1, "you": 1}
 
 
 def load(queued_tokens: int, taken_at_s: float) -> LoadReport:
-    return LoadReport(queued_tokens, 0, int(queued_tokens > 0), 0, 0, 1000.0, 0.01, SHARES, taken_at_s=taken_at_s)
+    return LoadReport(queued_tokens, 0, int(queued_tokens > 0), 0, 0, 1000.0, ADMITTED, taken_at_s=taken_at_s)
 
 
 class Case:

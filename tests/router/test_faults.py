@@ -18,22 +18,21 @@ from router.protocol.events import (
     CacheCleared,
     Event,
     LoadReport,
-    RouterShare,
     StatsReport,
 )
 from router.protocol.request import RoutedRequest
 from router.settings import RouterSettings
 
 CHAIN = Random(0).randbytes(16 * 40)
-IDLE = LoadReport(0, 0, 0, 8, 64, 1000.0, 0.01)
+IDLE = LoadReport(0, 0, 0, 8, 64, 1000.0)
 NAMES = [f"r{number}" for number in range(6)]
 
 whole = st.integers(-(1 << 62), 1 << 62)
 number = st.floats(allow_nan=True, allow_infinity=True)
 names = st.text(max_size=6)
 loads = st.builds(
-    LoadReport, whole, whole, whole, whole, whole, number, number,
-    st.lists(st.builds(RouterShare, st.sampled_from(["me", "other"]), whole, whole), max_size=3).map(tuple), whole,
+    LoadReport, whole, whole, whole, whole, whole, number,
+    st.dictionaries(st.sampled_from(["me", "other"]), whole), whole,
 )  # fmt: skip
 stats = st.builds(
     StatsReport,

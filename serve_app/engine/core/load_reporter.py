@@ -1,4 +1,4 @@
-"""The load of one engine as routers see it: work queued, by router, and measured rates.
+"""The load of one engine as routers see it: work queued and measured rates.
 
 Owns the figures between two steps, so that a request counts from the moment it was submitted. Not thread-safe: the
 engine's lock guards it.
@@ -26,7 +26,6 @@ class _Work:
     ``under_way``: tokens of the step that is running. ``waits``: it counts as a waiting sequence.
     """
 
-    router_id: str
     tenant: str
     tokens: int
     rank: float
@@ -35,7 +34,7 @@ class _Work:
 
 
 class LoadReporter:
-    """Queued prefill tokens in all, by router, and those that nobody overtakes; refreshed every step."""
+    """Queued prefill tokens in all, and those that nobody overtakes; refreshed every step."""
 
     def __init__(self, settings: EngineSettings, meters: EngineMeters, scheduler: Scheduler) -> None:
         self.tenants = len(settings.tenant_shares)
@@ -100,8 +99,7 @@ class LoadReporter:
             max_waiting_sequences=self._settings.max_waiting_requests,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
-            decode_step_s=self._meters.decode_step_s,
-            shares=self._reservations.shares((work.router_id, work.tokens) for work in self._work.values()),
+            admitted=self._reservations.admitted(),
             committed_prefill_tokens=committed_tokens,
             committed_sequences=committed_sequences,
             taken_at_s=now_s,
@@ -142,4 +140,4 @@ class LoadReporter:
     def _add(self, sequence: SequenceState, rank: float, *, waits: bool) -> None:
         request = sequence.request
         tokens = sequence.uncached_tokens(self._settings.block_size)
-        self._work[request.request_id] = _Work(request.router_id, request.tenant, tokens, rank, waits)
+        self._work[request.request_id] = _Work(request.tenant, tokens, rank, waits)

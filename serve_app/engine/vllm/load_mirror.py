@@ -124,10 +124,7 @@ class LoadMirror:
             max_waiting_sequences=self._settings.max_waiting_requests,
             prefill_tokens_per_s=self._meters.prefill_tokens_per_s,
             prefill_rate_tokens=self._meters.prefill_rate_tokens,
-            decode_step_s=self._meters.decode_step_s,
-            shares=self._reservations.shares(
-                (prefill.request.router_id, prefill.tokens) for prefill in self._prefills.values()
-            ),
+            admitted=self._reservations.admitted(),
             committed_prefill_tokens=queued,
             committed_sequences=self.waiting,
             taken_at_s=now_s,

@@ -205,7 +205,6 @@ class CallCrashes:
         self, wanted: GenerateRequest, generations: Sequence[Generation], breaks: Sequence[Sequence[int]] = ()
     ) -> Reply | Broken:
         """Answer. ``breaks``: for each choice, after how many tokens each of its calls breaks."""
-        choices, completion_tokens = [], 0
         asked = []
         for index, generation in enumerate(generations):
             self._number += 1
@@ -214,16 +213,17 @@ class CallCrashes:
                 self.replicas.breaks[request_id] = list(breaks[index][:MOST_BREAKS])
             asked.append(replace(generation, request_id=request_id))
         try:
-            read = await asyncio.gather(*(self._choice(index, one, wanted) for index, one in enumerate(asked)))
+            read = await asyncio.gather(
+                *(self._choice(index, generation, wanted) for index, generation in enumerate(asked))
+            )
         except WarmpathError as error:
             return Broken(repr(error))
         finally:
-            for one in asked:
-                self.replicas.breaks.pop(one.request_id, None)
-        for text, reason, tokens in read:
-            choices.append((text, reason))
-            completion_tokens += tokens
-        return Reply(tuple(choices), sum(len(one.token_ids) for one in asked[:: wanted.n]), completion_tokens)
+            for generation in asked:
+                self.replicas.breaks.pop(generation.request_id, None)
+        choices = tuple((text, reason) for text, reason, _ in read)
+        prompt_tokens = sum(len(generation.token_ids) for generation in asked[:: wanted.n])
+        return Reply(choices, prompt_tokens, sum(tokens for _, _, tokens in read))
 
     async def _choice(self, index: int, generation: Generation, wanted: GenerateRequest) -> tuple[str, str, int]:
         text, reason, tokens = "", "", 0

@@ -86,7 +86,7 @@ def call_crashes(
     preparer = Preparer(info, tokenizer, tenants, _SECRET, adapters, limits, prompts, simulated=simulated)
     with ExitStack() as stack:
         engines = [stack.enter_context(running(TorchEngine(runner(), settings, lambda _: None))) for _ in range(2)]
-        for each, spec in product(engines, specs):
-            each.load_adapter(spec)
+        for engine, spec in product(engines, specs):
+            engine.load_adapter(spec)
         matchers = Matchers(GrammarCompiler(info.path, info.vocab_size, info.eos_token_ids))
         yield CallCrashes(engines, BLOCK, preparer, tokenizer, matchers, rng)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,7 +10,7 @@ import pytest
 
 from benchmarks.common.prompts import text_of
 from serve_app.checkpoints.sources.resolve import resolve_model
-from tests.integration.conftest import HTTP, eventually, metric, wait_for_replicas
+from tests.integration.conftest import eventually, metric, wait_for_replicas
 from tests.integration.demo.conftest import Served
 
 pytestmark = pytest.mark.integration
@@ -31,12 +30,10 @@ def test_a_killed_holder_costs_time_only(served: Served) -> None:
 
     def pulls(outcome: str) -> float:
         """How many have ended that way."""
-        text = HTTP.get(f"{served.url}/metrics", headers=operator).text
-        found = re.findall(rf'^warmpath_kv_pulls_total{{.*outcome="{outcome}".*}} (\S+)$', text, re.MULTILINE)
-        return sum(map(float, found))
+        return metric(served.url, "warmpath_kv_pulls_total", f'outcome="{outcome}"', operator)
 
     def begun() -> float:
-        return metric(served.url, "warmpath_kv_pulls_begun_total{", operator)
+        return metric(served.url, "warmpath_kv_pulls_begun_total", headers=operator)
 
     def blocks() -> dict[str, int]:
         return {name: replica["blocks"].get("pool", 0) for name, replica in served.replicas().items()}

@@ -117,9 +117,9 @@ def test_usage_adds_up_over_both_ingresses_and_is_a_tenants_own(served: Served) 
     """What the answers told is what the ledger has, whichever ingress is asked. (docs/security.md)"""
 
     def row(key: str) -> dict[str, Any]:
-        found = served.get("/v1/usage", key).raise_for_status().json()["data"]
-        assert key == "operator" or {each["tenant"] for each in found} <= {key}
-        mine = [each for each in found if (each["tenant"], each["prompt"]) == ("initrode", "rules@2")]
+        rows = served.get("/v1/usage", key).raise_for_status().json()["data"]
+        assert key == "operator" or {row["tenant"] for row in rows} <= {key}
+        mine = [row for row in rows if (row["tenant"], row["prompt"]) == ("initrode", "rules@2")]
         return mine[0] if mine else {"requests": 0}
 
     told = [served.chat("initrode", ("user", "Which berth is free? " * 8), prompt_ref="rules@2") for _ in range(6)]
@@ -203,5 +203,5 @@ def test_one_event_stream_tells_what_both_ingresses_decide(served: Served) -> No
             assert {row["tenant"] for row in event.get("nodes", ())} <= {"globex", None}
         assert event["tenant"] == "globex"
     # Streams that were left leave nothing, at either ingress.
-    streams = "warmpath_event_streams{"
-    eventually(lambda: not any(metric(served.url, streams, served.headers("operator")) for _ in range(4)))
+    operators = served.headers("operator")
+    eventually(lambda: not any(metric(served.url, "warmpath_event_streams", headers=operators) for _ in range(4)))

@@ -109,9 +109,9 @@ def test_half_open_connections_of_one_address_keep_nobody_out(url: str) -> None:
 
     async def open_half() -> socket.socket | None:
         half = socket.socket()
+        half.bind((ATTACKER, 0))
+        half.setblocking(False)
         try:
-            half.bind((ATTACKER, 0))
-            half.setblocking(False)
             await asyncio.get_running_loop().sock_connect(half, (parts.hostname, parts.port))
             await asyncio.get_running_loop().sock_sendall(half, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
         except OSError:

@@ -38,7 +38,7 @@ def in_use(url: str) -> int:
     state = cache_state(url)
     assert len(state["replicas"]) == 2
     names = ("running_sequences", "waiting_sequences", "blocks_in_use")
-    return int(state["open_reservations"]) + sum(int(each[name]) for each in state["replicas"] for name in names)
+    return int(state["open_reservations"]) + sum(int(replica[name]) for replica in state["replicas"] for name in names)
 
 
 def wait_until_nothing_is_in_use(url: str) -> None:

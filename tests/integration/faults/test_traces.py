@@ -51,8 +51,9 @@ def traces_are_whole(second: Second) -> None:
     """Each request's spans lie below its client's and within each other; one of all requests pulled."""
 
     def traces() -> list[dict[str, Seen]]:
-        numbers = [f"{number + 1:032x}" for number in range(1, REQUESTS + 1)]
-        return [{span.name: span for span in second.collector.spans() if span.trace_id == each} for each in numbers]
+        trace_ids = [f"{number + 1:032x}" for number in range(1, REQUESTS + 1)]
+        spans = second.collector.spans()
+        return [{span.name: span for span in spans if span.trace_id == trace_id} for trace_id in trace_ids]
 
     # A collector gets a process's spans some seconds later; these three end after what is in them.
     eventually(lambda: all({"replica", "call", f"POST {CHAT}"} <= trace.keys() for trace in traces()))

@@ -21,7 +21,7 @@ from benchmarks.common.prompts import text_of
 from cluster.local import LocalCluster, application
 from serve_app.checkpoints.sources.resolve import resolve_model
 from tests.harness.plain_http import NO_CERTIFICATES
-from tests.integration.conftest import HTTP, PATIENCE_S, alone, cache_state, eventually
+from tests.integration.conftest import HTTP, PATIENCE_S, alone, eventually, replicas_of
 
 pytestmark = pytest.mark.integration
 
@@ -65,7 +65,7 @@ def names(cluster: LocalCluster, *kinds: str) -> set[str]:
 
 def is_whole(cluster: LocalCluster) -> bool:
     """Whether as many run as were asked for, HTTP answers, and the router has heard of all that are alive."""
-    running = {name: found["replica_states"] for name, found in cluster.status()["deployments"].items()}
+    running = {name: deployment["replica_states"] for name, deployment in cluster.status()["deployments"].items()}
     if running != {"Replica": {"RUNNING": REPLICAS}, "Ingress": {"RUNNING": INGRESSES}}:
         return False
     # Serve's status counts a replica of a dead node as running until the controller notices.
@@ -75,12 +75,14 @@ def is_whole(cluster: LocalCluster) -> bool:
 
 def here(cluster: LocalCluster) -> dict[str, dict[str, Any]]:
     """The replicas that are not away: of one that was killed a moment ago its last load is still told."""
-    return {each["replica_id"]: each for each in cache_state(cluster.url)["replicas"] if not each["away"]}
+    replicas = replicas_of(cluster.url)
+    return {name: replica for name, replica in replicas.items() if not replica["away"]}
 
 
 def at_work(cluster: LocalCluster) -> bool:
     """Whether a replica has told that it works."""
-    return any(each["running_sequences"] + each["waiting_sequences"] for each in here(cluster).values())
+    replicas = here(cluster).values()
+    return any(replica["running_sequences"] + replica["waiting_sequences"] for replica in replicas)
 
 
 @dataclass(slots=True)
@@ -110,19 +112,20 @@ class Clients:
         assert {answer.ending for answer in self.undisturbed} == {"length"}
 
     def disturbed(self, strike: Callable[[], object], begun_tokens: int) -> list[Answer]:
-        """Ask, and strike once every stream has so many tokens; 0: once a replica works, and nobody has had a byte."""
+        """Ask, and strike once every stream has so many tokens; 0: while a replica works, and nobody has had a byte."""
 
         async def run() -> list[Answer]:
-            got = [Answer() for _ in self._bodies]
-            asking = asyncio.create_task(self._ask_all("", got))
-            while min(answer.tokens for answer in got) < begun_tokens or not await asyncio.to_thread(
-                at_work, self._cluster
-            ):
-                assert not asking.done(), "every request was done before anything could fail"
-                await asyncio.sleep(0.02)
-            assert begun_tokens or not any(answer.tokens for answer in got), "ask for longer prompts"
-            await asyncio.to_thread(strike)
-            return await asking
+            for salt in "abcde":  # on a busy machine all may be over before anybody knows that they have begun
+                got = [Answer() for _ in self._bodies]
+                asking = asyncio.create_task(self._ask_all(salt, got))
+                while not asking.done():
+                    working = await asyncio.to_thread(at_work, self._cluster)
+                    tokens = [answer.tokens for answer in got]
+                    if working and (min(tokens) >= begun_tokens if begun_tokens else not any(tokens)):
+                        await asyncio.to_thread(strike)
+                        return await asking
+                    await asyncio.sleep(0.02)
+            raise AssertionError("every request was done before anything could fail")
 
         return asyncio.run(run())
 
@@ -133,7 +136,7 @@ class Clients:
             rounds = []
             happens = asyncio.create_task(asyncio.to_thread(during))
             while not happens.done():
-                rounds.append(await self._ask_all(""))
+                rounds.append(await self._ask_all("again"))
             await happens
             return rounds
 
@@ -150,7 +153,7 @@ class Clients:
         return seen
 
     async def _ask(self, client: httpx.AsyncClient, body: dict[str, Any], salt: str, answer: Answer) -> None:
-        salted = {**body, "stream": True, **({"cache_salt": salt} if salt else {})}
+        salted = {**body, "stream": True, "cache_salt": salt}
         try:
             async for event in stream_events(client, f"{self._cluster.url}/v1/completions", salted):
                 for choice in event["choices"]:
@@ -225,14 +228,14 @@ def test_a_stop_leaves_no_process(cluster: LocalCluster) -> None:
     """Of all that inherited a mark in its environment; simulated replicas had no torch. (docs/cluster.md)"""
 
     def marked() -> set[int]:
-        found = set()
+        pids = set()
         for environment in Path("/proc").glob("[0-9]*/environ"):
             try:
                 if MARK.encode() in environment.read_bytes():
-                    found.add(int(environment.parent.name))
+                    pids.add(int(environment.parent.name))
             except OSError:  # it has ended
                 continue
-        return found
+        return pids
 
     replica = cluster.processes("Replica")[0]["pid"]
     assert "libtorch" not in Path(f"/proc/{replica}/maps").read_text()

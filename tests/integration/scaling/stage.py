@@ -22,6 +22,8 @@ from tests.integration.conftest import HTTP, PATIENCE_S, cache_state, eventually
 
 CHAT = "/v1/chat/completions"
 SYSTEM_TOKENS = 400
+HELD_TOKENS = SYSTEM_TOKENS - 16
+"""Cached tokens, at least, of a prompt whose system prompt is cached: whole blocks."""
 SETTINGS = {
     "model": "demo",
     "engine": "simulated",
@@ -52,21 +54,20 @@ def ask(url: str, request: dict[str, Any]) -> tuple[str, int]:
     """Return the answer and how many tokens were cached."""
     answer = HTTP.post(url + CHAT, json=request)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    whole = answer.json()
+    return whole["choices"][0]["message"]["content"], whole["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def ask_at_once(url: str, requests: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
     """Ask all at once, so that every replica gets some."""
-
     with ThreadPoolExecutor(32) as pool:
         return list(pool.map(partial(ask, url), requests))
 
 
 def notices(url: str, kind: str) -> dict[str, dict[str, Any]]:
     """Finished receipts on the board, by replica."""
-    found = cache_state(url)["notices"][kind]
-    return {one["replica_id"]: one for one in found if one["state"] == "done"}
+    receipts = cache_state(url)["notices"][kind]
+    return {receipt["replica_id"]: receipt for receipt in receipts if receipt["state"] == "done"}
 
 
 def wait_left(url: str, names: Set[str]) -> None:
@@ -91,7 +92,7 @@ def long_streams(url: str, seed: int, max_tokens: int, disturb: Callable[[], Non
 
 def running(url: str) -> dict[str, int]:
     """Sequences that run, by replica."""
-    return {name: one["running_sequences"] for name, one in replicas_of(url).items()}
+    return {name: replica["running_sequences"] for name, replica in replicas_of(url).items()}
 
 
 @cache

@@ -131,7 +131,7 @@ def test_unknown_replicas_and_odd_lengths_are_harmless() -> None:
     directory.apply("ghost", "e", [BlocksStored(chain(0, 3))])
     assert directory.num_blocks == 0
     directory.add_replica("a")
-    directory.apply("a", "e", [BlocksStored(chain(0, 3)[:-5]), LoadReport(0, 0, 0, 0, 0, 0.0, 0.0)])
+    directory.apply("a", "e", [BlocksStored(chain(0, 3)[:-5]), LoadReport(0, 0, 0, 0, 0, 0.0)])
     assert directory.match(chain(0, 3)) == {"a": 32}
     assert directory.match(chain(0, 3)[:-1]) == {"a": 32}
     assert directory.match(b"") == {}

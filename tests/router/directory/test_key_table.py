@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from router.directory.key_table import KeyTable, block_keys
 
-HIGH = 1 << 63
-
 keys = st.integers(0, 40).map(lambda n: (n // 3) << 28 | n % 2)
 operations = st.lists(st.tuples(st.lists(keys, max_size=12), st.sampled_from(["add", "remove", "bump"])), max_size=60)
 

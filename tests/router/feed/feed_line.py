@@ -19,7 +19,7 @@ from router.settings import RouterSettings
 NUMBERS = 40
 HASHES = [blake2b(bytes([number]), digest_size=16).digest() for number in range(NUMBERS)]
 TIERS = ("pool", "host")
-LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0, 0.01)
+LOAD = LoadReport(7, 1, 2, 8, 64, 1000.0)
 
 Held = dict[str, set[int]]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.load.load_table import LoadTable
-from router.protocol.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def table(*replicas: str) -> LoadTable:
     return made
 
 
-def report(queued: int = 0, running: int = 0, waiting: int = 0, *shares: RouterShare, rate: float = 0.0) -> LoadReport:
-    return LoadReport(queued, running, waiting, 8, 16, rate, 0.01, shares)
+def report(queued: int = 0, running: int = 0, waiting: int = 0, rate: float = 0.0, **admitted: int) -> LoadReport:
+    return LoadReport(queued, running, waiting, 8, 16, rate, admitted)
 
 
 class ReplicaQueue:
@@ -40,9 +40,7 @@ class ReplicaQueue:
         self.last = 0
 
     def report(self) -> LoadReport:
-        mine = sum(self.mine.values())
-        share = RouterShare("me", self.last, mine)
-        return report(mine + self.others, 0, len(self.mine), share, RouterShare("other", 99, self.others))
+        return report(sum(self.mine.values()) + self.others, 0, len(self.mine), me=self.last, other=99)
 
 
 @settings(max_examples=200)
@@ -98,11 +96,11 @@ def test_full_by_waiting_bound_and_by_own_reservations() -> None:
 def test_sequences_with_committed_tokens_only_are_no_jobs_to_overtake() -> None:
     """Of five waiting sequences two have nothing but committed tokens: three jobs share the others."""
     loads = table()
-    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_prefill_tokens=300, committed_sequences=2), 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (300, 600, 3)
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, committed_prefill_tokens=300, committed_sequences=2), 0.0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (300, 600, -3 / 600)
     assert loads.waiting[0] == 5, "they wait all the same"
-    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, 0.01, committed_sequences=2), 0.0)
-    assert loads.jobs[0] == 5, "without committed tokens nobody has them"
+    loads.report("a", LoadReport(900, 1, 5, 8, 16, 0.0, committed_sequences=2), 0.0)
+    assert loads.falloff[0] == -5 / 900, "without committed tokens nobody has them"
 
 
 def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
@@ -110,20 +108,20 @@ def test_who_comes_first_to_an_idle_replica_is_overtaken_by_nobody() -> None:
     loads = table()
     loads.report("a", report(), 0.0)
     first = loads.reserve("a", 500, 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 0, 0)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (500, 0, 0)
     loads.reserve("a", 300, 0.0)
-    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.jobs[0]) == (500, 300, 1)
+    assert (loads.committed_tokens[0], loads.overtakable_tokens[0], loads.falloff[0]) == (500, 300, -1 / 300)
     loads.release(first)
     assert (loads.committed_tokens[0], loads.overtakable_tokens[0]) == (300, 0)
     loads.report("a", report(900, 0, 3), 1.0)
     assert (loads.committed_tokens[0], loads.overtakable_tokens[0]) == (0, 1200)
 
 
-def test_nonsense_share_does_not_hide_later_reservations() -> None:
-    """A share that claims reservations never made counts for those made, no more."""
+def test_a_nonsense_number_does_not_hide_later_reservations() -> None:
+    """A report that claims reservations never made counts for those made, no more."""
     loads = table()
     loads.reserve("a", 10, 0.0)
-    loads.report("a", report(0, 0, 0, RouterShare("me", 1 << 60, 0)), 0.0)
+    loads.report("a", report(me=1 << 60), 0.0)
     assert loads.queue_ahead("a") == 0
     loads.reserve("a", 20, 0.0)
     assert loads.queue_ahead("a") == 20
@@ -202,7 +200,7 @@ def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]
         loads.reserve("a", 7, 0.0)
     newest = -1
     for number in order:
-        share = RouterShare("me", number, queued[number])
-        loads.report("a", msgspec.structs.replace(report(queued[number], 0, 1, share), taken_at_s=float(number)), 0.0)
+        told = msgspec.structs.replace(report(queued[number], 0, 1, me=number), taken_at_s=float(number))
+        loads.report("a", told, 0.0)
         newest = max(newest, number)
         assert loads.queue_ahead("a") == queued[newest] + 7 * (len(queued) - newest)

@@ -22,7 +22,7 @@ STYLE = "style@1"
 def report(adapters: tuple[str, ...] = (), load_s: float = 0.0, queued: int = 0) -> LoadReport:
     """``queued``: tokens that nobody overtakes."""
     return LoadReport(
-        queued, 0, int(queued > 0), 8, 16, 1000.0, 0.01,
+        queued, 0, int(queued > 0), 8, 16, 1000.0,
         committed_prefill_tokens=queued, adapters=pack_adapters(adapters), adapter_load_s=load_s,
     )  # fmt: skip
 
@@ -93,10 +93,10 @@ def test_what_is_not_measured_is_taken_to_be_usual_and_nonsense_is_not_believed(
     found = places.wait_s(STYLE, loads)
     assert found is not None
     assert found.tolist() == [0.3, 0.1, 0.3, 600.0, 0.3, 0.3, 0.3, 0.0]
-    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=b"seven b"))
+    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, adapters=b"seven b"))
     assert places.wait_s(STYLE, loads) is None
     many = Random(1).randbytes(KEY_BYTES * (MAX_ADAPTERS + 50))
-    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01, adapters=many))
+    places.report("h", LoadReport(0, 0, 0, 8, 16, 1000.0, adapters=many))
     assert len(places._holders) == MAX_ADAPTERS
 
 

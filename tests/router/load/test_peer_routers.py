@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from router.load.load_table import LoadTable
-from router.protocol.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport
 
 
-def report(**last: int) -> LoadReport:
-    shares = tuple(RouterShare(name, number, 0) for name, number in last.items())
-    return LoadReport(0, 0, 0, 0, 0, 1000.0, 0.01, shares)
+def report(**admitted: int) -> LoadReport:
+    return LoadReport(0, 0, 0, 0, 0, 1000.0, admitted)
 
 
 def test_routers_that_go_quiet_are_not_counted() -> None:

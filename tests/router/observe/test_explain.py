@@ -22,7 +22,7 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def report(queued: int = 0, running: int = 0, waiting: int = 0) -> LoadReport:
-    return LoadReport(queued, running, waiting, 8, 16, 1000.0, 0.01)
+    return LoadReport(queued, running, waiting, 8, 16, 1000.0)
 
 
 def core_with(
@@ -63,10 +63,11 @@ def test_the_winner_is_the_next_decision(
     core = core_with(held, {name: report(*row) for name, row in work.items()}, policy)
     for number in range(before):
         core.decide(RoutedRequest(f"b{number}", CHAIN[:160], 165, b"k" * 16))
+    core.follow(lambda _: True, lambda: blocked)
     state, counters = core.state(), repr(core.counters)
-    said = json.loads(json.dumps(core.explain(ask(), list(POLICIES), blocked)))
+    said = json.loads(json.dumps(core.explain(ask(), list(POLICIES))))
     assert (core.state(), repr(core.counters)) == (state, counters)
-    assert said == json.loads(json.dumps(core.explain(ask(), list(POLICIES), blocked)))
+    assert said == json.loads(json.dumps(core.explain(ask(), list(POLICIES))))
     decision = core.decide(ask(), blocked)
     winner = said["winners"][policy]
     assert winner["because"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.core import RoutingCore
 from router.load.load_table import LoadTable
 from router.policy.candidates import Candidate, RoutingView
-from router.policy.costs import estimate
+from router.policy.costs import SHARED_PREFILL, estimate
 from router.policy.policies import POLICIES, Policy
 from router.protocol.events import LoadReport
 from router.protocol.request import Reason, RoutedRequest
@@ -32,7 +32,7 @@ def loads_of(*rows: tuple[int, int, int], rate: float = 1000.0) -> LoadTable:
     loads = LoadTable("me")
     for name, (queued, running, waiting) in zip(NAMES, rows, strict=False):
         loads.add_replica(name)
-        loads.report(name, LoadReport(queued, running, waiting, 64, 16, rate, 0.01), 0.0)
+        loads.report(name, LoadReport(queued, running, waiting, 64, 16, rate), 0.0)
     return loads
 
 
@@ -49,9 +49,10 @@ def rank(
     return POLICIES[policy](16).rank(view, limit)
 
 
-def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None) -> float:
+def estimated_s(loads: LoadTable, held: int, settings: PolicySettings | None = None, in_flight: int = 0) -> float:
     """The estimated time to first token at the first replica."""
-    view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), settings or PolicySettings())
+    scoring, pending = settings or PolicySettings(), {NAMES[0]: in_flight}
+    view = RoutingView(request(), {NAMES[0]: held}, loads, 1, Random(7), scoring, pending=pending)
     return estimate(view, NAMES[0]).estimated_ttft_s
 
 
@@ -129,11 +130,14 @@ def test_committed_tokens_are_ahead_of_everyone() -> None:
     """However short a request is, it waits for a prefill that is not interrupted, and pushes nobody back then."""
     loads = LoadTable("me")
     loads.add_replica(NAMES[0])
-    loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    loads.report(NAMES[0], LoadReport(5000, 0, 1, 64, 16, 1000.0, committed_prefill_tokens=5000), 0.0)
     head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
     assert head.score == pytest.approx(5.1)
     assert estimated_s(loads, 900) == pytest.approx(5.1)
-    loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, 0.01, committed_prefill_tokens=5000), 0.0)
+    head = rank("estimated_ttft", loads, pending={NAMES[0]: 900})[0]
+    assert head.score == pytest.approx(5.1 - SHARED_PREFILL * 0.9), "that prefill computes its own prefix"
+    assert estimated_s(loads, 0, in_flight=900) == pytest.approx(5.1), "but it waits for all of it"
+    loads.report(NAMES[0], LoadReport(9000, 0, 3, 64, 16, 1000.0, committed_prefill_tokens=5000), 0.0)
     x = 100 / 2000
     ahead, behind = 5000 + 4000 * (1 - (1 + x) * exp(-x)), 2 * exp(-x)
     head = rank("estimated_ttft", loads, {NAMES[0]: 900})[0]
@@ -148,7 +152,7 @@ def test_cold_prompts_are_placed_by_rendezvous_while_idle() -> None:
     noisy = LoadTable("other")
     for index, name in enumerate(reversed(NAMES)):
         noisy.add_replica(name)
-        noisy.report(name, LoadReport(0, 0, 0, 64, 16, 1000.0 + index, 0.01), 0.0)
+        noisy.report(name, LoadReport(0, 0, 0, 64, 16, 1000.0 + index), 0.0)
     before = [rank("estimated_ttft", loads_of(*idle), {}, request(key=key), limit=1)[0] for key in keys]
     assert {candidate.reason for candidate in before} == {"cold"}
     spread = Counter(candidate.replica_id for candidate in before)

@@ -24,7 +24,7 @@ def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
-    return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, 0.01, pull_tokens_per_s=pull_rate)
+    return LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, pull_tokens_per_s=pull_rate)
 
 
 def loads_of(pull_rate: float = 10_000.0, **queued: int) -> LoadTable:

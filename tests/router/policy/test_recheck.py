@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from router.core import RoutingCore
 from router.policy.recheck import MAX_REROUTES, WORTH_ASKING_S, is_outdated
-from router.protocol.events import LoadReport, RouterShare
+from router.protocol.events import LoadReport
 from router.protocol.request import Decision, RoutedRequest
 from router.settings import DEFAULT_POLICY, POLICY_NAMES, RouterSettings
 
@@ -16,8 +16,8 @@ RATE = 1000.0
 TOKENS = st.integers(0, 1 << 30)
 
 
-def load(queued: int, *shares: RouterShare, taken_at_s: float = 0.0) -> LoadReport:
-    return LoadReport(queued, 0, int(queued > 0), 0, 0, RATE, 0.01, shares, taken_at_s=taken_at_s)
+def load(queued: int, taken_at_s: float = 0.0, **admitted: int) -> LoadReport:
+    return LoadReport(queued, 0, int(queued > 0), 0, 0, RATE, admitted, taken_at_s=taken_at_s)
 
 
 def decision(queued: int | None, work_s: float = 0.0) -> Decision:
@@ -34,7 +34,7 @@ def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] =
     for core in made:
         core.update_replicas(replicas)
         for replica in replicas:
-            core.apply(replica, "e", [load(0, *(RouterShare(name, 1, 0) for name in names))])
+            core.apply(replica, "e", [load(0, **dict.fromkeys(names, 1))])
     return made
 
 
@@ -63,7 +63,7 @@ def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
     other = second.decide(request(7))
     assert one is not None and other is not None and one.replica_id == other.replica_id
     assert not is_outdated(one, load(0))
-    now = load(1000, RouterShare("first", one.reservation, 1000), taken_at_s=1.0)
+    now = load(1000, 1.0, first=one.reservation)
     assert is_outdated(other, now)
     second.rerouted(other, now)
     assert second.loads.open_reservations == 0

@@ -16,7 +16,7 @@ from router.serve.core_registry import core_for
 from router.serve.request_router import CacheAwareRouter, deployment_key
 
 HELD = bytes(16)
-IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0, 0.01)
+IDLE = LoadReport(0, 0, 0, 8, 16, 1000.0)
 
 
 class FakeRunningReplica:

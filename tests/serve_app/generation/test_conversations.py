@@ -46,7 +46,7 @@ class Deployment:
     def load(self, queued_tokens: dict[str, int]) -> None:
         """Let replicas report prefill under way, which nobody overtakes."""
         for name, tokens in queued_tokens.items():
-            report = LoadReport(tokens, 0, min(tokens, 1), 64, 128, 5000.0, 0.01, committed_prefill_tokens=tokens)
+            report = LoadReport(tokens, 0, min(tokens, 1), 64, 128, 5000.0, committed_prefill_tokens=tokens)
             self.core.apply(name, "epoch", [report])
 
     def ask(self, tenant: Tenant, messages: Messages, key: str | None = None) -> tuple[str, int, str]:

@@ -109,7 +109,7 @@ def test_what_a_busier_replica_sends_back_goes_elsewhere() -> None:
     async def chunks(call: wire.GenerateCall, route: RoutedRequest, replica: str) -> Any:
         if not busy:
             busy.append(replica)
-            load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=1.0)
+            load = LoadReport(1_000_000, 0, 1, 8, 16, 1000.0, taken_at_s=1.0)
             yield wire.GenerateChunk(replica_id=replica, error="rerouted", load=load)
             return
         assert replica not in busy

@@ -13,7 +13,7 @@ from msgspec import structs
 from router.protocol.events import LoadReport, StatsReport
 from serve_app.replica.reporter import Reporter
 
-IDLE = LoadReport(0, 0, 0, 8, 16, 100.0, 0.01)
+IDLE = LoadReport(0, 0, 0, 8, 16, 100.0)
 
 
 class Bench:

@@ -16,7 +16,7 @@ from serve_app.engine.protocol import SamplingParams
 from serve_app.replica import messages as wire
 from serve_app.replica.replica import Replica
 
-LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, 0.01, taken_at_s=3.0)
+LOAD = LoadReport(5000, 0, 1, 8, 16, 1000.0, taken_at_s=3.0)
 SCOPE = PrefixScope("m", "", b"salt")
 CALL = wire.GenerateCall(
     "q", "ingress", wire.ReplyTo(), b"\0\0\0\0", SCOPE, SCOPE.root(b"secret"), "t", SamplingParams(max_tokens=1)

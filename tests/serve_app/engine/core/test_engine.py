@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from router.protocol.block_hash import split_chain
-from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event, RouterShare
+from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared, Event
 from serve_app.engine.protocol import EngineError, QueueFull, RemoteKv, RequestTooLong
 from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 from tests.serve_app.engine.tiny import Collector, prompt, request, run_all, sample
@@ -196,13 +196,13 @@ def test_load_counts_a_request_from_its_submission_and_by_router(make_simulated:
     submit("b", prompt(100, 3), "r1", 7)
     submit("c", prompt(50, 4), "r2", 1)
     load = engine.load()
-    assert set(load.shares) == {RouterShare("r1", 7, 101), RouterShare("r2", 1, 50)}
+    assert load.admitted == {"r1": 7, "r2": 1}
     assert (load.queued_prefill_tokens, load.max_waiting_sequences) == (151, 256)
     assert load.running_sequences + load.waiting_sequences == 3
     runner.gate.set()
     collector.wait("abc")
     assert engine.load().queued_prefill_tokens == 0
-    assert set(engine.load().shares) == {RouterShare("r1", 7, 0), RouterShare("r2", 1, 0)}
+    assert engine.load().admitted == {"r1": 7, "r2": 1}
 
 
 def test_events_replay_to_the_cache_after_a_random_workload(make_simulated: MakeSimulated) -> None:

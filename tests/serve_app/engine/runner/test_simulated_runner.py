@@ -26,11 +26,11 @@ def test_a_request_takes_the_time_the_model_says() -> None:
     engine.start()
     collector.wait(["r"])
     assert clock() == pytest.approx(0.2 + 3 * 0.011)
-    load = engine.load()
-    assert load.prefill_tokens_per_s == pytest.approx(5000.0)
-    assert load.decode_step_s == pytest.approx(0.011)
+    assert engine.load().prefill_tokens_per_s == pytest.approx(5000.0)
     engine.stop()
-    assert all(dict(labels)["engine"] == "simulated" for _, labels, _ in engine.stats().samples)
+    samples = engine.stats().samples
+    assert {name: value for name, _, value in samples}["warmpath_decode_step_seconds"] == pytest.approx(0.011)
+    assert all(dict(labels)["engine"] == "simulated" for _, labels, _ in samples)
 
 
 def test_tokens_are_deterministic_and_avoid_stop_tokens() -> None:

@@ -52,9 +52,6 @@ def test_queued_tokens_are_those_that_a_first_come_scheduler_has_left(
             load.stepped(len(left), 0.5, budget - room, 0.01)
         report = load.report(0.0)
         assert report.queued_prefill_tokens == report.committed_prefill_tokens == sum(left.values())
-        for share in report.shares:
-            own = [tokens for number, tokens in left.items() if f"router {number % 2}" == share.router_id]
-            assert share.queued_prefill_tokens == sum(own)
 
 
 def test_what_nobody_waits_for_was_computed_again() -> None:
@@ -66,7 +63,7 @@ def test_what_nobody_waits_for_was_computed_again() -> None:
     load.stepped(1, 0.1, 40, 0.1)
     assert (load.meters.computed_prompt_tokens, load.meters.recomputed_tokens) == (100, 40)
     report = load.report(1.0)
-    assert (report.queued_prefill_tokens, report.shares[0].last_reservation) == (0, 3)
+    assert (report.queued_prefill_tokens, report.admitted) == (0, {"router": 3})
 
 
 def test_who_runs_and_who_waits() -> None:
@@ -109,8 +106,8 @@ def test_only_so_many_routers_are_remembered() -> None:
     for number in range(ROUTERS_REMEMBERED + 10):
         load.arrives(str(number), 0, f"router {number}", 1)
         load.ended(str(number))
-    shares = load.report(0.0).shares
-    assert (len(shares), shares[0].router_id) == (ROUTERS_REMEMBERED, "router 10")
+    admitted = load.report(0.0).admitted
+    assert (len(admitted), next(iter(admitted))) == (ROUTERS_REMEMBERED, "router 10")
 
 
 def test_copies_are_no_prompt_and_say_nothing_of_the_rate() -> None:
