@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from serve_app.api.json_body import Must
 from serve_app.errors import InvalidRequest
@@ -18,8 +18,6 @@ ModelName = Annotated[
     Field(min_length=1, max_length=256, description="the served model, or a LoRA adapter"),
     Must("the name of a model in 1 to 256 characters, see GET /v1/models"),
 ]
-Someone = Annotated[str | None, BeforeValidator(lambda value: value[:1024] if isinstance(value, str) else None)]
-"""Whom an answer is for. It changes no answer, so nothing is wrong with what is no text."""
 StoreKV = Annotated[
     bool | None,
     Field(description="false: read the cache and leave nothing in it; default: the tenant's setting"),

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from router.protocol.block_hash import TokenArray
 from serve_app.cache_diagnostics.difference import Difference, classify, value_there
@@ -28,13 +27,16 @@ MAX_COMPARED = 8
 """Earlier prompts that are looked through to their end: those with the longest beginning in common."""
 GRAM = 8
 """Tokens that are taken for the same place in two prompts where they are equal."""
-LONG_GRAMS, SAMPLED_BELOW = 256, np.uint64(1 << 61)
-"""Of so many grams an eighth is compared first: those whose hashes are small, the same ones in every prompt."""
+LONG_TOKENS, SAMPLED_PART = 256, 8
+"""Of a prompt this long an eighth of the grams says which earlier prompt has most in common with it."""
 BEFORE_TOKENS, BEHIND_TOKENS = 64, 1024
 """What is read of both texts around their first difference."""
 
-_MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=GRAM, dtype=np.uint64) | np.uint64(1)
+_LARGEST = np.iinfo(np.uint64).max
+_MULTIPLIERS = np.random.default_rng(1).integers(1 << 63, size=3, dtype=np.uint64) | np.uint64(1)
+"""For grams of 2, 4 and 8 tokens."""
 
+Grams = npt.NDArray[np.uint64]
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> their text, special tokens included."""
 
@@ -102,46 +104,54 @@ def explain(prompt: SeenPrompt, cached_tokens: int, earlier: Sequence[SeenPrompt
     # What was read further than an earlier prompt goes explains nothing by it.
     least = cached_tokens - len(prompt.ids) // MISSED_PART
     near = sorted((seen for seen in siblings if common[seen] >= least), key=lambda seen: (common[seen], seen.seen_s))
-    lost = {seen: equal_behind(prompt.ids, seen.ids, common[seen]) for seen in near[-MAX_COMPARED:]}
-    most = max(lost.values(), default=0)
-    if most < MIN_LOST_TOKENS:
+    part = SAMPLED_PART if len(prompt.ids) >= LONG_TOKENS else 1
+    sample = _sample(prompt.ids, part)
+    shared = {seen: _count(sample, _sample(seen.ids[common[seen] :], part)) for seen in near[-MAX_COMPARED:]}
+    most = max(shared.values(), default=0)
+    if not most:
         return Miss("never_seen", 0)
     # Of those that have about as much the one that differs last.
-    nearest = next(seen for seen in reversed(lost) if lost[seen] * 8 >= most * 7)
+    nearest = next(seen for seen in reversed(shared) if shared[seen] * 8 >= most * 7)
+    lost_tokens = equal_behind(prompt.ids, nearest.ids, common[nearest])
+    if lost_tokens < MIN_LOST_TOKENS:
+        return Miss("never_seen", 0)
     reason, place = _difference(prompt, nearest, common[nearest], decode)
-    return Miss(reason, lost[nearest], place)
+    return Miss(reason, lost_tokens, place)
 
 
 def equal_behind(new: TokenArray, old: TokenArray, start: int) -> int:
     """Return how many tokens of ``new`` from ``start`` on stand in a gram that ``old`` has from there on, too."""
-    ours, theirs = _grams(new[start:]), _grams(old[start:])
-    few_ours, few_theirs = (grams[grams < SAMPLED_BELOW].tolist() for grams in (ours, theirs))
-    # Most prompts have nothing in common, and a part of the grams shows that.
-    if min(len(ours), len(theirs)) >= LONG_GRAMS and set(few_ours).isdisjoint(few_theirs):
-        return 0
-    equal = np.isin(ours, theirs)
+    equal = np.isin(_grams(new[start:]), _grams(old[start:]))
     return int(np.count_nonzero(np.convolve(equal, np.ones(GRAM)))) if equal.any() else 0
 
 
-def _grams(ids: TokenArray) -> npt.NDArray[np.uint64]:
+def _sample(ids: TokenArray, part: int) -> Grams:
+    """Return one of ``part`` grams: those with small hashes, so the same ones of every prompt."""
+    grams = _grams(ids)
+    return grams[grams <= _LARGEST // part]
+
+
+def _count(grams: Grams, others: Grams) -> int:
+    """Return how many of the grams are among others; of few faster than numpy, which sorts."""
+    return sum(map(set(others.tolist()).__contains__, grams.tolist()))
+
+
+def _grams(ids: TokenArray) -> Grams:
     """Return a hash of the ``GRAM`` tokens from each token on; none where there are fewer."""
-    if len(ids) < GRAM:
-        return np.empty(0, dtype=np.uint64)
-    hashes: npt.NDArray[np.uint64] = sliding_window_view(ids.astype(np.uint64), GRAM) @ _MULTIPLIERS
+    hashes = ids.astype(np.uint64)
+    for power, multiplier in enumerate(_MULTIPLIERS):
+        tokens = 1 << power
+        hashes = hashes[:-tokens] * multiplier + hashes[tokens:]
     return hashes
 
 
 def _difference(prompt: SeenPrompt, seen: SeenPrompt, token: int, decode: Decode) -> tuple[Reason, Place]:
     start = max(0, token - BEFORE_TOKENS)
-    before = _text(prompt.ids[:start], decode)
-    new, old = (_text(each.ids[start : token + BEHIND_TOKENS], decode) for each in (prompt, seen))
+    before = decode(prompt.ids[:start].tolist())
+    new, old = (decode(known.ids[start : token + BEHIND_TOKENS].tolist()) for known in (prompt, seen))
     at = first_difference(new, old)
     char = len(before) + at
     line = before.count("\n") + new.count("\n", 0, at) + 1
     part: Literal["system", "messages"] = "system" if char < prompt.system_chars else "messages"
     # The beginning of the value is what a reader looks for, not the first of its digits that changed.
     return classify(new, old, at), Place(part, token, char, line, value_there(new, at))
-
-
-def _text(ids: TokenArray, decode: Decode) -> str:
-    return decode(ids.tolist()) if len(ids) else ""

@@ -70,7 +70,7 @@ class CountTokensBody(JsonBody):
     """The body of ``POST /v1/messages/count_tokens``: all that a prompt is made of."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"service_tier", "inference_geo", "user_profile_id", "workspace_id"}
+        {"metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id"}
     )
     bounded: ClassVar[Mapping[str, int]] = {
         "messages": 1 << 17, "system": 1 << 14, "tools": MAX_TOOL_VALUES, "output_config": 1 << 14,
@@ -103,7 +103,6 @@ class CountTokensBody(JsonBody):
     output_config: Annotated[OutputConfig, Must("an object with format")] = OutputConfig()
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
-    metadata: Any = Field(None, description="user_id: whom it is for; without effect")
 
     def request(self) -> ChatRequest:
         """Return the validated request. Raises InvalidRequest where fields do not go together."""

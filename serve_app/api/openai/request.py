@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, Someone, StoreKV, stop_strings
+from serve_app.api.fields import MAX_STOP_CHARS, MAX_STOPS, ModelName, StoreKV, stop_strings
 from serve_app.api.json_body import INT64, Flag, JsonBody, Must, Refused, Text256, Text1024, Whole, must_be, refused
 from serve_app.api.openai.messages import MESSAGE_FIELDS, Message, for_template, ignored_in
 from serve_app.api.openai.sampling import INSTEAD, MAX_LOGPROBS, MAX_TOKENS, REFUSED, SamplingBody
@@ -87,10 +87,10 @@ _INNER_FIELDS = (
 class GenerationBody(SamplingBody):
     """The fields that chat completions and completions share."""
 
-    # OpenAI's names for what to remember of an answer, and for how long to keep it or its prefix: they change no
-    # answer, nothing is stored, and KV stays as long as there is room.
+    # OpenAI's names for the person asking, for things to remember of an answer, and for how long to keep it or its
+    # prefix: they change no answer, nothing is stored, and KV stays as long as there is room.
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
+        {"user", "safety_identifier", "metadata", "store", "prompt_cache_retention", "prompt_cache_options"}
     )
 
     model: ModelName
@@ -119,8 +119,6 @@ class GenerationBody(SamplingBody):
     cache_salt: Text1024 = Field(None, description="divides the tenant's own cache: equal salts share KV")
     prompt_cache_key: Text1024 = Field(None, description="a routing hint that keeps related requests together")
     prompt_ref: Text256 = Field(None, description="NAME@VERSION, or NAME, of a registered prompt that goes before all")
-    user: Someone = Field(None, description="whom it is for; without effect")
-    safety_identifier: Someone = Field(None, description="the newer name of user; user goes before it")
     disable_spec_decode: Flag = False
     save_system_prompt_kv_cache: Flag = Field(False, description="keep the KV of the formatted system prompt")
     store_kv: StoreKV = None
@@ -138,8 +136,6 @@ class GenerationBody(SamplingBody):
         for name in ("response_format", "structured_outputs"):
             del fields[name]
         fields["grammar"] = self.grammar
-        for name in ("user", "safety_identifier"):
-            del fields[name]
         fields["top_k"] = max(0, self.top_k)
         fields["include_usage"] = options is not None and options.include_usage is True
         inner = [*(f"stream_options.{name}" for name in (options.model_extra if options else None) or ()), *ignored]

@@ -54,11 +54,10 @@ export async function problemOf(response) {
 
 const MAX_EVENT_CHARACTERS = 32 << 20;
 
-/** Yield the `{event, data}` of a response that is a stream of server-sent events. Throws on one that does not end. */
+/** Yield the data of each of a response's server-sent events. Throws on one that does not end. */
 export async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  let name = "";
   let data = [];
   let size = 0;
   try {
@@ -71,15 +70,12 @@ export async function* eventsOf(response) {
       for (const raw of lines) {
         const line = raw.endsWith("\r") ? raw.slice(0, -1) : raw;
         if (line === "") {
-          if (data.length) yield { event: name, data: data.join("\n") };
-          name = "";
+          if (data.length) yield data.join("\n");
           data = [];
           size = 0;
         } else if (line.startsWith("data:")) {
           data.push(line.slice(line[5] === " " ? 6 : 5));
           size += line.length;
-        } else if (line.startsWith("event:")) {
-          name = line.slice(6).trim();
         }
       }
     }

@@ -183,7 +183,7 @@ class PromptAdmin:
 
     async def _done(self, name: str, warm: Sequence[Warm]) -> dict[str, Any]:
         (shown,) = (await self.status(name))["data"]
-        return {**shown, "warm": [{"tokens": one.tokens, "replicas": list(one.replica_ids)} for one in warm]}
+        return {**shown, "warm": [{"tokens": way.tokens, "replicas": list(way.replica_ids)} for way in warm]}
 
     def _shown(self, versions: Sequence[Prompt], figures: Mapping[str, Figures]) -> dict[str, Any]:
         name = versions[0].name

@@ -92,7 +92,7 @@ class Warmer:
     async def heard(self, warm: Sequence[Warm]) -> bool:
         """Return whether this router knows, or comes to know, who holds all that."""
         return await _becomes(
-            lambda: all(set(one.replica_ids) <= self._holders(one.route, one.tokens) for one in warm), HEARD_TIMEOUT_S
+            lambda: all(set(way.replica_ids) <= self._holders(way.route, way.tokens) for way in warm), HEARD_TIMEOUT_S
         )
 
     async def _warm(self, ref: str, use: Use, others: Sequence[str]) -> Warm:

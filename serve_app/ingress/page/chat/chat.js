@@ -151,7 +151,7 @@ async function* streamed(body, signal, reuse, named) {
   if (!response.ok) throw new Error(await problemOf(response));
   reuse.warning(response.headers.get("x-warmpath-warning"));
   let ended = false;
-  for await (const { data } of eventsOf(response)) {
+  for await (const data of eventsOf(response)) {
     if (data === "[DONE]") {
       ended = true;
       break;

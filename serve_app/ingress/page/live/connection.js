@@ -40,7 +40,7 @@ export class Connection {
           waitMs = Math.max(waitMs, 1000 * Math.min(Number(response.headers.get("retry-after")) || 0, 60));
           throw new Error(problem[1]);
         }
-        for await (const { data } of eventsOf(response)) {
+        for await (const data of eventsOf(response)) {
           if (signal.aborted) return;
           const event = JSON.parse(data);
           if (event.type === "snapshot") {
