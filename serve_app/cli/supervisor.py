@@ -93,7 +93,7 @@ class Supervisor:
         if status == 1 and not launch.verbose:
             self._say(f"log: {log} (--verbose shows it here)")
         else:
-            log.unlink()
+            log.unlink(missing_ok=True)  # after weeks the machine may have tidied up
         if status != 2:
             self._say("stopped")
         return status
