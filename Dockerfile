@@ -15,7 +15,6 @@ WORKDIR /opt/warmpath
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY router router
 COPY serve_app serve_app
-COPY cluster cluster
 # constraints.txt is of the install without vLLM, which has pins of its own.
 ARG EXTRAS=""
 ARG CONSTRAINTS=constraints.txt

@@ -23,8 +23,8 @@ def problems(root: Path) -> list[str]:
     staged = [line.split(maxsplit=3) for line in git("ls-files", "-sz")]
     links = [path for mode, _, _, path in staged if mode == "120000"]
     ignored = git("ls-files", "-ciz", "--exclude-standard")
-    found = [f"{path}: a tracked link leads nowhere in another clone; remove it from git" for path in links]
-    found += [f"{path}: tracked, though .gitignore names it; remove it from git" for path in ignored]
+    wrong = [f"{path}: a tracked link leads nowhere in another clone; remove it from git" for path in links]
+    wrong += [f"{path}: tracked, though .gitignore names it; remove it from git" for path in ignored]
     for _, _, _, path in staged:
         file = root / path
         if path in links or not file.is_file():
@@ -33,12 +33,12 @@ def problems(root: Path) -> list[str]:
             lines = file.read_text().splitlines()
         except UnicodeDecodeError:
             continue
-        found += [
+        wrong += [
             f"{path}:{number}: PyPI's warmpath is another project; write pip install . or '.[EXTRA]'"
             for number, line in enumerate(lines, 1)
             if INSTALLS.search(line)
         ]
-    return found
+    return wrong
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import httpx
 import typer
 from rich.console import Console
 
 from cluster.raylets import run
+from serve_app.cli.client import answers
 from serve_app.cli.local_ray import held_port
 
 START_TIMEOUT_S = 300.0
@@ -153,14 +153,6 @@ def application(
     on_the_head = {"num_cpus": settings.get("replica_num_cpus", 0.1), "resources": {"node0": 1}}
     options["Ingress"] = {"ray_actor_options": on_the_head, **options.get("Ingress", {})}
     return {"args": dict(settings), "deployments": [{"name": name, **more} for name, more in options.items()]}
-
-
-def answers(url: str) -> bool:
-    """Say whether somebody answers there with status 200."""
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

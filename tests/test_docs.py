@@ -94,22 +94,22 @@ def test_readme_names_every_field_that_is_refused() -> None:
 
 def test_the_page_of_the_api_names_every_field() -> None:
     """For each API whether a field is taken, refused or not there; and no field that there is not. (docs/api.md)"""
-    told: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {}
     for line in (ROOT / "docs/api.md").read_text().splitlines():
         if line.startswith("| `"):
             names, *states, _ = [cell.strip() for cell in line.strip("|").split("|")]
-            told |= dict.fromkeys(_CODE.findall(names), states)
+            rows |= dict.fromkeys(_CODE.findall(names), states)
     for column, body in enumerate((ChatBody, CompletionBody, ResponsesBody, MessagesBody)):
         expected = {
             **dict.fromkeys((*body.model_fields, *body.without_effect), "taken"),
             **dict.fromkeys(body.refused, "refused"),
         }
-        found = {
+        shown = {
             name: "refused" if states[column] == "refused" else "taken"
-            for name, states in told.items()
+            for name, states in rows.items()
             if states[column] != "-"
         }
-        assert found == expected
+        assert shown == expected
 
 
 def test_what_does_not_exist_is_noticed() -> None:

@@ -21,14 +21,14 @@ _STATE = re.compile(r"^(yes|no|refused)(: .+)?$")
 
 def tables() -> dict[str, dict[str, list[str]]]:
     """Return the page's tables by heading: a row's first cell, without its backquotes, and the others."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_heading: dict[str, dict[str, list[str]]] = {}
     for part in PAGE.read_text().split("\n## ")[1:]:
         heading, *lines = part.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         assert len({row[0] for row in rows}) == len(rows), f"a row of {heading!r} is there twice"
         if rows:
-            found[heading] = {name if heading == REFUSED else name.strip("`"): cells for name, *cells in rows[2:]}
-    return found
+            by_heading[heading] = {name if heading == REFUSED else name.strip("`"): cells for name, *cells in rows[2:]}
+    return by_heading
 
 
 def names_of(heading: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import httpx
@@ -16,6 +17,13 @@ LOCAL = "http://127.0.0.1:8000"
 Url = Annotated[
     str, typer.Option(help=f"of the instance; an operator's key is taken from ${OPERATOR_KEY}, else ${TENANT_KEY}")
 ]
+
+
+def answers(url: str) -> bool:
+    """Return whether somebody answers there with status 200; no proxy leads to this machine."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    return False
 
 
 class NotAnswered(Exception):

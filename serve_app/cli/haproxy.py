@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 
 from serve_app.api.openai.response import openai_error
-from serve_app.cli.processes import runs
 from serve_app.errors import GenerationFailed, InvalidRequest, Overloaded, RateLimited, RequestTimeout, WarmpathError
 
 MAX_CONNECTIONS_PER_ADDRESS = 512
@@ -82,16 +81,15 @@ def write_wrapper(run_dir: Path, *, binary: str, stats: int, metrics: int, bound
 def running_haproxies(run_dir: Path) -> list[psutil.Process]:
     """Return the HAProxy processes of an instance, the newest last; those that drain after a reload too.
 
-    Their config file is anywhere below ``run_dir``.
+    Their config file is anywhere below ``run_dir``; what has ended has no command line.
     """
     processes = [
         process
-        for process in psutil.process_iter(["name", "cmdline"])
+        for process in psutil.process_iter(["name", "cmdline", "create_time"])
         if process.info["name"] == "haproxy"
         and any(argument.startswith(f"{run_dir}/") for argument in process.info["cmdline"] or ())
-        and runs(process)
     ]
-    return sorted(processes, key=lambda process: process.create_time())
+    return sorted(processes, key=lambda process: process.info["create_time"])
 
 
 def _frontend_rules(bounds: PortBounds) -> str:

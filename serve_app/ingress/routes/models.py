@@ -43,16 +43,16 @@ async def _anthropic_models(request: Request, services: Services) -> Response:
 
 @guarded("models", openai_error)
 async def _model(request: Request, services: Services, model: str) -> Response:
-    return json_response(_found(request, services, model))
+    return json_response(_served(request, services, model))
 
 
 @anthropic_guarded("models")
 async def _anthropic_model(request: Request, services: Services, model: str) -> Response:
-    return json_response(anthropic_model(_found(request, services, model)))
+    return json_response(anthropic_model(_served(request, services, model)))
 
 
-def _found(request: Request, services: Services, model: str) -> dict[str, Any]:
-    for one in services.models(request):
-        if one["id"] == model:
-            return one
+def _served(request: Request, services: Services, model: str) -> dict[str, Any]:
+    for served in services.models(request):
+        if served["id"] == model:
+            return served
     raise ModelNotFound(f"The model {model[:200]!r} is not served here; GET /v1/models lists what is.", param="model")

@@ -40,17 +40,17 @@ router = APIRouter(include_in_schema=False)
 @cache
 def page_files() -> dict[str, bytes]:
     """Return the page's files by their path in it, such as ``map/map.js``."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
 
     def collect(folder: Traversable, prefix: str) -> None:
         for entry in folder.iterdir():
             if entry.is_dir():
                 collect(entry, f"{prefix}{entry.name}/")
             elif entry.name.rpartition(".")[2] in _TYPES:
-                found[prefix + entry.name] = entry.read_bytes()
+                contents[prefix + entry.name] = entry.read_bytes()
 
     collect(files("serve_app.ingress") / "page", "")
-    return found
+    return contents
 
 
 def page_response(path: str, known: str | None = None) -> Response:

@@ -22,9 +22,9 @@ MOVED = frozenset(
 def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql: str) -> None:
     """Renaming a family breaks no dashboard silently; counters are read by their rate, gauges as they are."""
     labels = {"le"}
-    found = re.findall(r"(?<![\w{])(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[[$\w]+\])?", promql)
-    assert found, title
-    for name, window in found:
+    read = re.findall(r"(?<![\w{])(warmpath_[a-z_]+)(?:\{[^}]*\})?(\[[$\w]+\])?", promql)
+    assert read, title
+    for name, window in read:
         end = next((end for end in _ENDS if name.endswith(end) and name.removesuffix(end) in FAMILIES), "")
         assert name.removesuffix(end) in FAMILIES, f"{title}: there is no {name}"
         family = FAMILIES[name.removesuffix(end)]
@@ -32,9 +32,9 @@ def test_a_query_asks_for_families_and_labels_that_there_are(title: str, promql:
         assert bool(window) == (family.kind != "gauge" and name not in MOVED), f"{title}: {name}"
         labels |= set(family.labels)
     asked = {
-        label.strip() for found in re.findall(r"(?:by|ignoring) \(([^)]*)\)", promql) for label in found.split(",")
+        label.strip() for names in re.findall(r"(?:by|ignoring) \(([^)]*)\)", promql) for label in names.split(",")
     }
-    asked |= {label for found in re.findall(r"\{([^}]*)\}", promql) for label in re.findall(r"(\w+)[=!]", found)}
+    asked |= {label for pairs in re.findall(r"\{([^}]*)\}", promql) for label in re.findall(r"(\w+)[=!]", pairs)}
     assert asked <= labels, title
     assert promql.count("(") == promql.count(")")
 

@@ -59,11 +59,18 @@ def test_haproxys_own_pages_stay_on_loopback() -> None:
 
 @pytest.mark.usefixtures("environment")
 def test_haproxys_ports_are_held() -> None:
-    """Between the choice of its ports and its start, seconds later, no connection may be given one of them."""
+    """Between the choice of its ports and its start, seconds later, no connection may be given one of them.
+
+    Each is of the instance's own window, and what listens there has another.
+    """
     with local_environment():
-        for name in ("STATS", "METRICS"):
+        names = ("HAPROXY_STATS", "HAPROXY_METRICS", "FALLBACK_PROXY_HTTP")
+        stats, metrics, fallback = (int(os.environ[f"RAY_SERVE_{name}_PORT"]) for name in names)
+        for port in (stats, metrics):
             with socket.socket() as other, pytest.raises(OSError, match="in use"):
-                other.bind(("127.0.0.1", int(os.environ[f"RAY_SERVE_HAPROXY_{name}_PORT"])))
+                other.bind(("127.0.0.1", port))
+        most = int(os.environ["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"])
+        assert len({stats, metrics, fallback}) == 3 and most < min(stats, metrics, fallback) < most + 5
 
 
 @pytest.mark.usefixtures("environment")
@@ -79,7 +86,7 @@ def test_a_haproxy_that_outlives_serve_is_ended(tmp_path: Path) -> None:
         while [process.pid for process in running_haproxies(run_dir)] != [ours.pid]:
             time.sleep(0.02)
     try:
-        assert ours.wait(5) == -9
+        assert ours.wait() == -9
         assert [process.poll() for process in others] == [None, None]
     finally:
         for process in others:
@@ -88,8 +95,12 @@ def test_a_haproxy_that_outlives_serve_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_held_port_is_kept_for_one_listener() -> None:
-    """Nobody connects to it, nobody takes it by chance, and the server it is held for listens on it."""
+    """Nobody connects to it, nobody takes it by chance, and the server it is held for listens on it.
+
+    Whoever was given a port by the kernel has none of this range.
+    """
     with held_port() as port:
+        assert launch.FIRST_PORT <= port < launch.LAST_PORT
         with socket.socket() as early:
             assert early.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

@@ -67,6 +67,12 @@ def test_a_package_out_of_its_range_is_told_with_the_command(needed: str, words:
     assert software.package(Requirement("numpy>=1")) is None
 
 
+def test_what_is_not_installed_names_no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_distribution", lambda: None)
+    assert by_subject(software.installation)["warmpath"].state == "problem"
+    assert "packages" not in by_subject(software.packages)
+
+
 @pytest.mark.parametrize("module", ["router.py", "serve_app/__init__.py"])
 def test_a_module_with_one_of_our_names_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """By `doctor` where it lies in the directory of a start, and by any command that cannot be imported for it."""
@@ -100,7 +106,8 @@ def test_too_little_room_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(machine, "memory_bytes", lambda: GIB)
     assert by_subject(machine.memory)["memory"].state == "problem"
     (tmp_path / "not").touch()
-    assert "is no directory" in by_subject(machine.disks)["model cache"].found
+    blocked = by_subject(machine.disks)["model cache"]
+    assert "is no directory" in blocked.found and "XDG_CACHE_HOME" in blocked.advice
 
 
 def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +115,10 @@ def test_a_torch_that_cannot_be_imported_is_told_in_its_own_words(monkeypatch: p
     assert "libcudart.so.12" in by_subject(machine.torch)["torch"].found
     monkeypatch.setattr(machine, "_TORCH", "")
     assert by_subject(machine.torch)["torch"].state == "problem"
+    monkeypatch.setattr(machine, "_TORCH", "import time; time.sleep(600)")
+    with monkeypatch.context() as brief:
+        brief.setattr(machine, "_TORCH_WITHIN_S", 0.1)
+        assert by_subject(machine.torch)["torch"].found == "does not answer within 0.1 s"
     answer = '{"version": "2.99", "cuda": null, "gpus": ["NVIDIA H100"]}'
     monkeypatch.setattr(machine, "_TORCH", f"print('''{answer}''')")
     assert by_subject(machine.torch)["torch"] == Finding("torch", "ok", "2.99 on NVIDIA H100")
