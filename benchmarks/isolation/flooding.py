@@ -167,7 +167,7 @@ def drive(workload: FloodWorkload, *, flood: bool, protected: bool = True) -> Si
                 if item.sequence.generated_tokens == 0:
                     sides.first_token(item.sequence)
                 if item.sequence.append_token(result.token):
-                    scheduler.remove(item.sequence.request.request_id)
+                    scheduler.remove(item.sequence)
         cache.take_events()
     return sides
 

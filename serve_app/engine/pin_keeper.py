@@ -1,4 +1,4 @@
-"""What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients are told.
+"""What requests ask an engine to keep: which prefixes those are, whether there is room, and what clients hear.
 
 Owns the rules of both ways to ask, an explicit save and a cache breakpoint. Does not know how an engine holds blocks:
 it pins them, once the request has computed them. What cannot be kept is a warning, never the request's failure.
@@ -76,7 +76,7 @@ class PinKeeper:
         more = len(numbers) - self._pins.pinned_leading(numbers, tenant)
         return SaveResult(outcome, *(blocks * self._block_size for blocks in (more, held, budget)))
 
-    def told(self, request: EngineRequest, results: Sequence[SaveResult]) -> SaveResult | None:
+    def answer(self, request: EngineRequest, results: Sequence[SaveResult]) -> SaveResult | None:
         """Return what the client is told of all its prefixes, and count it: the last one may be a refusal."""
         if not results:
             return None

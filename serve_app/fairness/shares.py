@@ -51,8 +51,8 @@ class Shares:
         self._seen_s[tenant] = now_s
         self._seen_s.move_to_end(tenant)
         while now_s - next(iter(self._seen_s.values())) > ACTIVE_S:
-            gone, _ = self._seen_s.popitem(last=False)
-            self._active_weight -= self._weight(gone)
+            idle, _ = self._seen_s.popitem(last=False)
+            self._active_weight -= self._weight(idle)
 
     def fraction(self, tenant: str) -> float:
         """Return the part that is ``tenant``'s among those seen in the last ``ACTIVE_S``, over 0 and at most 1."""
@@ -74,10 +74,6 @@ class Budget:
         self.used = 0
         self._total = total
         self._held: Counter[str] = Counter()
-
-    def held(self, tenant: str) -> int:
-        """Return what a tenant holds."""
-        return self._held[tenant]
 
     def share(self, tenant: str) -> int:
         """Return a tenant's share, at least 1."""

@@ -59,9 +59,17 @@ def reference(checkpoints: dict[str, Path]) -> Reference:
 
 
 @pytest.fixture
-def make_engine(checkpoints: dict[str, Path]) -> Iterator[MakeEngine]:
-    """Build an engine over a tiny model; all are stopped afterwards. ``events``: a list that gathers cache events."""
-    engines: list[TorchEngine] = []
+def engines() -> Iterator[list[TorchEngine]]:
+    """The engines of a test, which are stopped afterwards."""
+    made: list[TorchEngine] = []
+    yield made
+    for engine in made:
+        engine.stop()
+
+
+@pytest.fixture
+def make_engine(checkpoints: dict[str, Path], engines: list[TorchEngine]) -> MakeEngine:
+    """Build an engine over a tiny model. ``events``: a list that gathers cache events."""
 
     def make(
         kind: str = "qwen3", *, events: list[Event] | None = None, start: bool = True, **overrides: Any
@@ -74,6 +82,4 @@ def make_engine(checkpoints: dict[str, Path]) -> Iterator[MakeEngine]:
             engine.start()
         return engine
 
-    yield make
-    for engine in engines:
-        engine.stop()
+    return make

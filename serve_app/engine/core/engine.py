@@ -177,7 +177,7 @@ class TorchEngine:
     def known_blocks(self, block_hashes: bytes, most: int) -> int:
         """Return how many of a chain's first ``most`` blocks are cached or being computed (any thread; a hint)."""
         index, scheduler = self._cache.index, self._scheduler
-        return count_leading(block_hashes, most, lambda one: index.held(one) or scheduler.computes(one))
+        return count_leading(block_hashes, most, lambda block: index.held(block) or scheduler.computes(block))
 
     def wake(self) -> None:
         """Look again at requests whose ``remote_kv`` is done by now (any thread)."""

@@ -90,7 +90,7 @@ class OutputProcessor:
     ) -> None:
         """End a request and free its blocks. ``output``: its last one, where it ended by generating."""
         request = sequence.request
-        self.scheduler.remove(request.request_id)
+        self.scheduler.remove(sequence)
         self.tier_loader.forget(request.request_id)
         self.adapters.unpin(request.scope.lora)
         self.live.remove(sequence)

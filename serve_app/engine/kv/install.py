@@ -29,10 +29,10 @@ def install_blocks(
     fresh: list[int] = []
     try:
         fresh = cache.allocate(count, tokens.tenant)
-        found = rows()
-        runner.write_blocks(fresh[: len(found)], found)
+        loaded = rows()
+        runner.write_blocks(fresh[: len(loaded)], loaded)
         blocks = [*matched, *fresh]
-        first, last = len(matched), len(matched) + len(found)
+        first, last = len(matched), len(matched) + len(loaded)
         done = cache.publish(tokens.scope, tokens.token_ids, tokens.chain, blocks, first, last)
         fresh = blocks[len(matched) :]
         return done - len(matched)

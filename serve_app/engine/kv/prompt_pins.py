@@ -43,7 +43,7 @@ class PromptPins:
                 results.append(self._pin(wanted, request.tenant, sequence.blocks[: wanted.blocks]))
                 if results[-1].refused:
                     break
-        return self._keeper.told(request, results)
+        return self._keeper.answer(request, results)
 
     def take_over(self, saved: SavedPrefix, blocks: list[int]) -> PinOutcome:
         """Keep what another replica kept as a save; ``blocks``: all of the prefix."""

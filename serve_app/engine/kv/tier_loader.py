@@ -147,10 +147,10 @@ class TierLoader:
 
     def samples(self, labels: Labels) -> list[Sample]:
         """Return the tiers' gauges, counters and load times (any thread)."""
-        found = list(self.tiers.samples(labels))
+        samples = list(self.tiers.samples(labels))
         for tier, histogram in self._times.items():
-            found.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
-        return found
+            samples.extend(histogram.samples("warmpath_kv_tier_load_seconds", (*labels, ("tier", tier))))
+        return samples
 
     def _under_way(self) -> list[DiskLoad]:
         loads = {id(f.load): f.load for f in self._fetches.values() if f.load is not None and not f.load.done}
@@ -161,15 +161,15 @@ class TierLoader:
     ) -> list[tuple[TierBlock, str]]:
         """Return the verified blocks that continue ``matched``, each with its tier ("staged": read from disk)."""
         limit = self._cache.reusable_blocks(sequence.prefill_tokens)
-        found: list[tuple[TierBlock, str]] = []
+        blocks: list[tuple[TierBlock, str]] = []
         for block_hash, digest in self._expected(sequence.hashed_tokens, matched, limit):
             known = self.tiers.find(block_hash)
             if block_hash in staged and (known is None or known[1] == "disk"):
                 known = staged[block_hash][0], "staged"
             if known is None or known[0].prefix_digest != digest:
                 break
-            found.append(known)
-        return found
+            blocks.append(known)
+        return blocks
 
     def _expected(self, tokens: HashedTokens, matched: Sequence[int], last: int) -> Iterator[tuple[bytes, bytes]]:
         """Yield the hash of each block after the ``matched`` ones, up to ``last`` - 1, and the digest it must have."""
@@ -225,13 +225,13 @@ class TierLoader:
         self.tiers.use([block.block_hash for block, tier in run if tier == "host"])
 
         def rows() -> list[Row]:
-            found: list[Row] = []
+            ready_rows: list[Row] = []
             for block, tier in run:
                 row = staged[block.block_hash][1] if tier == "staged" else self.tiers.row(block.block_hash)
                 if row is None:
                     break
-                found.append(row)
-            return found
+                ready_rows.append(row)
+            return ready_rows
 
         started_s = perf_counter()
         loaded = install_blocks(self._cache, self._runner, sequence.hashed_tokens, matched, len(run), rows)

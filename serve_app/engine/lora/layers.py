@@ -6,8 +6,7 @@ rows share one pair of products, in which a mask keeps every row to its own. A s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,27 +42,24 @@ class LoraLayers:
         self._owners = torch.empty(0)
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
-    @contextmanager
-    def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Apply each segment's adapter to its rows while the context lasts; segments in the packed order."""
+    def apply(self, segments: Sequence[Segment]) -> None:
+        """Have the next step apply each segment's adapter to its rows; segments in the packed order."""
         keys = {segment.lora for segment in segments if segment.lora}
         if not keys:
             self._detach()
-        else:
-            in_slots = self._slots.in_slots
-            if not keys <= set(self._stacked) <= set(in_slots):
-                self._detach()
-                self._stack(in_slots)
-            if not self._hooks:
-                self._hooks = [
-                    self._layers[name].register_forward_hook(self._adding(stack))
-                    for name, stack in self._stacks.items()
-                ]
-            owners = [self._stacked.index(segment.lora) if segment.lora else -1 for segment in segments]
-            counts = torch.tensor([len(segment.token_ids) for segment in segments])
-            self._owners = torch.tensor(owners).repeat_interleave(counts).to(self._device)
-            self._masks.clear()
-        yield
+            return
+        in_slots = self._slots.in_slots
+        if not keys <= set(self._stacked) <= set(in_slots):
+            self._detach()
+            self._stack(in_slots)
+        if not self._hooks:
+            self._hooks = [
+                self._layers[name].register_forward_hook(self._adding(stack)) for name, stack in self._stacks.items()
+            ]
+        owners = [self._stacked.index(segment.lora) if segment.lora else -1 for segment in segments]
+        counts = torch.tensor([len(segment.token_ids) for segment in segments])
+        self._owners = torch.tensor(owners).repeat_interleave(counts).to(self._device)
+        self._masks.clear()
 
     def _detach(self) -> None:
         for hook in self._hooks:

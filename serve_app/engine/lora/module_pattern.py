@@ -24,11 +24,11 @@ def module_pattern(key: str) -> re.Pattern[str]:
 
     Source: PEFT's ``get_pattern_key``, ``(.*\\.)?(KEY)$``. Raises AdapterError for a key that is not understood.
     """
-    found = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
-    if found is None:
+    parsed = _KEY.fullmatch(key) if len(key) <= MAX_KEY_CHARS else None
+    if parsed is None:
         raise AdapterError(_refusal(key))
     prefix = "" if key.startswith("^") else r"(?:.*?\.)??"
-    first, *others = found[1].split(".*")
+    first, *others = parsed[1].split(".*")
     # Every piece has one length, so between runs of any characters the first place of each is the best one: atomic
     # groups never try another.
     if not others:

@@ -132,7 +132,7 @@ def _read_files(where: Path, root: Path | None = None) -> tuple[bytes, bytes]:
     """Return the bytes of an adapter's config and of its weights. Raises AdapterError."""
     try:
         given = where / WEIGHTS_FILE if where.is_dir() else where
-        config_file, file = (_resolved(one, root) for one in (given.parent / CONFIG_FILE, given))
+        config_file, file = (_resolved(path, root) for path in (given.parent / CONFIG_FILE, given))
         if given.suffix != ".safetensors" or not file.is_file():
             raise AdapterError(
                 f"there is no {WEIGHTS_FILE} at this path; give an adapter's directory, as PEFT saves it"

@@ -54,17 +54,15 @@ def adapter_weights(
         raise AdapterError("the adapter's weights are no whole safetensors file; copy it again") from error
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        found = _TENSOR.fullmatch(name)
-        if found is None:
+        named = _TENSOR.fullmatch(name)
+        if named is None:
             raise AdapterError(f"the tensor {name[:128]!r} is not supported: only lora_A and lora_B of linear layers")
-        if found["module"] not in layers:
-            raise AdapterError(f"the model has no linear layer {found['module'][:128]!r} that an adapter may change")
-        parts.setdefault(found["module"], {})[found["part"]] = tensor
+        if named["module"] not in layers:
+            raise AdapterError(f"the model has no linear layer {named['module'][:128]!r} that an adapter may change")
+        parts.setdefault(named["module"], {})[named["part"]] = tensor
     if not parts:
         raise AdapterError("the adapter holds no weights")
-    return {
-        module: _pair(module, found, file.config, layers[module], max_rank, dtype) for module, found in parts.items()
-    }
+    return {module: _pair(module, pair, file.config, layers[module], max_rank, dtype) for module, pair in parts.items()}
 
 
 def _pair(

@@ -28,7 +28,7 @@ from serve_app.engine.protocol import AdapterSpec
 from serve_app.engine.runner.kv_copy import copy_in, copy_out, kv_part
 from serve_app.engine.runner.kv_size import kv_shape
 from serve_app.engine.runner.sampling import choose_tokens
-from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, told_logprobs
+from serve_app.engine.runner.token_rules import apply_rules, raw_logprobs, token_logprobs
 from serve_app.engine.settings import EngineSettings
 from serve_app.engine.step import Segment, SegmentResult
 
@@ -128,8 +128,8 @@ class ModelRunner:
     def execute(self, segments: Sequence[Segment]) -> list[SegmentResult]:
         """Compute one step and sample; a segment whose logits are not numbers fails alone."""
         step = plan_step(self.pool, segments, in_place=self.reads_in_place)
-        with self._lora.applied([segments[i] for i in step.order]):
-            logits = self.forward(step)
+        self._lora.apply([segments[i] for i in step.order])
+        logits = self.forward(step)
         results = [SegmentResult()] * len(segments)
         wanted = [i for i in step.order if segments[i].sampling is not None]
         if wanted:
@@ -141,9 +141,9 @@ class ModelRunner:
 def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentResult]:
     """Return the token of each row of ``logits`` [n, vocab], which are changed by the segments' rules."""
     params = [segment.sampling for segment in segments if segment.sampling is not None]
-    told = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
+    wanted = [row for row, sampling in enumerate(params) if sampling.logprobs is not None]
     ruled = [(row, params[row], segment.history) for row, segment in enumerate(segments) if segment.history is not None]
-    raw = raw_logprobs(logits, told) if told else None
+    raw = raw_logprobs(logits, wanted) if wanted else None
     failed = apply_rules(logits, ruled) if ruled else {}
     tokens = choose_tokens(logits, params, [segment.end for segment in segments])
     results = []
@@ -151,8 +151,8 @@ def _choose(logits: torch.Tensor, segments: Sequence[Segment]) -> list[SegmentRe
         error = failed.get(row) or ("the model's logits are not numbers" if token is None else "")
         results.append(SegmentResult(token=None if error else token, error=error))
     if raw is not None:
-        told_tokens, tops = [tokens[row] for row in told], [params[row].logprobs or 0 for row in told]
-        for row, logprobs in zip(told, told_logprobs(raw, told_tokens, tops), strict=True):
+        chosen, tops = [tokens[row] for row in wanted], [params[row].logprobs or 0 for row in wanted]
+        for row, logprobs in zip(wanted, token_logprobs(raw, chosen, tops), strict=True):
             results[row] = replace(results[row], logprobs=logprobs)
     return results
 
@@ -163,10 +163,10 @@ def load_model(path: str | Path, config: Any, dtype: torch.dtype, device: torch.
     Raises UnsupportedModel where its files lack weights that its config asks for: transformers would draw them.
     """
     model: torch.nn.Module
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         str(path), dtype=dtype, attn_implementation=IMPLEMENTATION, local_files_only=True, output_loading_info=True
     )
-    missing = sorted(told["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(
             f"{path}: config.json says {config.model_type}, and the weights lack {len(missing)} of what that needs "

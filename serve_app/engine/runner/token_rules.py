@@ -96,7 +96,7 @@ def raw_logprobs(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return torch.log_softmax(logits[list(rows)], dim=-1)
 
 
-def told_logprobs(
+def token_logprobs(
     logprobs: torch.Tensor, tokens: Sequence[int | None], tops: Sequence[int]
 ) -> list[tuple[TokenLogprob, ...]]:
     """Return what is told of each row's token: a tuple of one, or none where there is no token.

@@ -46,7 +46,7 @@ class PendingBlocks:
     def awaited_tenants(self) -> set[str]:
         """Return the tenants whose sequences compute a block that another tenant's sequence waits for."""
         computing = ((self._computing[block_hash].request.tenant, line) for block_hash, line in self._parked.items())
-        return {tenant for tenant, line in computing if any(each.request.tenant != tenant for each in line)}
+        return {tenant for tenant, line in computing if any(waiter.request.tenant != tenant for waiter in line)}
 
     def resolve(self, sequence: SequenceState, last: int) -> None:
         """Wake whoever waits for a sequence's blocks before ``last``: they are computed, or will not be."""

@@ -132,12 +132,10 @@ class Scheduler:
         """Return a sequence that waits or runs here."""
         return self._waiting.get(request_id) or self._running.sequences.get(request_id)
 
-    def remove(self, request_id: str) -> SequenceState | None:
-        """Drop a sequence, running or not, and free its blocks; None if it is not here."""
-        sequence = self.find(request_id)
-        if sequence is not None and self._waiting.pop(request_id, None) is None:
+    def remove(self, sequence: SequenceState) -> None:
+        """Drop a sequence, running or not, and free its blocks."""
+        if self._waiting.pop(sequence.request.request_id, None) is None:
             self._running.end(sequence)
-        return sequence
 
     def schedule(self, prefill_tokens_per_s: float = 0.0) -> list[Scheduled]:
         """Choose the next step; blocks for every chosen token are allocated. Nobody starts after a preemption.

@@ -48,14 +48,14 @@ class EagleConfig:
         Source of the default: 2, n // 2 and n - 3, as heads are trained by their authors. Raises ValueError where
         a base of that depth has no such layers.
         """
-        found = self.layer_ids or (2, base_layers // 2, base_layers - 3)
-        if any(not 0 <= layer <= base_layers for layer in found):
+        layers = self.layer_ids or (2, base_layers // 2, base_layers - 3)
+        if any(not 0 <= layer <= base_layers for layer in layers):
             origin = "names" if self.layer_ids else "leaves out eagle_aux_hidden_state_layer_ids, which means"
             raise ValueError(
-                f"{self.path / 'config.json'} {origin} layers {', '.join(map(str, found))}, but the base model has "
+                f"{self.path / 'config.json'} {origin} layers {', '.join(map(str, layers))}, but the base model has "
                 f"{base_layers} layers: name {AUX_LAYERS} layers from 0 to {base_layers}"
             )
-        return found
+        return layers
 
     def check_fits(self, base_path: Path, base: Mapping[str, Any]) -> None:
         """Raise ValueError, naming both sides, unless the head was made for a base with the config ``base``."""
@@ -118,11 +118,11 @@ def _layer_ids(file: Path, values: Mapping[str, Any]) -> tuple[int, ...] | None:
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError(f"{file} describes a head that reads no auxiliary hidden states: only EAGLE-3 heads are run")
     name = "eagle_aux_hidden_state_layer_ids"
-    found, after = values.get(name), 0
-    if found is None:
-        found, after = nested.get(name), 1
-    if found is None:
+    layers, after = values.get(name), 0
+    if layers is None:
+        layers, after = nested.get(name), 1
+    if layers is None:
         return None
-    if not isinstance(found, list) or len(found) != AUX_LAYERS or any(type(layer) is not int for layer in found):
-        raise ValueError(f"{file}: {name} must be a list of {AUX_LAYERS} layers, not {found!r}")
-    return tuple(layer + after for layer in found)
+    if not isinstance(layers, list) or len(layers) != AUX_LAYERS or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"{file}: {name} must be a list of {AUX_LAYERS} layers, not {layers!r}")
+    return tuple(layer + after for layer in layers)

@@ -124,7 +124,8 @@ def load_head(config: EagleConfig, base: Any, dtype: torch.dtype, device: torch.
     try:
         missing, unexpected = head.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"weights and config.json of the EAGLE-3 head {config.path} differ: {error}") from None
+        differences = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ValueError(f"weights and config.json of the EAGLE-3 head {config.path} differ: {differences}") from None
     if unexpected:
         raise ValueError(
             f"the EAGLE-3 head {config.path} has tensors that this engine has no use for "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from tests.serve_app.engine.simulated import GatedRunner, MakeSimulated
 
 
 @pytest.fixture
-def make_simulated() -> Iterator[MakeSimulated]:
-    """Build a small engine that computes nothing; all are stopped afterwards. ``sink``: of cache events."""
-    engines: list[TorchEngine] = []
+def make_simulated(engines: list[TorchEngine]) -> MakeSimulated:
+    """Build a small engine that computes nothing. ``sink``: of cache events."""
 
     def make(
         runner: Runner | None = None,
@@ -39,6 +38,4 @@ def make_simulated() -> Iterator[MakeSimulated]:
             engine.start()
         return engine
 
-    yield make
-    for engine in engines:
-        engine.stop()
+    return make

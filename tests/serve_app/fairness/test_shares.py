@@ -101,4 +101,4 @@ def test_budgets_conserve_and_keep_an_eighth(total: int, steps: list[tuple[str, 
                 budget.take(tenant, amount)
                 held[tenant] += amount
         assert budget.used == held.total()
-        assert {name: budget.held(name) for name in "abc"} == {name: held[name] for name in "abc"}
+        assert {name: budget._held[name] for name in "abc"} == {name: held[name] for name in "abc"}

@@ -153,8 +153,12 @@ def test_stop_ends_unfinished_requests_with_an_error(make_simulated: MakeSimulat
     engine.submit(request("running", prompt(10), 50), collector)
     assert runner.entered.wait(10)
     engine.submit(request("queued", prompt(10), 50), collector)
-    threading.Timer(0.05, runner.gate.set).start()
-    engine.stop()
+    stop = threading.Thread(target=engine.stop)
+    stop.start()
+    with engine._loop.changed:
+        assert engine._loop.changed.wait_for(lambda: engine._loop.stopping, 10)
+    runner.gate.set()
+    stop.join()
     assert collector.finish == {"running": "error", "queued": "error"}
     assert not engine.healthy()
     with pytest.raises(EngineError, match="stopped"):

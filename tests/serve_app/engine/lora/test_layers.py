@@ -51,7 +51,8 @@ def test_each_row_has_its_own_adapter_once(sequence: list[list[tuple[str, int]]]
             slots.acquire(key)
         segments = [Segment(np.zeros(count, np.int32), 0, [], [], None, lora=key) for key, count in named]
         rows = torch.randn(1, sum(count for _, count in named) + 3, WIDTH)
-        with torch.inference_mode(), lora.applied(segments):
+        lora.apply(segments)
+        with torch.inference_mode():
             outputs = {name: layer(rows)[0] for name, layer in layers.items()}
         owner = [key for key, count in named for _ in range(count)] + [""] * 3
         for name, layer in layers.items():

@@ -57,7 +57,7 @@ class Bench:
             assert segment.end <= len(segment.blocks) * 16
             self.scheduler.computed(item)
             if segment.sampling is not None and item.sequence.append_token(1):
-                self.scheduler.remove(item.sequence.request.request_id)
+                self.scheduler.remove(item.sequence)
         return chosen
 
     def step(self, prefill_tokens_per_s: float = 0.0) -> list[tuple[str, int]]:

@@ -44,12 +44,12 @@ def test_cached_tokens_are_no_work() -> None:
 def test_admission_by_worst_case_and_nobody_overtakes_who_waits_for_blocks() -> None:
     """Ten blocks: 6 + 5 do not fit together; a small late-comer does not take the room that frees up."""
     bench = Bench(num_blocks=10, admission="worst_case")
-    bench.add("a", prompt(16, 1), 81)
+    first = bench.add("a", prompt(16, 1), 81)
     assert bench.step() == [("a", 16)]
     bench.add("b", prompt(16, 2), 65, arrival_s=0.0)
     bench.add("late", prompt(16, 3), 1, arrival_s=1.0)
     assert bench.step() == [("a", 1)]
-    bench.scheduler.remove("a")
+    bench.scheduler.remove(first)
     assert bench.step() == [("b", 16), ("late", 16)]
 
 
@@ -58,11 +58,11 @@ def test_blocks_that_a_request_would_hit_are_not_counted_as_room_for_it() -> Non
     bench = Bench(num_blocks=10, max_num_batched_tokens=256)
     bench.add("warm", prompt(128), 1)
     bench.step()
-    bench.add("a", prompt(16, 1), 17)
+    first = bench.add("a", prompt(16, 1), 17)
     assert bench.step() == [("a", 16)]
     bench.add("hit", np.append(prompt(128), [1, 2]), 4)
     assert bench.step() == [("a", 1)]
-    bench.scheduler.remove("a")
+    bench.scheduler.remove(first)
     assert bench.step() == [("hit", 2)]
 
 

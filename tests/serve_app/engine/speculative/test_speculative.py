@@ -7,7 +7,7 @@ whose guesses are compared with the published formulas.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,8 @@ def drafters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture
-def make(base: Path, drafters: dict[str, Path]) -> Iterator[Make]:
-    """Build an engine over the base, with a drafter if one is named; all are stopped afterwards."""
-    engines: list[TorchEngine] = []
+def make(base: Path, drafters: dict[str, Path], engines: list[TorchEngine]) -> Make:
+    """Build an engine over the base, with a drafter if one is named."""
 
     def build(drafter: str = "", **overrides: Any) -> TorchEngine:
         values = {"dtype": "float32", "num_blocks": 256, "max_num_seqs": 16, "max_num_batched_tokens": 64, **overrides}
@@ -65,9 +64,7 @@ def make(base: Path, drafters: dict[str, Path]) -> Iterator[Make]:
         engine.start()
         return engine
 
-    yield build
-    for engine in engines:
-        engine.stop()
+    return build
 
 
 def counted(engine: TorchEngine, name: str) -> float:
@@ -314,12 +311,12 @@ def test_what_a_drafter_keeps_goes_down_up_and_across_with_the_bases_kv(
     second = make(name, speculative_fingerprint="h")
     hashed = HashedTokens(SCOPE, ids, chain.header.hashes, "default")
     assert second.import_part(chain, hashed, 0) == 9
-    for each in (engine, second):
-        watch = Watch(each, base, drafters[name])
-        got = run_all(each, [request("hit", ids, 12)])
+    for holder in (engine, second):
+        watch = Watch(holder, base, drafters[name])
+        got = run_all(holder, [request("hit", ids, 12)])
         assert got.cached["hit"] == 144
         watch.check({0: whole(ids, got.tokens["hit"])})
-        assert name != "same" or each is engine or acceptance(each) == 1.0
+        assert name != "same" or holder is engine or acceptance(holder) == 1.0
     for stranger in (make(), make(other, speculative_fingerprint="g")):
         with pytest.raises(FormatMismatch, match="parts"):
             stranger.import_part(chain, hashed, 0)
