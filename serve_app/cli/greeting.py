@@ -9,9 +9,9 @@ from serve_app.checkpoints.sources.smollm2 import SMOLLM2
 from serve_app.config.app import AppConfig
 
 
-def greeting(settings: AppConfig, host: str, port: int) -> str:
+def greeting(settings: AppConfig, url: str) -> str:
     """Return the lines, with commands to paste."""
-    url, model_name = f"http://{host}:{port}", settings.model_name
+    model_name = settings.model_name
     key = "YOUR_KEY" if settings.tenants else "none"
     auth = " -H 'Authorization: Bearer YOUR_KEY'" if settings.tenants else ""
     operators = "   (both with an operator key)" if settings.tenants or settings.operator_key_sha256 else ""

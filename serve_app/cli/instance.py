@@ -62,7 +62,7 @@ def main() -> None:
             _write_to(launch.log)
         with _serving(settings, launch, console):
             channel.write(b"serving\n")  # before the user knows, and may stop it
-            print(greeting(settings, launch.host, launch.port), file=output, flush=True)
+            print(greeting(settings, launch.url), file=output, flush=True)
             stop.wait()
             _drain(settings.shutdown_timeout_s, console)
     except KeyboardInterrupt:
@@ -143,8 +143,7 @@ def _serving(settings: AppConfig, launch: Launch, console: Console) -> Iterator[
             ray_serve.run_many([target], wait_for_applications_running=False)
             wait_until_running(APP_NAME, logs)
         with console.status("[4/4] waiting for /health"):
-            host = "127.0.0.1" if launch.host == "0.0.0.0" else launch.host
-            _wait_healthy(f"http://{host}:{launch.port}/health", logs)
+            _wait_healthy(f"{launch.url}/health", logs)
         console.print(f"[4/4] ready after {time.monotonic() - started_s:.0f} s; logs: {logs}")
         yield
         ray_serve.shutdown()

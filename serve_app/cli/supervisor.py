@@ -55,6 +55,12 @@ class Launch:
     run_dir: str = ""
     log: str = ""
 
+    @property
+    def url(self) -> str:
+        """Where clients on this machine reach it: "every address" is the loopback, and IPv6 stands in brackets."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
 
 class Supervisor:
     """One instance from start to end.

@@ -81,7 +81,7 @@ class VllmSaves:
                 results.append(await asyncio.shield(self._spawn(self._keep(wanted, request))))
                 if results[-1].refused:
                     break
-        return self._keeper.told(request, results)
+        return self._keeper.answer(request, results)
 
     async def take_over(self, saved: SavedPrefix, prefix: HashedTokens) -> PinOutcome | None:
         """Keep what another replica kept, with what is left of its time; None where not all of it is held here."""

@@ -82,6 +82,21 @@ def test_flags_of_other_servers_are_answered_with_our_way(arguments: list[str], 
     assert words in " ".join(answered.output.replace("\u2502", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("localhost", "http://localhost:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::1", "http://[::1]:80"),
+        ("::", "http://[::1]:80"),
+    ],
+)
+def test_an_address_is_a_url_that_clients_take(launched: list[Launch], host: str, url: str) -> None:
+    """The start asks it for /health, and it is printed."""
+    assert CliRunner().invoke(app, ["serve", "--host", host, "--port", "80"]).exit_code == 0
+    assert launched[0].url == url
+
+
 def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
     assert CliRunner().invoke(app, ["serve", "demo"]).exit_code == 0
     assert launched[0].settings["model"] == "demo"
@@ -89,7 +104,7 @@ def test_a_model_may_be_named_without_its_flag(launched: list[Launch]) -> None:
 
 def test_printed_requests_do_not_sample() -> None:
     """What a start prints to be pasted shows the model at its best."""
-    text = greeting(AppConfig(model="demo", engine="simulated"), "127.0.0.1", 8000)
+    text = greeting(AppConfig(model="demo", engine="simulated"), "http://127.0.0.1:8000")
     [body] = re.findall(r"-d '(.*)'", text)
     assert json.loads(body)["temperature"] == 0
     assert re.search(r"completions\.create\([^)]*temperature=0\b", text)
