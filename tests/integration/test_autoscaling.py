@@ -96,8 +96,10 @@ def test_it_grows_survives_its_controller_and_shrinks(url: str) -> None:
 
     wait_for_replicas(url, 1)
 
-    def shrunk() -> list[str]:
-        return [decision["reason"] for decision in decisions(url) if decision["target"] == 1 < decision["from"]]
+    def last_change() -> dict[str, Any]:
+        return next(decision for decision in decisions(url) if decision["target"] != decision["from"])
 
-    eventually(lambda: shrunk() == ["load_fell"])
-    eventually(lambda: metric(url, "warmpath_autoscaling_target_replicas", 'reason="load_fell"') == 1)
+    # It may have shrunk before, where a busy machine kept the clients themselves waiting.
+    eventually(lambda: last_change()["target"] == 1)
+    assert last_change()["reason"] == "load_fell"
+    eventually(lambda: metric(url, "warmpath_autoscaling_target_replicas") == 1)
