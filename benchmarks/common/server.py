@@ -1,18 +1,19 @@
-"""A warmpath instance in processes of its own, for the time of a benchmark.
+"""A server in processes of its own, for the time of a benchmark: a warmpath instance, or a peer.
 
-Owns start, health and end of that instance; ends it by process id, whatever happens.
+Owns its start, health and end; ends it by process id, whatever happens.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from benchmarks.common.report import BenchmarkError
 from serve_app.cli.client import answers
 from serve_app.cli.local_ray import held_port
 
+ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 180.0
 
@@ -30,19 +32,30 @@ def instance(*arguments: str, env: dict[str, str] | None = None) -> Iterator[str
 
     Raises BenchmarkError with the end of its output when it does not come up.
     """
-    with held_port() as port, tempfile.NamedTemporaryFile("w+", prefix="warmpath-serve-", suffix=".log") as log:
+    with held_port() as port, _leaving_on_sigterm():
         command = [sys.executable, "-c", "from serve_app.cli.main import main; main()"]
+        print("starting warmpath serve", file=sys.stderr, flush=True)
+        url = f"http://127.0.0.1:{port}"
+        with server_process([*command, "serve", "--port", str(port), *arguments], f"{url}/health", env):
+            yield url
+
+
+@contextmanager
+def server_process(command: Sequence[str], ready_url: str, env: dict[str, str] | None = None) -> Iterator[None]:
+    """Run a server until the end of the block; enters once it answers. ``env``: further variables.
+
+    Raises BenchmarkError with the end of its output when it does not come up.
+    """
+    with tempfile.NamedTemporaryFile("w+", prefix="warmpath-benchmark-", suffix=".log") as log:
         process = subprocess.Popen(  # our own command
-            [*command, "serve", "--port", str(port), *arguments],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})},
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
+            env={**os.environ, **(env or {})},
         )  # fmt: skip
-        with _leaving_on_sigterm():
-            print("starting warmpath serve", file=sys.stderr, flush=True)
-            try:
-                _wait(f"http://127.0.0.1:{port}/health", process, Path(log.name))
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                _stop(process)
+        try:
+            _wait(ready_url, command, process, Path(log.name))
+            yield
+        finally:
+            _stop(process)
 
 
 @contextmanager
@@ -62,15 +75,13 @@ def _leaving_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait(url: str, command: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline_s:
-        if process.poll() is not None:
-            raise BenchmarkError(f"warmpath serve ended with status {process.returncode}:\n{log.read_text()[-3000:]}")
-        if answers(url):
-            return
-        time.sleep(0.3)
-    raise BenchmarkError(f"warmpath serve did not come up in {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
+    while not answers(url):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            said = f"it ended with status {process.returncode}" if process.poll() is not None else "not in time"
+            raise BenchmarkError(f"{shlex.join(command)} did not come up ({said}):\n{log.read_text()[-3000:]}")
+        time.sleep(0.2)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

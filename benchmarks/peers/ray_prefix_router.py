@@ -8,7 +8,6 @@ replicas of Ray's own LLM deployment. `python -m benchmarks.peers.ray_prefix_rou
 import argparse
 import asyncio
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from benchmarks.peers.processes import server_process
+from benchmarks.common.server import server_process
 from serve_app.cli.local_ray import held_port
 
 ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
@@ -102,11 +101,11 @@ def application(urls: Sequence[str], folder: str) -> serve.Application:
 
 @contextmanager
 def ray_prefix_router(workers: Sequence[str]) -> Iterator[str]:
-    """Run it over servers at these URLs; yields its own. Raises RuntimeError when it does not come up."""
+    """Run it over servers at these URLs; yields its own. Raises BenchmarkError when it does not come up."""
     with held_port() as port:
         command = [sys.executable, "-m", "benchmarks.peers.ray_prefix_router", "--port", str(port)]
         url = f"http://127.0.0.1:{port}"
-        with server_process([*command, "--worker-urls", *workers], f"{url}/health", dict(os.environ)):
+        with server_process([*command, "--worker-urls", *workers], f"{url}/health"):
             yield url
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from benchmarks.peers.processes import server_process
+from benchmarks.common.server import server_process
 from serve_app.cli.local_ray import held_port
 
 
@@ -17,7 +17,7 @@ from serve_app.cli.local_ray import held_port
 def sglang_router(python: str, workers: Sequence[str], policy: str = "cache_aware") -> Iterator[str]:
     """Run the router over servers at these URLs; yields its own.
 
-    Raises RuntimeError with the end of its output when it does not come up.
+    Raises BenchmarkError with the end of its output when it does not come up.
     """
     with held_port() as port, held_port() as metrics_port:
         command = [python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]

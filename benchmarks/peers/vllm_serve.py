@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.peers.processes import server_process
+from benchmarks.common.server import server_process
 from serve_app.checkpoints.sources.resolve import resolve_model
 from serve_app.cli.local_ray import held_port
 
@@ -19,8 +18,8 @@ def vllm_servers(
 ) -> Iterator[list[str]]:
     """Run ``replicas`` servers with these settings of a deployment; yields their URLs.
 
-    ``python``: of the environment that has vLLM; ``env``: further variables of theirs. Raises RuntimeError with the end
-    of its output when one does not come up.
+    ``python``: of the environment that has vLLM; ``env``: further variables of theirs. Raises BenchmarkError when one
+    does not come up.
     """
     with ExitStack() as stack:
         yield [stack.enter_context(_server(config, python, env or {})) for _ in range(replicas)]
@@ -37,7 +36,7 @@ def _server(config: dict[str, Any], python: str, env: dict[str, str]) -> Iterato
         # Plain vLLM keeps this part of a CPU's memory for itself, and does not start where it is not there.
         command += ["--gpu-memory-utilization", "0.05", "--enforce-eager"]
         command += ["--enable-prompt-tokens-details", "--generation-config", "vllm"]
-        environment = {**os.environ, **env, **threads, "OMP_NUM_THREADS": str(config["num_threads"])}
+        environment = {**env, **threads, "OMP_NUM_THREADS": str(config["num_threads"])}
         url = f"http://127.0.0.1:{port}"
         with server_process(command, f"{url}/health", environment):
             yield url

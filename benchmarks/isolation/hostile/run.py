@@ -21,11 +21,12 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
+from benchmarks.common.open_loop import Result, Shot
 from benchmarks.common.prompts import WORDS
 from benchmarks.common.report import metric_sum, names_of, parser_of, write
 from benchmarks.common.server import instance
 from benchmarks.isolation.hostile.attacks import ATTACKS, Target, attack
-from benchmarks.isolation.hostile.watch import Ask, Seen, Watched, beside
+from benchmarks.isolation.hostile.watch import Ask, beside, questions, watched
 from serve_app.tenants.tenants import make_api_key
 
 SCENARIOS = ("storm", "neighbours")
@@ -87,11 +88,15 @@ def stage(engine: str) -> Iterator[Stage]:
 
 async def storm(made: Stage, seconds: float) -> dict[str, Any]:
     """Watch one tenant's small chats for half as long alone, then beside a retry storm."""
-    zeta = Watched(made.url, made.keys[POLITE[0]], _small_chat, 0.2, "storm")
-    await zeta.during(WARM_UP_S, first=1_000_000)
-    alone = _all_served(await zeta.during(seconds / 2))
+    zeta = POLITE[0]
+
+    async def during(part_s: float, first: int) -> list[Result]:
+        return await watched(made.url, questions(zeta, made.keys[zeta], _small_chat, 0.2, part_s, first))
+
+    await during(WARM_UP_S, 1_000_000)
+    alone = _all_served(await during(seconds / 2, 0))
     async with attack("retry_storm", made.target()) as statuses:
-        under = await zeta.during(seconds, first=10_000)
+        under = await during(seconds, 10_000)
     return {**beside(alone, under), "attacker_statuses": dict(statuses)}
 
 
@@ -101,7 +106,7 @@ async def neighbours(made: Stage, seconds: float) -> dict[str, Any]:
     # At rest the rate is that of a warm-up, without decodes beside it.
     words = await made.question_words()
     alone = _all_served(await _all_nine(made, words, seconds, 10_000))
-    under: list[Seen] = []
+    under: list[Result] = []
     attacks: dict[str, Any] = {}
     for number, name in enumerate(ATTACKS):
         async with attack(name, made.target()) as statuses:
@@ -111,21 +116,18 @@ async def neighbours(made: Stage, seconds: float) -> dict[str, Any]:
     return {**beside(alone, under), "question_words": words, "attacks": attacks}
 
 
-async def _all_nine(made: Stage, words: int, seconds: float, first: int) -> list[Seen]:
-    everybody = await asyncio.gather(
-        *(
-            Watched(made.url, made.keys[name], _questions(name, words), EVERY_S, name).during(seconds, first)
-            for name in POLITE
-        )
-    )
-    return [seen for tenant in everybody for seen in tenant]
+async def _all_nine(made: Stage, words: int, seconds: float, first: int) -> list[Result]:
+    shots: list[Shot] = []
+    for name in POLITE:
+        shots += questions(name, made.keys[name], _long_chats(name, words), EVERY_S, seconds, first)
+    return await watched(made.url, shots)
 
 
 def _small_chat(number: int) -> dict[str, Any]:
     return _chat(_RULES, f"{number}: {' '.join(random.Random(number).choices(WORDS, k=12))}", 8)
 
 
-def _questions(tenant: str, words: int) -> Ask:
+def _long_chats(tenant: str, words: int) -> Ask:
     """Return what a tenant asks: a question that nobody asked before, after its system prompts in turn."""
     systems = [
         " ".join(random.Random(f"{tenant} {number}").choices(WORDS, k=SYSTEM_WORDS)) for number in range(SYSTEM_PROMPTS)
@@ -143,9 +145,9 @@ def _chat(system: str, user: str, max_tokens: int) -> dict[str, Any]:
     return {"model": "demo", "messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
 
-def _all_served(alone: list[Seen]) -> list[Seen]:
+def _all_served(alone: list[Result]) -> list[Result]:
     """Return what was seen without an attack. Raises RuntimeError when requests failed: what follows proves nothing."""
-    if not alone or any(seen.status != 200 for seen in alone):
+    if not alone or any(result.answer is None for result in alone):
         raise RuntimeError("without any attack requests were not served")
     return alone
 

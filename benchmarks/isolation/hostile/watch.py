@@ -1,92 +1,58 @@
-"""A tenant that minds its own business, and how it is served: every request timed from when it was due.
+"""Tenants that mind their own business, and how they are served: every request timed from when it was due.
 
-Knows the streaming client; knows nothing of attacks.
+Knows the open-loop client; knows nothing of attacks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from benchmarks.common.client import RequestFailed, stream_answer
+from benchmarks.common.open_loop import Result, Shot, fire, hit_rate
 from benchmarks.common.report import percentile
 
 Ask = Callable[[int], dict[str, Any]]
 """From a request's number to the body of its chat completion."""
+CHAT = "/v1/chat/completions"
+TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What became of one request. Seconds from when it was due; ``status`` 0: no answer at all."""
+def questions(tenant: str, api_key: str, ask: Ask, every_s: float, seconds: float, first: int = 0) -> list[Shot]:
+    """Return requests for so long, after exponential gaps of ``every_s`` on average: a tenant's are always the same.
 
-    status: int
-    ttft_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """Who is watched, and what it asks: after exponential gaps of ``every_s`` on average, the same for each seed."""
-
-    url: str
-    api_key: str
-    ask: Ask
-    every_s: float
-    seed: str
-    timeout_s: float = 30.0
-
-    async def during(self, seconds: float, first: int = 0) -> list[Seen]:
-        """Ask for so long, then wait for what is under way; ``first``: the first request's number."""
-        gaps = random.Random(self.seed)  # a workload, not a secret
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=self.timeout_s, limits=limits) as client:
-            asked: list[asyncio.Task[Seen]] = []
-            due_s = time.monotonic()
-            end_s = due_s + seconds
-            while due_s < end_s:
-                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-                asked.append(asyncio.create_task(self._send(client, first + len(asked), due_s)))
-                due_s += gaps.expovariate(1 / self.every_s)
-            return list(await asyncio.gather(*asked))
-
-    async def _send(self, client: httpx.AsyncClient, number: int, due_s: float) -> Seen:
-        headers = {"authorization": f"Bearer {self.api_key}"}
-        late_s = max(0.0, time.monotonic() - due_s)
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await stream_answer(client, f"{self.url}/v1/chat/completions", self.ask(number), headers)
-        except RequestFailed as error:
-            return Seen(error.status)
-        except (httpx.HTTPError, TimeoutError):
-            return Seen(0)
-        return Seen(200, late_s + answer.ttft_s, answer.prompt_tokens, answer.cached_tokens)
+    ``first``: the first request's number.
+    """
+    gaps = random.Random(tenant)  # a workload, not a secret
+    shots: list[Shot] = []
+    due_s = 0.0
+    while due_s < seconds:
+        shots.append(Shot(due_s, CHAT, ask(first + len(shots)), tenant, api_key))
+        due_s += gaps.expovariate(1 / every_s)
+    return shots
 
 
-def figures(seen: Sequence[Seen]) -> dict[str, Any]:
+async def watched(url: str, shots: Sequence[Shot]) -> list[Result]:
+    """Send them, each at its time, and wait for what is under way."""
+    return await fire(url, shots, TIMEOUT_S, lambda: None)
+
+
+def figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the share that was served, p50 and p99 of their TTFT, and their hit rate; None where nothing was."""
-    served = [row for row in seen if row.status == 200]
-    ttft_s = [row.ttft_s for row in served]
+    answers = [result.answer for result in results if result.answer is not None]
+    ttft_s = [result.ttft_s for result in results if result.answer is not None]
     return {
-        "requests": len(seen),
-        "statuses": dict(Counter(str(row.status) for row in seen)),
-        "served": len(served) / len(seen) if seen else None,
-        "ttft_p50_s": percentile(ttft_s, 50) if served else None,
-        "ttft_p99_s": percentile(ttft_s, 99) if served else None,
-        "hit_rate": sum(row.cached_tokens for row in served) / sum(row.prompt_tokens for row in served)
-        if served
-        else None,
+        "requests": len(results),
+        "statuses": dict(Counter(str(result.status) for result in results)),
+        "served": len(answers) / len(results) if results else None,
+        "ttft_p50_s": percentile(ttft_s, 50) if answers else None,
+        "ttft_p99_s": percentile(ttft_s, 99) if answers else None,
+        "hit_rate": hit_rate(answers) if answers else None,
     }
 
 
-def beside(alone: Sequence[Seen], under: Sequence[Seen]) -> dict[str, Any]:
+def beside(alone: Sequence[Result], under: Sequence[Result]) -> dict[str, Any]:
     """Return the figures without and with an attack, and their ratios."""
     without, attacked = figures(alone), figures(under)
 
