@@ -132,10 +132,10 @@ class RoutingCore:
             self._known.drop(replica_id)
             self.counters.decisions_by_replica.pop(replica_id, None)
 
-    def apply(self, replica_id: str, epoch: str, events: Iterable[Event]) -> None:
+    def apply(self, replica_id: str, events: Iterable[Event]) -> None:
         """Take one feed message's events; events of unknown replicas are ignored."""
         with self._lock:
-            self._known.apply(replica_id, epoch, events, self._clock())
+            self._known.apply(replica_id, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
         """Choose a replica and reserve its work in one step; None while every replica is full.

@@ -15,9 +15,6 @@ from router.load.lora_residency import LoraResidency
 from router.load.silent_feeds import SilentFeeds
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
-_SILENT = "silent"
-"""The epoch of what is known of a replica while its feed is silent; its own, with its next snapshot, ends it."""
-
 
 class KnownReplicas:
     """The parts may be read; what changes the set of replicas, or ends a reservation, goes through this class.
@@ -76,7 +73,7 @@ class KnownReplicas:
         self.stats.pop(replica_id, None)
         self.drift.forget(replica_id)
 
-    def apply(self, replica_id: str, epoch: str, events: Iterable[Event], now_s: float) -> None:
+    def apply(self, replica_id: str, events: Iterable[Event], now_s: float) -> None:
         """Take one feed message's events; those of unknown replicas are ignored."""
         if replica_id not in self.loads.replicas:
             return
@@ -89,13 +86,13 @@ class KnownReplicas:
             elif isinstance(event, StatsReport):
                 self.stats[replica_id] = event
             elif isinstance(event, CacheDigest):
-                self.directory.apply(replica_id, epoch, cache_events)
+                self.directory.apply(replica_id, cache_events)
                 cache_events.clear()
                 self._compare(replica_id, event, now_s)
             else:
                 cache_events.append(event)
         if cache_events:
-            self.directory.apply(replica_id, epoch, cache_events)
+            self.directory.apply(replica_id, cache_events)
 
     def _compare(self, replica_id: str, digest: CacheDigest, now_s: float) -> None:
         """Compare the directory with a digest, unless blocks are known to be missing: a snapshot is under way then."""
@@ -116,7 +113,7 @@ class KnownReplicas:
     def computed(self, replica_id: str, chain: bytes) -> None:
         """Note a prompt whose first token came: where the feed does not say so, its blocks are there all the same."""
         if self.is_silent(replica_id) and chain:
-            self.directory.apply(replica_id, _SILENT, (BlocksStored(chain),))
+            self.directory.apply(replica_id, (BlocksStored(chain),))
 
     def release(self, reservation: int) -> None:
         """End a reservation; again is harmless."""
@@ -130,4 +127,4 @@ class KnownReplicas:
         if self.is_live is not None:
             for replica_id in self._silent.fallen_silent(self.is_live, now_s):
                 self.loads.disbelieve(replica_id)
-                self.directory.apply(replica_id, _SILENT, (CacheCleared(),))
+                self.directory.apply(replica_id, (CacheCleared(),))

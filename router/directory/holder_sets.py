@@ -20,7 +20,6 @@ class ReplicaSlots:
     ``xor_of_tier``: of the words of the blocks held (see ``block_word``). ``refused_blocks``: hints without room.
     """
 
-    epoch: str = ""
     slot_of_tier: dict[str, int] = field(default_factory=dict)
     blocks_of_tier: dict[str, int] = field(default_factory=dict)
     xor_of_tier: dict[str, int] = field(default_factory=dict)

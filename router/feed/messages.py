@@ -28,11 +28,10 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
     pub_address: str
     snapshot_address: str
     public_key: str
-    epoch: str
 
     def to_dict(self) -> dict[str, str]:
         """Return the JSON-able form."""
-        return {str(name): str(value) for name, value in msgspec.structs.asdict(self).items()}
+        return msgspec.structs.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> FeedEndpoint:
@@ -41,10 +40,8 @@ class FeedEndpoint(msgspec.Struct, frozen=True):
 
 
 class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
-    """One message of one replica's feed. ``seq`` rises by one a message within an ``epoch`` (one process life)."""
+    """One message of one replica's feed. ``seq`` rises by one a message."""
 
-    replica_id: str
-    epoch: str
     seq: int
     events: tuple[Event, ...]
 
@@ -52,8 +49,6 @@ class FeedMessage(msgspec.Struct, frozen=True, array_like=True):
 class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
     """One piece of a snapshot, a bounded number of blocks."""
 
-    replica_id: str
-    epoch: str
     seq: int
     nonce: bytes
     index: int

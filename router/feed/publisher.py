@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock, Thread
-from uuid import uuid4
 
 import zmq
 
@@ -44,11 +43,11 @@ class FeedPublisher:
         replica_id: str,
         *,
         host: str = "127.0.0.1",
-        max_blocks_per_message: int = 2048,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind to random ports of ``host``."""
-        self._sequencer = FeedSequencer(replica_id, uuid4().hex, max_blocks_per_message)
+        self._replica_id = replica_id
+        self._sequencer = FeedSequencer()
         self._clock = clock
         self._lost = 0
         self._behind_since_s: float | None = None
@@ -77,7 +76,7 @@ class FeedPublisher:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         ports = [bound.bind_to_random_port(f"tcp://{host}") for bound in (self._pub, self._router)]
         pub_address, snapshot_address = (f"tcp://{host}:{port}" for port in ports)
-        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode(), self._sequencer.epoch)
+        self.endpoint = FeedEndpoint(pub_address, snapshot_address, public_key.decode())
 
     @property
     def mirror_drifts(self) -> int:
@@ -145,7 +144,7 @@ class FeedPublisher:
                 try:
                     busy = self._answer()
                 except Exception:
-                    logger.exception("a snapshot of %s was not sent", self._sequencer.replica_id)
+                    logger.exception("a snapshot of %s was not sent", self._replica_id)
                     busy = False
         finally:
             self._context.destroy(linger=0)
@@ -154,7 +153,7 @@ class FeedPublisher:
         try:
             self._publish(events)
         except Exception:
-            logger.exception("events of %s were not published", self._sequencer.replica_id)
+            logger.exception("events of %s were not published", self._replica_id)
             with self._lock:
                 self._lost += 1
         else:

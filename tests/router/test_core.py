@@ -32,7 +32,7 @@ def core_of(*names: str, clock: Clock | None = None, **settings: object) -> Rout
     made = RoutingCore("me", RouterSettings.from_json(settings), clock=clock or Clock(), rng=Random(0))
     made.update_replicas(names)
     for name in names:
-        made.apply(name, "e", [IDLE])
+        made.apply(name, [IDLE])
     return made
 
 
@@ -49,7 +49,7 @@ def decided(core: RoutingCore, request: RoutedRequest) -> Decision:
 def test_decision_predicts_and_counts() -> None:
     """The holder is chosen; best-available, selected and delivered tokens are counted under the reason."""
     core = core_of("a", "b", "c")
-    core.apply("b", "e", [BlocksStored(CHAIN)])
+    core.apply("b", [BlocksStored(CHAIN)])
     decision = decided(core, ask())
     assert (decision.replica_id, decision.reason) == ("b", "cached")
     assert (decision.best_cached_tokens, decision.selected_cached_tokens) == (160, 160)
@@ -65,7 +65,7 @@ def test_decision_predicts_and_counts() -> None:
 def test_who_gets_a_request() -> None:
     """The last prompt token is never cached; a full or blocked replica gets nothing, an avoided one if all else is."""
     core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core.apply("a", [BlocksStored(CHAIN)])
     for tokens, cached in ((160, 144), (161, 160), (0, 0)):
         core.release(decision := decided(core, ask(tokens=tokens)))
         assert decision.best_cached_tokens == cached
@@ -74,7 +74,7 @@ def test_who_gets_a_request() -> None:
     assert decision.replica_id == "b"
     core.release(decision := decided(core, structs.replace(failed, avoid=("a", "b"))))
     assert decision.replica_id == "a"
-    core.apply("a", "e", [LoadReport(0, 8, 16, 8, 16, 0.0)])
+    core.apply("a", [LoadReport(0, 8, 16, 8, 16, 0.0)])
     assert core.decide(ask(), blocked=["b"]) is None
     assert (core.counters.all_full, core.state()["open_reservations"]) == (1, 0)
     assert core.decide_unkeyed(["b"]) is None
@@ -121,14 +121,14 @@ def test_release_is_idempotent_and_ttl_is_the_backstop() -> None:
 def test_update_replicas_reports_differences() -> None:
     """The same set again changes nothing; a replica that left is forgotten everywhere."""
     core = core_of("a", "b")
-    core.apply("a", "e", [BlocksStored(CHAIN), StatsReport((("x", (), 1.0),))])
+    core.apply("a", [BlocksStored(CHAIN), StatsReport((("x", (), 1.0),))])
     decision = decided(core, ask())
     assert core.update_replicas(["b", "a"]) == ((), ())
     assert core.update_replicas(["b", "c"]) == (("c",), ("a",))
     assert core.loads.open_reservations == 0
     assert core.stats() == {}
     core.release(decision)
-    core.apply("a", "e", [BlocksStored(CHAIN), IDLE])
+    core.apply("a", [BlocksStored(CHAIN), IDLE])
     assert decided(core, ask()).best_cached_tokens == 0
     core.drop_replica("b")
     assert core.replica_ids == ("c",)
@@ -143,7 +143,7 @@ def test_settings_from_json_and_reconfiguration() -> None:
     with pytest.raises(TypeError):
         RouterSettings.from_json({"polcy": "lmetric"})
     core = core_of("a")
-    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core.apply("a", [BlocksStored(CHAIN)])
     decided(core, ask(1))
     core.configure(RouterSettings(policy="round_robin"))
     decided(core, ask(2))
@@ -151,7 +151,7 @@ def test_settings_from_json_and_reconfiguration() -> None:
     assert core.directory.num_blocks == 10
     core.configure(RouterSettings(block_size=32))
     assert core.directory.num_blocks == 0
-    core.apply("a", "e", [BlocksStored(CHAIN)])
+    core.apply("a", [BlocksStored(CHAIN)])
     assert decided(core, ask(tokens=325)).selected_cached_tokens == 320
 
 
@@ -185,7 +185,7 @@ def test_threads_may_share_a_core() -> None:
         try:
             for number in range(300):
                 decision = decided(core, ask(seed * 1000 + number))
-                core.apply("a", "e", [BlocksStored(Random(number).randbytes(160)), IDLE])
+                core.apply("a", [BlocksStored(Random(number).randbytes(160)), IDLE])
                 core.release(decision)
         except BaseException as error:
             failures.append(error)
@@ -206,20 +206,20 @@ def test_regret_says_what_was_not_selected_and_why_less_was_delivered() -> None:
     docs/routing.md
     """
     core = core_of("a", "b")
-    core.apply("b", "e", [BlocksStored(CHAIN)])
+    core.apply("b", [BlocksStored(CHAIN)])
     busy = LoadReport(90_000, 0, 1, 8, 16, 1000.0, committed_prefill_tokens=90_000)
     for number, delivered in enumerate((160, 100, 170)):
         decision = decided(core, ask(number))
         core.release(decision)
         core.record_delivered(decision, delivered, 0.01, CHAIN)
     decision = decided(core, ask(3))
-    core.apply("b", "e", [BlocksRemoved(CHAIN[16 * 6 :])])
+    core.apply("b", [BlocksRemoved(CHAIN[16 * 6 :])])
     core.record_delivered(decision, 90, 0.01, CHAIN)
     core.release(decision)
     tokens = core.counters.by_policy["estimated_ttft"].by_reason["cached"]
     assert (tokens.evicted_tokens, tokens.unused_tokens, tokens.unpredicted_tokens) == (64, 60 + 6, 10)
     assert tokens.not_selected_tokens == 0
-    core.apply("b", "e", [BlocksStored(CHAIN), busy])
+    core.apply("b", [BlocksStored(CHAIN), busy])
     assert decided(core, ask(4)).reason == "load_spill"
     spilled = core.state()["regret"]["estimated_ttft"]["by_reason"]["load_spill"]
     assert (spilled["best_cached_tokens"], spilled["selected_cached_tokens"]) == (160, 0)

@@ -47,16 +47,16 @@ def test_the_directory_equals_the_caches_of_all_that_are_here_or_away(
     known = set(NAMES)
     core.update_replicas(here)
     for name in NAMES:
-        core.apply(name, "e", [IDLE])
+        core.apply(name, [IDLE])
     for what, name, index in taken:
         if what == "stored":
-            core.apply(name, "e", [BlocksStored(CHAINS[index])])
+            core.apply(name, [BlocksStored(CHAINS[index])])
             caches[name] |= {index} if name in known else set()
         elif what == "removed":
-            core.apply(name, "e", [BlocksRemoved(CHAINS[index])])
+            core.apply(name, [BlocksRemoved(CHAINS[index])])
             caches[name] -= {index}
         elif what == "cleared":
-            core.apply(name, "e", [CacheCleared()])
+            core.apply(name, [CacheCleared()])
             caches[name].clear()
         elif what == "left" and name in here:
             here.remove(name)
@@ -94,8 +94,8 @@ def test_a_pull_may_come_from_a_replica_that_is_away_and_not_from_a_dead_one() -
     core = RoutingCore("me", RouterSettings.from_json({"scoring": {"min_pull_tokens": 16}}), rng=Random(0))
     core.update_replicas("ab")
     for name in "ab":
-        core.apply(name, "e", [LoadReport(0, 0, 0, 8, 16, 1000.0, pull_tokens_per_s=1e6)])
-    core.apply("a", "e", [BlocksStored(CHAINS[0])])
+        core.apply(name, [LoadReport(0, 0, 0, 8, 16, 1000.0, pull_tokens_per_s=1e6)])
+    core.apply("a", [BlocksStored(CHAINS[0])])
     core.update_replicas("b", away="a")
     decision = core.decide(asked(CHAINS[0]))
     assert decision is not None and (decision.replica_id, decision.pull_from) == ("b", "a")

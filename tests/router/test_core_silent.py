@@ -29,10 +29,10 @@ class Case:
         self.core.update_replicas("abc")
         for name in "ab":
             self.tell(name)
-        self.core.apply("a", "e", [BlocksStored(CHAIN)])
+        self.core.apply("a", [BlocksStored(CHAIN)])
 
     def tell(self, name: str, queued_tokens: int = 0) -> None:
-        self.core.apply(name, "e", [load(queued_tokens, self.now_s)])
+        self.core.apply(name, [load(queued_tokens, self.now_s)])
 
     def decide(self, *blocked: str) -> Decision:
         self.tell("c", 1_000_000)
@@ -91,7 +91,7 @@ def test_a_feed_that_is_cut_off_is_not_believed_until_a_snapshot_comes() -> None
     assert {"a", "b"} <= chosen
     core.record_delivered(case.decide("b", "c"), 64, 0.1, CHAIN)
     assert core.directory.match(CHAIN) == {"a": 64}
-    core.apply("a", "e", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
+    core.apply("a", [CacheCleared(), BlocksStored(CHAIN[:HASH_BYTES]), load(500_000, case.now_s)])
     assert core.directory.match(CHAIN) == {"a": 16}
     assert core.loads.queue_ahead("a") >= 500_000
 
@@ -101,7 +101,7 @@ def test_a_replica_that_reports_and_one_that_never_had_a_feed_are_not_silent() -
     case = Case()
     case.core = RoutingCore("me", clock=lambda: case.now_s)
     case.core.update_replicas("abc")
-    case.core.apply("a", "1", [BlocksStored(CHAIN), load(0, 0.0)])
+    case.core.apply("a", [BlocksStored(CHAIN), load(0, 0.0)])
     for is_live in (None, lambda replica_id: True):
         if is_live is not None:
             case.core.follow(is_live)

@@ -31,7 +31,7 @@ def core_with(reports: dict[str, LoadReport]) -> RoutingCore:
     core = RoutingCore("me", RouterSettings(), clock=lambda: 0.0, rng=Random(1))
     core.update_replicas(reports)
     for name, said in reports.items():
-        core.apply(name, "e", [said])
+        core.apply(name, [said])
     return core
 
 
@@ -67,7 +67,7 @@ def test_kv_that_saves_more_than_the_load_wins() -> None:
     chain = Random(0).randbytes(16 * 20)
     for load_s, expected in ((0.2, "a"), (0.5, "b")):
         core = core_with({"a": report((), load_s), "b": report((STYLE,), load_s)})
-        core.apply("a", "e", [BlocksStored(chain)])
+        core.apply("a", [BlocksStored(chain)])
         assert chosen(core, ask(1, chain=chain, tokens=325)) == expected
 
 
@@ -131,6 +131,6 @@ def test_places_are_those_of_the_latest_reports(news: list[tuple[str, set[str] |
 def test_a_replica_that_goes_is_forgotten() -> None:
     core = core_with({"a": report((), 0.2), "b": report((STYLE,), 0.2)})
     core.update_replicas(["a", "c"])
-    core.apply("c", "e", [report()])
+    core.apply("c", [report()])
     assert {chosen(core, ask(number)) for number in range(30)} == {"a", "c"}
     assert not core._known.adapters._holders

@@ -16,7 +16,7 @@ def core_with(policy: str) -> RoutingCore:
     core = RoutingCore("me", RouterSettings(policy), clock=lambda: 0.0, rng=Random(1))
     core.update_replicas("abcd")
     for number, name in enumerate("abcd"):
-        core.apply(name, "e", [BlocksStored(CHAIN[: 80 * number]), LoadReport(100 * number, 1, 1, 8, 16, 1000.0)])
+        core.apply(name, [BlocksStored(CHAIN[: 80 * number]), LoadReport(100 * number, 1, 1, 8, 16, 1000.0)])
     return core
 
 

@@ -31,7 +31,7 @@ def core_with(
     core = RoutingCore("me", RouterSettings(policy), clock=lambda: 0.0, rng=Random(3))
     core.update_replicas(held)
     for name, blocks in held.items():
-        core.apply(name, "e", [BlocksStored(CHAIN[: 16 * blocks]), (loads or {}).get(name, report())])
+        core.apply(name, [BlocksStored(CHAIN[: 16 * blocks]), (loads or {}).get(name, report())])
     return core
 
 
@@ -87,7 +87,7 @@ def test_the_winner_is_the_next_decision(
 def test_facts_of_each_replica() -> None:
     """Cached tokens by tier, prefills under way, load, place and full replicas are all there."""
     core = core_with({"a": 0, "b": 20, "c": 0}, {"b": report(900, 3, 1), "c": report(0, 8, 16)})
-    core.apply("b", "e", [BlocksStored(CHAIN[:80], "host")])
+    core.apply("b", [BlocksStored(CHAIN[:80], "host")])
     said = core.explain(ask(), ["estimated_ttft", "lmetric"])
     by_id = {replica["replica_id"]: replica for replica in said["replicas"]}
     assert by_id["b"]["cached_tokens"] == 320
@@ -151,9 +151,9 @@ def test_a_hot_prefix_is_explained_as_it_is_decided_and_asking_does_not_heat_it(
     core = RoutingCore("me", clock=lambda: 0.0, rng=Random(3))
     core.update_replicas(NAMES)
     for name in NAMES:
-        core.apply(name, "e", [structs.replace(report(), pull_tokens_per_s=9000.0)])
+        core.apply(name, [structs.replace(report(), pull_tokens_per_s=9000.0)])
     chain = Random(9).randbytes(16 * 200)
-    core.apply("b", "e", [BlocksStored(chain)])
+    core.apply("b", [BlocksStored(chain)])
     reasons = []
     for number in range(30):
         asked = RoutedRequest(f"q{number}", chain, 3500, b"k" * 16)

@@ -93,8 +93,8 @@ def test_a_decision_names_the_holder_and_reserves_what_is_left() -> None:
     for policy in ("estimated_ttft", "round_robin"):
         core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
         core.update_replicas(["a", "b"])
-        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
-        core.apply("a", "e", [load(0)])
+        core.apply("b", [BlocksStored(chain), load(90_000)])
+        core.apply("a", [load(0)])
         decisions = [core.decide(RoutedRequest(f"q{n}", chain, 1000, b"k" * 16)) for n in range(2)]
         decision = next(d for d in decisions if d is not None and d.replica_id == "a")
         assert (decision.pull_from, decision.pull_tokens, decision.selected_cached_tokens) == ("b", 800, 0)
@@ -107,8 +107,8 @@ def test_what_stores_nothing_is_not_pulled_for_nor_placed_by() -> None:
     for policy in ("round_robin", "estimated_ttft"):
         core = RoutingCore("me", RouterSettings(policy, scoring=PULLING), clock=lambda: 0.0)
         core.update_replicas(["a", "b"])
-        core.apply("b", "e", [BlocksStored(chain), load(90_000)])
-        core.apply("a", "e", [load(0)])
+        core.apply("b", [BlocksStored(chain), load(90_000)])
+        core.apply("a", [load(0)])
         for number in range(2):
             decision = core.decide(RoutedRequest(f"q{number}", chain, 1000, b"k" * 16, store_kv=False))
             assert decision is not None and not decision.pull_from

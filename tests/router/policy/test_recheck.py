@@ -34,7 +34,7 @@ def cores(*names: str, policy: str = DEFAULT_POLICY, replicas: tuple[str, ...] =
     for core in made:
         core.update_replicas(replicas)
         for replica in replicas:
-            core.apply(replica, "e", [load(0, **dict.fromkeys(names, 1))])
+            core.apply(replica, [load(0, **dict.fromkeys(names, 1))])
     return made
 
 
@@ -76,13 +76,13 @@ def test_a_second_router_learns_what_the_first_has_just_sent() -> None:
 def test_a_decision_made_with_the_load_that_was_told_is_followed() -> None:
     """Where the replica is still the best, it takes the request the second time: what it told is believed."""
     core, _ = cores("me", "you")
-    core.apply("r0", "e", [load(50_000, taken_at_s=0.5)])
+    core.apply("r0", [load(50_000, taken_at_s=0.5)])
     chosen = core.decide(request(1))
     assert chosen is not None and chosen.replica_id == "r1"
     now = load(20_000, taken_at_s=1.0)
     assert is_outdated(chosen, now)
     core.rerouted(chosen, now)
-    core.apply("r1", "e", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
+    core.apply("r1", [load(0, taken_at_s=0.9)])  # what was on its way meanwhile
     again = core.decide(request(1, rerouted=1))
     assert again is not None and (again.replica_id, again.queued_tokens) == ("r1", 20_000)
     assert not is_outdated(again, now)

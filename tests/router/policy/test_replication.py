@@ -35,7 +35,7 @@ class Cluster:
 
     def report(self, name: str, queued: int, pull_rate: float = 50_000.0) -> None:
         report = LoadReport(queued, 0, 1 if queued else 0, 0, 0, 1000.0, pull_tokens_per_s=pull_rate)
-        self.core.apply(name, "e", [report])
+        self.core.apply(name, [report])
 
     def send(self, prefix: bytes = PREFIX, new_tokens: int = 100) -> Decision:
         """One request that is done before the next one comes."""
@@ -45,7 +45,7 @@ class Cluster:
         decision = self.core.decide(request)
         assert decision is not None
         self.core.release(decision)
-        self.core.apply(decision.replica_id, "e", [BlocksStored(prefix)])
+        self.core.apply(decision.replica_id, [BlocksStored(prefix)])
         return decision
 
     def holders(self) -> int:
@@ -126,7 +126,7 @@ def test_holders_are_bounded_by_demand_and_by_load() -> None:
     held = {name for name in cluster.names if cluster.core.directory.blocks_held(name)}
     assert {cluster.send().replica_id for _ in range(20)} <= held
     for name in held:
-        cluster.core.apply(name, "e", [LoadReport(0, 0, 4, 4, 4, 1000.0, pull_tokens_per_s=50_000.0)])
+        cluster.core.apply(name, [LoadReport(0, 0, 4, 4, 4, 1000.0, pull_tokens_per_s=50_000.0)])
     assert cluster.send().replica_id not in held
 
 

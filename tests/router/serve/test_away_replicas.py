@@ -75,7 +75,7 @@ def test_away_kept_revived_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(request_router, "AWAY_S", 30.0)
         case = Case("kept")
         case.set("ab")
-        case.core.apply("a", "e", [IDLE, BlocksStored(HELD)])
+        case.core.apply("a", [IDLE, BlocksStored(HELD)])
         case.set("b")
         assert case.core.replica_ids == ("b",)
         assert await case.target("a") == "a"
