@@ -18,10 +18,9 @@ from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
 from router.known_replicas import KnownReplicas
 from router.observe.counters import RouterCounters
-from router.observe.demand import RecentTimes, RequestTimes, WorkingSet
+from router.observe.demand import RecentTimes, RequestTimes, TtftOverhead, WorkingSet
 from router.observe.explain import explain
 from router.observe.state import regret_state, router_state, sane_stats
-from router.observe.ttft_overhead import TtftOverhead
 from router.policy.candidates import RoutingView
 from router.policy.costs import estimate
 from router.policy.policies import POLICIES, Policy, least_loaded

@@ -15,9 +15,6 @@ import numpy as np
 from router.load.load_table import Floats, LoadTable
 from router.policy.candidates import RoutingView, longest
 
-PULL_PRICE = 2.0
-"""Seconds that a second of pulling weighs: a copy takes room from other prefixes and the link from other pulls."""
-
 TIE_TOLERANCE = 0.01
 """Scores of ``estimated_ttft`` within this share of the best are equal: noise in rates scatters no cold prompts."""
 
@@ -64,7 +61,7 @@ def work_tokens(view: RoutingView) -> Floats:
     work = np.empty(len(loads.replica_ids))
     shares = None
     if loads.num_pulling and view.request.store_kv and prompt - least >= min_pull_tokens:
-        shares = loads.pull_shares(PULL_PRICE)
+        shares = loads.pull_shares
         work.fill(least)
         work += shares * np.array(prompt - least)
     else:

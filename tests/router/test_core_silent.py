@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.core import RoutingCore
-from router.load.silent_feeds import SILENT_S
+from router.known_replicas import SILENT_S
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, LoadReport
 from router.protocol.request import Decision, RoutedRequest

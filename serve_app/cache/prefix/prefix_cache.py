@@ -22,7 +22,7 @@ from router.protocol.block_hash import (
     hash_blocks,
 )
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheCleared
-from serve_app.cache.eviction import Candidate, Standing
+from serve_app.cache.eviction import Standing
 from serve_app.cache.prefix.block_index import BlockIndex, CachedBlock
 from serve_app.cache.prefix.block_pool import BlockPool
 from serve_app.cache.prefix.pins import PinOutcome, Pins
@@ -147,7 +147,7 @@ class PrefixCache:
             entry.released_at = self._ticks
             entry.standing = Standing.ORDINARY
             if entry.children == 0:
-                self.quota.queue_leaf(block, _candidate(entry))
+                self.quota.queue_leaf(block, entry.released_at, entry.standing)
 
     def demote(self, blocks: Sequence[int]) -> int:
         """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
@@ -163,7 +163,7 @@ class PrefixCache:
                 break
             entry.released_at, entry.standing = self._ticks, Standing.DEMOTED
             if entry.children == 0:
-                self.quota.queue_leaf(block, _candidate(entry))
+                self.quota.queue_leaf(block, entry.released_at, entry.standing)
             demoted += 1
         return demoted
 
@@ -305,8 +305,4 @@ class PrefixCache:
         self.pool.free_idle(entry.block)
         self.quota.freed(entry.block, idle=True)
         if parent is not None and parent.children == 0 and self.pool.is_idle(parent.block):
-            self.quota.queue_leaf(parent.block, _candidate(parent))
-
-
-def _candidate(entry: CachedBlock) -> Candidate:
-    return Candidate(entry.released_at, entry.standing, hits=entry.hits)
+            self.quota.queue_leaf(parent.block, parent.released_at, parent.standing)

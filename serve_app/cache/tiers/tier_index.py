@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 
 from router.protocol.block_hash import block_word
 from router.protocol.events import BlocksRemoved, BlocksStored, TierDigest
-from serve_app.cache.eviction import Candidate, EvictionQueue, Standing
-from serve_app.cache.prefix.accounts import Accounts
+from serve_app.cache.eviction import EvictionQueue, Standing
+from serve_app.cache.prefix.quota import Accounts
 from serve_app.cache.prefix_digest import TierBlock
 
 UNKNOWN = ""
@@ -187,5 +187,4 @@ class TierIndex(Accounts[bytes], Generic[E]):
         """Give a block the place of one that is used now."""
         self._uses += 1
         standing = Standing.ORDINARY if entry.saved_until_s is None else Standing.PINNED
-        queue = self._accounts[entry.block.owner].queue
-        queue.put(entry.block.block_hash, Candidate(self._uses, standing, entry.size))
+        self._accounts[entry.block.owner].queue.put(entry.block.block_hash, self._uses, standing)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.core import RoutingCore
-from router.observe.ttft_overhead import LEAST, WINDOW, TtftOverhead
+from router.observe.demand import LEAST, WINDOW, TtftOverhead
 from router.policy.policies import POLICIES
 from router.protocol.request import Decision
 from tests.router.observe.four_replicas import core_with, request

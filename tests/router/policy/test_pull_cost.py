@@ -20,7 +20,7 @@ REQUEST = RoutedRequest("q", b"", 1000, b"k" * 16)
 
 @pytest.fixture(autouse=True)
 def _no_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", 1.0)
+    monkeypatch.setattr("router.load.load_table.PULL_PRICE", 1.0)
 
 
 def load(queued: int, pull_rate: float = 10_000.0) -> LoadReport:
@@ -54,7 +54,7 @@ def view_of(match: dict[str, int], loads: LoadTable) -> RoutingView:
 def test_the_work_that_is_left(
     match: dict[str, int], pull_rate: float, price: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.policy.costs.PULL_PRICE", price)
+    monkeypatch.setattr("router.load.load_table.PULL_PRICE", price)
     loads = loads_of(pull_rate, a=0, b=0, c=0)
     assert work_tokens(view_of(match, loads)).tolist() == pytest.approx(expected)
     assert (plan_pull(view_of(match, loads), "a", 0) == ("", 0)) == (pull_rate < 1000.0)
