@@ -137,10 +137,7 @@ class RoutingCore:
             self._known.apply(replica_id, events, self._clock())
 
     def decide(self, request: RoutedRequest, blocked: Collection[str] = ()) -> Decision | None:
-        """Choose a replica and reserve its work in one step; None while every replica is full.
-
-        ``blocked``: replicas that Serve says are full.
-        """
+        """Choose a replica and reserve its work; None while all are full. ``blocked``: who is full as Serve says."""
         started_s = self._clock()
         with self._lock:
             decision = self._decide(request, blocked, started_s)
@@ -166,20 +163,14 @@ class RoutingCore:
             self._known.release(decision.reservation)
 
     def rerouted(self, decision: Decision, load: LoadReport) -> None:
-        """Take back a decision that a replica did not follow, and learn the load that it told instead.
-
-        The same request may be decided about again, with ``RoutedRequest.rerouted`` one higher.
-        """
+        """Take back a decision that a replica did not follow, and learn the load that it told instead."""
         with self._lock:
             self._known.release(decision.reservation)
             self._known.told(decision.replica_id, load, self._clock())
             self.counters.rerouted += 1
 
     def explain(self, request: RoutedRequest, policies: Collection[str]) -> dict[str, Any]:
-        """Say what each of ``policies`` would decide about a request now, and from what; JSON-able.
-
-        Reserves and counts nothing, and draws no random number: the next ``decide`` chooses what is said here.
-        """
+        """Say what each policy would decide now, and why; JSON-able. Counts nothing: the next ``decide`` does that."""
         with self._lock:
             now_s = self._clock()
             self._known.expire(now_s)

@@ -5,7 +5,7 @@ In: replica sets, feed events, reservations that end. Decides nothing. Not threa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from router.directory.directory import Directory
 from router.directory.drift import DriftChecks
@@ -15,7 +15,9 @@ from router.load.lora_residency import LoraResidency
 from router.protocol.events import BlocksStored, CacheCleared, CacheDigest, Event, LoadReport, StatsReport
 
 SILENT_S = 5.0
-"""Five reports that did not come."""
+"""A replica reports its load at least once a second. Whose feed told nothing for so long, and does not answer for a
+snapshot either, is silent, as where a network is cut in two: what it told is old, and of its cache only what its own
+answers show is known. What comes another way, as with a request that is sent back, is not its feed's."""
 
 _LOOK_S = 0.5
 
@@ -37,7 +39,9 @@ class KnownReplicas:
         self.is_live: Callable[[str], bool] | None = None
         self.resync: Callable[[str], None] | None = None
         self.drift = DriftChecks()
-        self._silent = SilentFeeds()
+        self._heard_s: dict[str, float] = {}
+        self._silent: set[str] = set()
+        self._looked_s = 0.0
         self.forget_blocks(block_size, max_blocks)
 
     def forget_blocks(self, block_size: int, max_blocks: int) -> None:
@@ -50,10 +54,7 @@ class KnownReplicas:
                 self.resync(replica_id)
 
     def update(self, replica_ids: Iterable[str], away: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Make the set equal to ``replica_ids`` and return who was added and who was removed.
-
-        ``away``: who of the others is kept; those that were not known before are ignored.
-        """
+        """Make the set equal to ``replica_ids``, keep those ``away``, and return who was added and who was removed."""
         wanted = dict.fromkeys(replica_ids)
         known = set(self.loads.replica_ids)
         self.away = frozenset(replica_id for replica_id in known.intersection(away) if replica_id not in wanted)
@@ -69,7 +70,8 @@ class KnownReplicas:
     def drop(self, replica_id: str) -> None:
         """Forget a replica; unknown ids are ignored."""
         self.away -= {replica_id}
-        self._silent.forget(replica_id)
+        self._heard_s.pop(replica_id, None)
+        self._silent.discard(replica_id)
         for number in self.loads.remove_replica(replica_id):
             self.pending.discard(number)
         self.directory.remove_replica(replica_id)
@@ -81,7 +83,8 @@ class KnownReplicas:
         """Take one feed message's events; those of unknown replicas are ignored."""
         if replica_id not in self.loads.replicas:
             return
-        self._silent.heard(replica_id, now_s)
+        self._heard_s[replica_id] = now_s
+        self._silent.discard(replica_id)
         cache_events: list[Event] = []
         for event in events:
             if isinstance(event, LoadReport):
@@ -128,44 +131,11 @@ class KnownReplicas:
         """End reservations that are too old, and forget what was told by those whose feeds have fallen silent."""
         for number in self.loads.expire(now_s):
             self.pending.discard(number)
-        if self.is_live is not None:
-            for replica_id in self._silent.fallen_silent(self.is_live, now_s):
-                self.loads.disbelieve(replica_id)
-                self.directory.apply(replica_id, (CacheCleared(),))
-
-
-class SilentFeeds:
-    """Which replicas' feeds tell nothing any more, though the replicas may go on: a network that is cut in two.
-
-    A replica reports its load at least once a second. Whose feed told nothing for longer, and does not answer for a
-    snapshot either, is silent: what it told is old, and what it is still known to hold is what its own answers show.
-    What comes another way, as with a request that is sent back, is not its feed's.
-    """
-
-    def __init__(self) -> None:
-        self._heard_s: dict[str, float] = {}
-        self._silent: set[str] = set()
-        self._looked_s = 0.0
-
-    def __contains__(self, replica_id: str) -> bool:
-        return replica_id in self._silent
-
-    def heard(self, replica_id: str, now_s: float) -> None:
-        """Something came from a replica's feed."""
-        self._heard_s[replica_id] = now_s
-        self._silent.discard(replica_id)
-
-    def forget(self, replica_id: str) -> None:
-        """Forget a replica that is gone; unknown ids are ignored."""
-        self._heard_s.pop(replica_id, None)
-        self._silent.discard(replica_id)
-
-    def fallen_silent(self, is_live: Callable[[str], bool], now_s: float) -> Iterator[str]:
-        """Yield the replicas that are silent since the last look; looks twice a second at most."""
-        if now_s - self._looked_s < _LOOK_S:
+        if self.is_live is None or now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
         for replica_id, heard_s in self._heard_s.items():
-            if now_s - heard_s >= SILENT_S and replica_id not in self._silent and not is_live(replica_id):
+            if now_s - heard_s >= SILENT_S and replica_id not in self._silent and not self.is_live(replica_id):
                 self._silent.add(replica_id)
-                yield replica_id
+                self.loads.disbelieve(replica_id)
+                self.directory.apply(replica_id, (CacheCleared(),))

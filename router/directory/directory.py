@@ -191,10 +191,7 @@ class Directory:
         return tokens
 
     def tiers(self, chain: bytes, match: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """Return by replica and tier how many tokens of its matched prefix lie there; one may lie in several.
-
-        ``match``: as ``match(chain)`` returned it. Looks at every matched block: for explanations, not decisions.
-        """
+        """Return by replica and tier how many tokens of its match lie there; looks at all blocks: not for decisions."""
         slots = {name: self._replicas[name].slot_of_tier for name in match}
         found: dict[str, dict[str, int]] = {name: dict.fromkeys(tiers, 0) for name, tiers in slots.items()}
         depth = max(match.values(), default=0) // self.block_size

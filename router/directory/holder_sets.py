@@ -15,10 +15,7 @@ from router.directory.key_table import Change
 
 @dataclass(slots=True)
 class ReplicaSlots:
-    """One replica's slots: a bit for each tier that it named. ``home`` stands for the replica in folded masks.
-
-    ``xor_of_tier``: of the words of the blocks held (see ``block_word``). ``refused_blocks``: hints without room.
-    """
+    """One replica's slots, a bit for each tier; ``xor_of_tier``: of its blocks' words (see ``block_word``)."""
 
     slot_of_tier: dict[str, int] = field(default_factory=dict)
     blocks_of_tier: dict[str, int] = field(default_factory=dict)

@@ -58,10 +58,7 @@ class SnapshotChunk(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class FeedCounters:
-    """What the reading end of all feeds counts; every number only rises.
-
-    ``gaps``: messages missed and asked for again as a snapshot; ``malformed``: messages that were not believed.
-    """
+    """What the reading end of all feeds counts. ``gaps``: in the order of messages; ``malformed``: not believed."""
 
     messages: int = 0
     gaps: int = 0

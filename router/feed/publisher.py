@@ -140,7 +140,7 @@ class FeedPublisher:
                         stopping = self._stopping
                         batches, self._waiting = self._waiting, deque()
                     for events in batches:
-                        self._publish_or_lose(events)
+                        self._publish(events)
                 try:
                     busy = self._answer()
                 except Exception:
@@ -149,9 +149,11 @@ class FeedPublisher:
         finally:
             self._context.destroy(linger=0)
 
-    def _publish_or_lose(self, events: Sequence[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
+        """Send events to whoever listens, or lose them; never blocks."""
         try:
-            self._publish(events)
+            for message in self._sequencer.publish(events):
+                self._pub.send(message)
         except Exception:
             logger.exception("events of %s were not published", self._replica_id)
             with self._lock:
@@ -159,16 +161,8 @@ class FeedPublisher:
         else:
             self._behind_since_s = None
 
-    def _publish(self, events: Sequence[Event]) -> None:
-        """Send events to whoever listens; never blocks."""
-        for message in self._sequencer.publish(events):
-            self._pub.send(message)
-
     def _answer(self) -> bool:
-        """Take waiting snapshot requests and send some chunks, to each in turn; True while chunks are left to send.
-
-        Never blocks.
-        """
+        """Take requests and send each asker some chunks; True while chunks are left to send. Never blocks."""
         self._take_requests()
         for _ in range(_CHUNKS_A_TURN):
             if not self._streams:

@@ -70,10 +70,7 @@ class FeedSequencer:
         self._latest: dict[type[Event], Event] = {}
 
     def publish(self, events: Iterable[Event]) -> list[bytes]:
-        """Apply events to the mirror and return the messages that carry them, usually one.
-
-        A message holds at most ``max_blocks_per_message`` blocks, so that no listener's loop stalls on one.
-        """
+        """Apply events to the mirror and return their messages, usually one, so small that no listener stalls on it."""
         messages: list[bytes] = []
         batch: list[Event] = []
         room = self._max_bytes

@@ -61,7 +61,7 @@ class FeedSubscriber:
         return frozenset(self._feeds)
 
     def is_live(self, replica_id: str) -> bool:
-        """Whether a followed feed has delivered its snapshot and everything since that has arrived."""
+        """Whether a followed feed has delivered all that is known of."""
         feed = self._feeds.get(replica_id)
         return feed is not None and feed.resequencer.live
 

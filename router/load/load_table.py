@@ -103,10 +103,7 @@ class LoadTable:
         return None if replica is None else replica.row
 
     def report(self, replica_id: str, report: LoadReport, now_s: float) -> None:
-        """Take a replica's report, unless a later one has come; nonsense (negative, not finite, huge) is clamped.
-
-        Unknown ids are ignored.
-        """
+        """Take a known replica's report, within sane bounds, unless a later one has come."""
         replica = self.replicas.get(replica_id)
         if replica is None:
             return
@@ -134,10 +131,7 @@ class LoadTable:
         self._write(replica)
 
     def reserve(self, replica_id: str, uncached_tokens: int, now_s: float) -> int:
-        """Count work as queued at a replica from now on and return the reservation's number, which only rises.
-
-        Raises KeyError for an unknown replica.
-        """
+        """Count work as queued at a known replica from now on; return the reservation's number, which only rises."""
         replica = self.replicas[replica_id]
         self._last_number += 1
         number = self._last_number
@@ -159,10 +153,7 @@ class LoadTable:
             self._write_queue(replica)
 
     def expire(self, now_s: float) -> list[int]:
-        """End reservations older than ``RESERVATION_TTL_S`` and return their numbers.
-
-        A bounded number of them a call, oldest first.
-        """
+        """End reservations older than ``RESERVATION_TTL_S``, a bounded number a call; return their numbers."""
         ended: list[int] = []
         while self._reservations and len(ended) < _EXPIRED_A_CALL:
             number = next(iter(self._reservations))

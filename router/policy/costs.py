@@ -86,10 +86,7 @@ def pulls_faster(replica_id: str, loads: LoadTable) -> bool:
 
 
 def plan_pull(view: RoutingView, replica_id: str, held_tokens: int) -> tuple[str, int]:
-    """Return who should hand its KV to a replica that holds ``held_tokens``, and how much; ("", 0): nobody.
-
-    Of those that hold most, the one with the least prefill work.
-    """
+    """Return which of those that hold most, the least busy, should hand over how many tokens; ("", 0): nobody."""
     most, loads = view.best_tokens, view.loads
     if most - held_tokens < view.settings.min_pull_tokens or not pulls_faster(replica_id, loads):
         return "", 0

@@ -60,10 +60,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
         self._empty_since_s = time.monotonic()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Follow the feeds of new replicas; called on every change of statistics.
-
-        Those that left are away, and forgotten unless they return within ``AWAY_S``.
-        """
+        """Follow the feeds of new replicas, and forget who left and does not return within ``AWAY_S``."""
         super().update_replicas(replicas)
         before = self._by_name
         self._know({replica.replica_id.unique_id: replica for replica in replicas})

@@ -126,7 +126,9 @@ class Pins:
         It is the last one of whoever is furthest beyond their share: what was pinned first is what the share is for.
         The caller removes it, and asks again while ``add`` finds no room.
         """
-        if not self._within_share(tenant, len(blocks) - self.pinned_leading(blocks, tenant)):
+        held_blocks, share_blocks = self.room(tenant)
+        more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)
+        if len(self._shares) < 2 or held_blocks + more_blocks > share_blocks:
             return None
         beyond = {name: len(counts) - self._shares.get(name, 0) for name, counts in self._tenants_counts.items()}
         furthest = max(beyond, key=beyond.__getitem__, default=tenant)
@@ -175,7 +177,3 @@ class Pins:
             return []
         self._soonest_s = min((pin.expires_s for pin in self._pins.values() if pin.expires_s > now_s), default=math.inf)
         return [pin.key for pin in self._pins.values() if pin.expires_s <= now_s]
-
-    def _within_share(self, tenant: str, more_blocks: int) -> bool:
-        held_blocks, budget_blocks = self.room(tenant)
-        return len(self._shares) >= 2 and held_blocks + more_blocks <= budget_blocks

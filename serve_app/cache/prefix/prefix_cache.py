@@ -95,18 +95,12 @@ class PrefixCache:
         return max(num_tokens - 1, 0) // self.block_size if self.enabled else 0
 
     def match(self, scope: PrefixScope, token_ids: TokenArray, chain: bytes) -> list[int]:
-        """Return the cached blocks of the longest prefix of ``token_ids``, without its last token.
-
-        A block counts only if its tokens, its parent block and its scope are equal too. Nothing is acquired.
-        """
+        """Return the cached blocks of the longest prefix of ``token_ids``, never the last token's; acquires nothing."""
         limit = min(self.reusable_blocks(len(token_ids)), len(chain) // HASH_BYTES)
         return self.index.match(scope, token_ids, chain, limit)
 
     def acquire(self, blocks: Sequence[int], *, read: bool = True) -> None:
-        """Add a reference to each matched block, so that none can be evicted.
-
-        ``read``: for a request, which renews the pins among them; a copy of the cache's own does not.
-        """
+        """Add a reference to each matched block. ``read``: for a request, which renews the pins among them."""
         for block in blocks:
             self._retain(block)
         if not read:
@@ -122,10 +116,7 @@ class PrefixCache:
             entry.hit(self._clock())
 
     def allocate(self, count: int, tenant: str = "default") -> list[int]:
-        """Return ``count`` blocks of ``tenant`` with one reference each, evicting leaves as needed.
-
-        Raises PoolExhausted, changing nothing, when fewer are available.
-        """
+        """Return ``count`` blocks with one reference each, evicting leaves as needed. Raises PoolExhausted."""
         missing = count - self.pool.free_blocks
         if 0 < missing <= self.pool.idle_blocks:
             self.evict(missing)

@@ -31,10 +31,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True, eq=False)
 class Account(Generic[K]):
-    """What one tenant holds: ``held`` in all, ``idle`` of it (in the pool) by the cache alone.
-
-    ``queue``: what it can give. ``used_s``: when a request of the tenant came last.
-    """
+    """What one tenant holds: ``held`` in all, ``idle`` by the cache alone, ``queue`` of what it can give."""
 
     tenant: str
     weight: float
@@ -197,10 +194,7 @@ class Quota(Accounts[int]):
         self._owner(block).queue.put(block, used, standing)
 
     def next_leaf(self) -> int:
-        """Return the block to evict, of whoever is most over their share. The caller frees it.
-
-        Raises IndexError when there is none.
-        """
+        """Take and return the block to evict, of whoever is most over their share. Raises IndexError: none."""
         account = self._furthest()
         if account is None:
             raise IndexError("no block can be evicted")

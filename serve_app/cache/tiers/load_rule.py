@@ -34,10 +34,7 @@ class LoadRule:
         self._seconds[tier] = self._seconds[tier] * kept + duration_s
 
     def worthwhile(self, bytes_of_tier: Mapping[str, int], tokens: int, prefill_tokens_per_s: float) -> bool:
-        """Return whether to load; while the prefill rate is unknown (0) everything is loaded.
-
-        A refusal moves the bandwidths towards the expectation: a tier that once was slow is tried again.
-        """
+        """Return whether to load: yes, while the prefill rate is 0 (unknown). A refusal makes loads look faster."""
         if self.ratio <= 0.0:
             return False
         if prefill_tokens_per_s <= 0.0:

@@ -48,12 +48,12 @@ class Entry:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Blocks over a tier's life."""
+    """Blocks over a tier's life; the names are those of their metrics."""
 
     hits: int = 0
     stores: int = 0
     drops: int = 0
-    evicted: int = 0
+    evicted_blocks: int = 0
 
 
 E = TypeVar("E", bound=Entry)
@@ -137,10 +137,7 @@ class TierIndex(Accounts[bytes], Generic[E]):
         return entry
 
     def next_victim(self, owner: str, *, saved: bool = False) -> E | None:
-        """Return which block has to go for one of ``owner``'s; the caller removes it.
-
-        None where there is none, or only saved ones of the owner's own for one that is not ``saved``.
-        """
+        """Return what has to go for one of ``owner``'s; None: nothing, or saved ones of its own for an unsaved one."""
         furthest = self._furthest()
         if furthest is None:
             return None
