@@ -188,11 +188,7 @@ class RoutingCore:
     def record_delivered(
         self, decision: Decision, cached_tokens: int, ttft_s: float, chain: bytes = b"", *, stored: bool = True
     ) -> None:
-        """Count what the replica really reused and how long the first token took.
-
-        ``chain``: the request's block hashes, to find out why less than predicted was reused. ``stored``: whether its
-        blocks stay in the replica.
-        """
+        """Count what was really reused and how long the first token took. ``stored``: its blocks stay there."""
         with self._lock:
             selected, held = decision.selected_cached_tokens, 0
             if cached_tokens < selected:

@@ -1,7 +1,7 @@
 """Who holds a block: a replica's slots, and interned sets of slots.
 
-A slot is a bit position, one for each tier of a replica; a set of slots is one bit mask, stored once and named by a
-small id with a reference count. Blocks of one prefix mostly share their holders, so a million blocks need few sets.
+A slot is a bit position, one for each tier of a replica. Blocks of one prefix mostly share their holders, so a million
+blocks need few sets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What crosses the feed: the advertised endpoint, numbered messages, snapshot requests and snapshot chunks.
 
-A snapshot request is its nonce alone, 8 bytes, which every chunk of the answer repeats. Chunk 0 opens a snapshot that
-is consistent with sequence number ``seq``.
+A snapshot request is its nonce alone, which every chunk of the answer repeats.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 
 class FeedEndpoint(msgspec.Struct, frozen=True):
-    """Where one replica's feed is; travels as a plain dict in the replica's metadata.
-
-    ``public_key``: the publisher's CURVE key (Z85 text). It authenticates the publisher, and only who was told it
-    can connect.
-    """
+    """Where a replica's feed is, and its CURVE key (Z85), which authenticates it: only who was told can connect."""
 
     pub_address: str
     snapshot_address: str

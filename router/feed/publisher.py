@@ -1,7 +1,6 @@
 """The replica's end of the feed: a PUB socket for messages, a ROUTER socket that answers snapshot requests.
 
-Owns the sockets, a fresh CURVE key pair and a thread, and never waits for listeners: one that is too slow loses
-messages, notices the gap and asks for a snapshot.
+A listener that is too slow is not waited for: it loses messages, notices the gap and asks for a snapshot.
 """
 
 from __future__ import annotations

@@ -38,10 +38,9 @@ UNREPORTED = LoadReport(0, 0, 0, 0, 0, 0.0, taken_at_s=-inf)
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """The clamped report, this router's unreleased reservations, and what follows from both.
+    """The clamped report, this router's unreleased reservations, and what follows from both, by ``LoadTable``'s names.
 
-    The names are those of ``LoadTable``'s columns. ``pull_pace``: prefill tokens in the time of one pulled token,
-    infinite where nothing is pulled. ``rate_tokens``, ``rate_s``: what the prefill rate was measured over.
+    ``pull_pace``: prefill tokens in the time of one pulled token. ``rate_tokens``, ``rate_s``: behind the prefill rate.
     """
 
     row: int

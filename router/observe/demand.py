@@ -117,9 +117,8 @@ class WorkingSet:
 class TtftOverhead:
     """What a first token takes beside the work that the router knows of: calls, the step under way, a step's own cost.
 
-    One constant for all replicas: it makes shown times those that clients see, and changes no decision. It is the
-    median of actual time - work, over the quarter of the latest requests that had the least work. Of those with more
-    the difference says how good the prefill rate is, and would drown what is the same for all.
+    It changes no decision. It is the median of actual time - work over the quarter of the latest requests that had the
+    least work; of the others the difference says how good the prefill rate is.
     """
 
     def __init__(self) -> None:

@@ -153,11 +153,7 @@ def best_rows(scores: Floats, uncached: Floats, view: RoutingView, limit: int, t
 def scored(
     scores: Floats, uncached: Floats, view: RoutingView, limit: int | None, tolerance: float = 0.0
 ) -> list[Candidate]:
-    """Rank the rows that may be chosen by score, lower first, in whatever unit the policy scores.
-
-    ``uncached``: by row, the request's tokens left to compute, which decide among near-best scores. ``tolerance``:
-    scores within this share of the best are equal.
-    """
+    """Rank the rows that may be chosen by score; scores within ``tolerance`` of the best go by ``uncached`` tokens."""
     closed, routable = closed_rows(view)
     if not routable:
         return []

@@ -48,8 +48,7 @@ def ttft_scores(view: RoutingView) -> tuple[Floats, Floats]:
 def work_tokens(view: RoutingView) -> Floats:
     """Return by row the work of a request in prefill tokens; at least 1. Missing KV is pulled where that is faster.
 
-    What a prefill under way (``pending``) will hold counts as held. A pulled token costs ``PULL_PRICE`` x the
-    prefill tokens that would be computed meanwhile. What stores nothing is not pulled for.
+    ``pending`` counts as held; a pulled token costs ``PULL_PRICE`` x the prefill tokens computed meanwhile.
     """
     match, pending, loads = view.match, view.pending, view.loads
     min_pull_tokens = view.settings.min_pull_tokens

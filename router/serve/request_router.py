@@ -93,8 +93,7 @@ class CacheAwareRouter(RequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """Decide for this very request, in its own coroutine; wait in line only while no replica can take it.
 
-        Replaces Serve's queue of routing tasks, which may hand the replica chosen for one request to another.
-        Raises NoReplicaLeft when there has been none for ``no_replica_wait_s``.
+        Serve's queue of routing tasks may hand the replica chosen for one request to another. Raises NoReplicaLeft.
         """
         if is_retry:
             self._undo(pending_request)

@@ -33,10 +33,9 @@ class Pin:
 
 
 class Pins:
-    """Pins by key. The blocks of a pin are a whole prefix, so a read of its last block read all of it.
+    """Pins by key, each of a whole prefix. ``weights``: of tenants' shares; a tenant without one only borrows.
 
-    ``weights``: of the tenants' shares of the budget. With fewer than two there are no shares, and a tenant that is
-    not among several has none: it only borrows.
+    With fewer than two weights there are no shares.
     """
 
     def __init__(self, budget_blocks: int, weights: Mapping[str, float] | None = None) -> None:
@@ -123,8 +122,7 @@ class Pins:
     def recall(self, blocks: Sequence[int], tenant: str) -> bytes | None:
         """Return the pin to remove so that a prefix within the tenant's share fits; None when nothing is lent.
 
-        It is the last one of whoever is furthest beyond their share: what was pinned first is what the share is for.
-        The caller removes it, and asks again while ``add`` finds no room.
+        It is the last one of whoever is furthest beyond their share; the caller removes it and asks again.
         """
         held_blocks, share_blocks = self.room(tenant)
         more_blocks = len(blocks) - self.pinned_leading(blocks, tenant)

@@ -141,11 +141,7 @@ class PrefixCache:
                 self.quota.queue_leaf(block, entry.released_at, entry.standing)
 
     def demote(self, blocks: Sequence[int]) -> int:
-        """Let the tail of a prefix that another replica took over be evicted first; return how many blocks that is.
-
-        ``blocks``: a matched prefix. From its end up to the first block that is in use or shared with other prefixes.
-        A hit takes a block back into its turn.
-        """
+        """Let a matched prefix's tail that is idle and unshared go first: another replica has it; return its blocks."""
         demoted = 0
         self._ticks += 1
         for block in reversed(blocks):

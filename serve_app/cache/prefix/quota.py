@@ -112,11 +112,7 @@ class Quota(Accounts[int]):
         self._owners: list[Account[int] | None] = [None] * total_blocks
 
     def fraction(self, tenant: str) -> float:
-        """Return the part of the pool that is ``tenant``'s share among the tenants active now.
-
-        Where several tenants are configured, one that is alone counts as one of two: a share has to be ready for
-        whoever comes next.
-        """
+        """Return the tenant's part of the pool among those active now; one alone of several counts as one of two."""
         weight = self._weights.get(tenant, 1.0)
         # What is public is used on everybody's behalf: it narrows nobody's share of the room.
         others = sum(account.weight for account in self._active() if account.tenant not in (tenant, PUBLIC))

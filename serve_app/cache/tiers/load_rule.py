@@ -1,7 +1,6 @@
-"""Whether loading blocks from a lower tier beats computing them.
+"""Whether loading blocks from a lower tier beats computing them: bytes / bandwidth <= ratio * tokens / prefill rate.
 
-Owns the measured bandwidth of each tier and the rule: load when bytes / bandwidth <= ratio * tokens / prefill rate. Not
-thread-safe: the engine's loop owns it.
+Owns the measured bandwidth of each tier. Not thread-safe.
 """
 
 from __future__ import annotations
