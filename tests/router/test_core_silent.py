@@ -7,13 +7,15 @@ from router.known_replicas import SILENT_S
 from router.protocol.block_hash import HASH_BYTES
 from router.protocol.events import BlocksStored, CacheCleared, LoadReport
 from router.protocol.request import Decision, RoutedRequest
+from tests.router import cores
+from tests.router.cores import ask, decided
 
 CHAIN = bytes(range(4 * HASH_BYTES))
 ADMITTED = {"me": 1, "you": 1}
 
 
 def load(queued_tokens: int, taken_at_s: float) -> LoadReport:
-    return LoadReport(queued_tokens, 0, int(queued_tokens > 0), 0, 0, 1000.0, ADMITTED, taken_at_s=taken_at_s)
+    return cores.load(queued_tokens, 0, int(queued_tokens > 0), admitted=ADMITTED, taken_at_s=taken_at_s)
 
 
 class Case:
@@ -36,9 +38,7 @@ class Case:
 
     def decide(self, *blocked: str) -> Decision:
         self.tell("c", 1_000_000)
-        decision = self.core.decide(RoutedRequest("q", CHAIN, 4 * 16 + 1, CHAIN[:HASH_BYTES]), blocked)
-        assert decision is not None
-        return decision
+        return decided(self.core, ask(chain=CHAIN), blocked)
 
 
 def test_a_silent_replica_is_never_asked_for_a_second_look() -> None:

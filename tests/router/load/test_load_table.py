@@ -203,3 +203,16 @@ def test_of_two_reports_the_later_one_counts(order: list[int], queued: list[int]
         loads.report("a", told, 0.0)
         newest = max(newest, number)
         assert loads.queue_ahead("a") == queued[newest] + 7 * (len(queued) - newest)
+
+
+def test_routers_that_go_quiet_are_not_counted() -> None:
+    """A replica remembers routers for long; who sends nothing new for half a minute is not active."""
+    loads = table()
+    assert loads.active_routers == 1
+    loads.report("a", report(me=3, you=5, them=1), 0.0)
+    assert loads.active_routers == 3
+    loads.report("a", report(me=4, you=6, them=1), 20.0)
+    loads.report("a", report(me=4, you=6, them=1), 35.0)
+    assert loads.active_routers == 2
+    loads.report("a", report(me=4, you=6, them=1), 100.0)
+    assert loads.active_routers == 1
