@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from operator import xor
 from random import Random
 from typing import Any
 
@@ -17,8 +15,7 @@ from router.directory.drift import FIRST_PAUSE_S, LAST_PAUSE_S, DriftChecks
 from router.feed.messages import FeedMessage, decode_message, encode
 from router.protocol.events import BlocksRemoved, BlocksStored, CacheDigest, Event, TierDigest
 from router.settings import RouterSettings
-from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_of, packed, steps, word
-from tests.router.feed.sockets import BEAT, CHAIN, blocks, following, in_loop, until
+from tests.router.feed.feed_line import HASHES, TIERS, Replica, changes, digest_of, packed, steps
 
 
 @settings(max_examples=150)
@@ -198,24 +195,3 @@ def test_a_mirror_that_lies_is_found_by_its_own_replica(events: list[Any], wrong
     assert line.sequencer.publish([CacheDigest((false, *true.tiers[1:]))]) == []
     assert line.sequencer.mirror_drifts == 1
     assert len(line.sequencer.publish([true])) == 1
-
-
-@in_loop
-async def test_over_sockets_an_invented_block_is_gone_after_the_next_digest() -> None:
-    """The whole way: digest by the feed, comparison, a snapshot asked for, the directory right again."""
-    async with following("a") as (core, subscriber, feeds):
-        feed = feeds["a"]
-        feed.put([BlocksStored(CHAIN), BEAT])
-        subscriber.connect("a", feed.endpoint)
-        await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
-        core.apply("a", [BlocksStored(Random(9).randbytes(160))])
-        assert blocks(core, "a") == 60
-        words = [word(CHAIN[at:]) for at in range(0, len(CHAIN), 16)]
-        true = CacheDigest((TierDigest("pool", 50, reduce(xor, words)),))
-        feed.put([true])
-        await until(lambda: blocks(core, "a") == 50 and subscriber.is_live("a"))
-        feed.put([true])
-        await until(lambda: core.drift.checks == 2)
-        assert core.drift.found == {"a": {"extra": 1}}
-        feed.put([CacheDigest(())])
-        await until(lambda: feed.mirror_drifts == 1)
